@@ -1,0 +1,25 @@
+"""Failures that a user can mend, each told in one line that names the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class Failure(RuntimeError):
+    """Something failed while running (network, disk, damaged file, loss not finite): exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(ValueError):
+    """Something the user typed or configured cannot be meant: exit code 2."""
+
+    exit_code = 2
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`" Did you mean X?"` for the choice closest to `word`, or an empty string when none is close."""
+    options = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(word.lower(), options, n=1, cutoff=0.5)
+    return f" Did you mean {options[close[0]]}?" if close else ""
