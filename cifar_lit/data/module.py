@@ -1,0 +1,183 @@
+"""`ImageData`, the LightningDataModule: source, split, loaders and normalisation of one data set."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from cifar_lit.data.augment import Augmentation, normalise, take
+from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader
+from cifar_lit.data.sources import SourceSettings, load_images
+from cifar_lit.data.splits import channel_statistics, split_validation
+
+
+class ImageData(pl.LightningDataModule):
+    """Images of one data set as uint8 in memory, split, batched, augmented and normalised.
+
+    Args:
+        dataset: cifar10, cifar100, fashion_mnist, folder or shapes.
+        root: where archives are kept (`data` if not given), or the folder of own images.
+        batch_size: images a training step takes over all devices together.
+        eval_batch_size: images a device takes at once in validation, test and prediction.
+        val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all.
+        test_size: fraction that becomes the test set where a folder has no train/test level.
+        split_seed: seed of these splits and of drawn images; apart from `seed`, so that runs with other seeds are
+            validated and tested on the same images.
+        seed: seed of order and augmentation; follows --seed.
+        shuffle: draw a new order every epoch.
+        crop: pixels of reflect padding that a random crop moves in; 0 for none.
+        flip: none, random, or alternating (each image mirrored in every second epoch).
+        cutout: side in pixels of a square painted with the mean colour; 0 for none.
+        mean: of the channels, in [0, 1] units; measured on the training images if not given.
+        std: standard deviation of the channels, likewise.
+        image_size: pixels to scale own images to, or to draw shapes in.
+        channels: 1 or 3, for own images and shapes.
+        num_classes: of shapes.
+        count: training images that `shapes` draws; its test set is a fifth of that.
+        url: an address or path of one's own to fetch the archive from.
+        skip_bad: leave damaged images of a folder out instead of stopping.
+        cache_dir: where decoded folders are kept; the user's cache folder if not given.
+    """
+
+    def __init__(
+        self,
+        dataset: str = "cifar10",
+        root: str | None = None,
+        batch_size: int = 128,
+        eval_batch_size: int = 500,
+        val_size: float = 0.1,
+        test_size: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        crop: int = 0,
+        flip: str = "none",
+        cutout: int = 0,
+        mean: list[float] | float | None = None,
+        std: list[float] | float | None = None,
+        image_size: int | None = None,
+        channels: int | None = None,
+        num_classes: int | None = None,
+        count: int = 10_000,
+        url: str | None = None,
+        skip_bad: bool = False,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
+        self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
+        self.augmentation = Augmentation(crop, flip, cutout)
+        self._mean, self._std = mean, std
+        self.settings = SourceSettings(
+            root=root,
+            url=url,
+            image_size=image_size,
+            channels=channels,
+            num_classes=num_classes,
+            count=count,
+            test_size=test_size,
+            split_seed=split_seed,
+            skip_bad=skip_bad,
+            cache_dir=cache_dir,
+        )
+        self._constants: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def train_images(self) -> ImageSet:
+        """All images to train and validate on; the first look prepares them."""
+        return load_images(self.dataset, self.settings, train=True)
+
+    @cached_property
+    def test_images(self) -> ImageSet:
+        """All test images."""
+        return load_images(self.dataset, self.settings, train=False)
+
+    @cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Indices of the train and the validation images among `train_images`."""
+        return split_validation(self.train_images.labels, self.val_size, self.split_seed)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in label order."""
+        return self.train_images.classes
+
+    @property
+    def class_count(self) -> int:
+        """How many classes there are."""
+        return len(self.classes)
+
+    @property
+    def input_shape(self) -> list[int]:
+        """Channels, height and width of the images."""
+        return [self.train_images.channels, self.train_images.height, self.train_images.width]
+
+    @cached_property
+    def statistics(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel that images are normalised with."""
+        channels = self.train_images.channels
+        measured = channel_statistics(self.train_images.images, self.split[0]) if None in (self._mean, self._std) else ([], [])
+        mean, std = (
+            found if given is None else list(given) if isinstance(given, list) else [float(given)] * channels
+            for given, found in zip((self._mean, self._std), measured, strict=True)
+        )
+        if len(mean) != channels or len(std) != channels or min(std) <= 0:
+            raise ValueError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
+        return mean, std
+
+    def train_dataloader(self) -> TrainLoader:
+        """The training loader of this device."""
+        fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
+        return TrainLoader(
+            self.train_images,
+            self.split[0],
+            self.batch_size,
+            self.augmentation,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            fill=fill,
+            rank=self._rank,
+            world=self._world,
+        )
+
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        """The validation loader of this device; none (an empty list) when nothing is held out."""
+        loader = EvalLoader(self.train_images, self.split[1], self.eval_batch_size, rank=self._rank, world=self._world)
+        return loader if len(loader) else []
+
+    def test_dataloader(self) -> EvalLoader:
+        """The loader over this device's part of the test set."""
+        everything = torch.arange(len(self.test_images))
+        return EvalLoader(self.test_images, everything, self.eval_batch_size, rank=self._rank, world=self._world)
+
+    def predict_dataloader(self) -> EvalLoader:
+        """Predictions are made for the test images."""
+        return self.test_dataloader()
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Normalises the images where the Trainer has brought them."""
+        if self._constants is None or self._constants[0].device != batch.images.device:
+            mean, std = self.statistics
+            new = batch.images.new_tensor
+            self._constants = new(mean, dtype=torch.float32), new(std, dtype=torch.float32)
+        return batch._replace(images=normalise(batch.images, *self._constants))
+
+    def sample(self, count: int = 64) -> Tensor:
+        """The first augmented training images of epoch 0, uint8 (B, C, H, W), to look at."""
+        loader = self.train_dataloader()
+        _, height, width = self.input_shape
+        plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
+        images = take(loader.source.images, self.split[0][:count], plan, self.augmentation.cutout, loader.fill)
+        return images.permute(0, 3, 1, 2)
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    @property
+    def _world(self) -> int:
+        return self.trainer.world_size if self.trainer else 1

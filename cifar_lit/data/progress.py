@@ -1,0 +1,52 @@
+"""Progress of long preparations: a live bar on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LINE_EVERY_SECONDS = 10.0
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) -> Iterator[Callable[[int], None]]:
+    """Shows how far `what` has come and at which rate; yields `advance(amount)`.
+
+    total and the amounts are counted in `unit`s once multiplied by `scale` (bytes with unit "MB", scale 1e-6);
+    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate.
+    """
+    started = last_line = time.monotonic()
+    done = 0
+    bar = None
+    task = None
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = bar.add_task(what, total=total or None, amount="")
+        bar.start()
+
+    def amount() -> str:
+        rate = done * scale / max(time.monotonic() - started, 1e-6)
+        of = f"/{total * scale:,.0f}" if total else ""
+        return f"{done * scale:,.0f}{of} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
+
+    def advance(count: int) -> None:
+        nonlocal done, last_line
+        done += count
+        if bar is not None and task is not None:
+            bar.update(task, completed=done, amount=amount())
+        elif time.monotonic() - last_line >= LINE_EVERY_SECONDS:
+            last_line = time.monotonic()
+            print(f"{what}: {amount()}", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+    print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""`shapes`: a data set that the program draws itself, so that a first run needs no download.
+
+One figure (`figures.py`) with random place, size, angle and colours stands before a graded background with thin lines and dots,
+under noise; either of figure and ground may be the brighter one, which is what leaves a linear model helpless. Above ten classes,
+a class is a figure with a smaller one beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from cifar_lit.data.figures import FIGURES, Field
+from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.progress import progress
+from cifar_lit.errors import UsageError
+
+MAX_CLASSES = len(FIGURES) + len(FIGURES) ** 2
+LEAST_SIZE = 8
+BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the processor's cache
+LINES, DOTS = 3, 4  # at most, behind the figure
+
+
+def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0) -> ImageSet:
+    """Draws `count` images, uint8 (count, image_size, image_size, channels), of classes in equal number.
+
+    Image i depends on `seed`, `train`, i and the other settings alone, not on `count`. Train and test images never share
+    random numbers. Of the classes, the first ten are single figures, the others pairs ("star+ring": a star and a smaller ring).
+
+    Raises UsageError for an image_size below 8, channels other than 1 and 3, num_classes outside 2 … 110, a count below 1
+    or a negative seed.
+    """
+    if image_size < LEAST_SIZE:
+        raise UsageError(f"shapes needs an image_size of at least {LEAST_SIZE}, not {image_size}.")
+    if channels not in (1, 3):
+        raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
+    if not 2 <= num_classes <= MAX_CLASSES:
+        raise UsageError(f"shapes has 2 to {MAX_CLASSES} classes, not {num_classes}.")
+    if count < 1 or seed < 0:
+        raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
+    images = np.empty((count, image_size, image_size, channels), np.uint8)
+    labels = np.empty(count, np.int64)
+    rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number
+    with progress(f"drawing shapes ({'train' if train else 'test'})", count) as advance:
+        for block, start in enumerate(range(0, count, rows * num_classes)):
+            rng = np.random.default_rng([seed, int(train), block])
+            block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()
+            block_images = _draw(rng, block_labels, image_size, channels)
+            stop = min(start + len(block_labels), count)
+            images[start:stop] = block_images[: stop - start]
+            labels[start:stop] = block_labels[: stop - start]
+            advance(stop - start)
+    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), class_names(num_classes))
+
+
+def class_names(num_classes: int) -> tuple[str, ...]:
+    """The names of the first `num_classes` classes: ten figures, then pairs."""
+    singles = list(FIGURES)
+    return tuple([*singles, *(f"{large}+{small}" for large in singles for small in singles)][:num_classes])
+
+
+def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -> NDArray[np.uint8]:
+    """Images uint8 (N, size, size, channels) of classes `labels` (N,), all with numbers drawn from `rng`."""
+    count = len(labels)
+    axis = ((np.arange(size, dtype=np.float32) + 0.5) / size).astype(np.float32)
+    x, y = np.broadcast_to(axis, (count, size, size)), np.broadcast_to(axis[:, None], (count, size, size))
+    ground = rng.random((channels, count, 1, 1), np.float32)
+    # A step of 0.3 to 0.7 around the circle of brightness: plain to see in every channel, brighter or darker alike.
+    figure = (ground + _uniform(rng, 0.3, 0.7, (channels, count, 1, 1))) % 1
+    canvas = ground + _slopes(rng, x, y, channels)
+    for coverage in _clutter(rng, x, y):
+        _paint(canvas, coverage, rng.random((channels, count, 1, 1), np.float32))
+    for coverage in _figures(rng, labels, x, y):
+        _paint(canvas, coverage, figure)
+    canvas += _uniform(rng, 0.01, 0.08, (count, 1, 1)) * rng.standard_normal(canvas.shape, np.float32)
+    np.clip(canvas * 255 + 0.5, 0, 255, out=canvas)
+    return np.moveaxis(canvas.astype(np.uint8), 0, 3)
+
+
+def _uniform(rng: Generator, low: float, high: float, shape: tuple[int, ...]) -> Field:
+    return low + (high - low) * rng.random(shape, np.float32)
+
+
+def _paint(canvas: Field, coverage: Field, colour: Field) -> None:
+    """Lays `colour` (C, N, 1, 1) over `canvas` (C, N, H, W) where `coverage` (N, H, W) is 1, in part where it is less."""
+    for plane, shade in zip(canvas, colour, strict=True):
+        plane += coverage * (shade - plane)
+
+
+def _coverage(distance: Field, size: int) -> Field:
+    """How much of each pixel lies inside, from the distance to the edge in image widths: antialiasing one pixel wide."""
+    return np.clip(0.5 - distance * size, 0, 1)
+
+
+def _slopes(rng: Generator, x: Field, y: Field, channels: int) -> Field:
+    """A linear gradient for each channel, of at most ±0.12, as (C, N, H, W)."""
+    shape = (channels, len(x), 1, 1)
+    return _uniform(rng, -0.12, 0.12, shape) * (2 * x - 1) + _uniform(rng, -0.12, 0.12, shape) * (2 * y - 1)
+
+
+def _clutter(rng: Generator, x: Field, y: Field) -> Iterator[Field]:
+    """Coverages (N, H, W) of a random number of thin lines and small dots."""
+    shape, size = (len(x), 1, 1), x.shape[-1]
+    number = rng.integers(0, LINES + 1, shape)
+    for line in range(LINES):
+        angle = _uniform(rng, 0, np.pi, shape)
+        across = np.cos(angle) * (x - rng.random(shape, np.float32)) + np.sin(angle) * (y - rng.random(shape, np.float32))
+        yield (line < number) * _coverage(np.abs(across) - _uniform(rng, 0.01, 0.022, shape), size)
+    number = rng.integers(0, DOTS + 1, shape)
+    for dot in range(DOTS):
+        distance = np.sqrt((x - rng.random(shape, np.float32)) ** 2 + (y - rng.random(shape, np.float32)) ** 2)
+        yield (dot < number) * _coverage(distance - _uniform(rng, 0.02, 0.05, shape), size)
+
+
+def _figures(rng: Generator, labels: NDArray[np.int64], x: Field, y: Field) -> Iterator[Field]:
+    """Coverages (N, H, W) of each image's figure and then, where its class is a pair, of the smaller one beside it."""
+    pair = labels >= len(FIGURES)
+    shape = (len(labels), 1, 1)
+    paired = pair.reshape(shape)
+    radius = np.where(paired, _uniform(rng, 0.24, 0.28, shape), _uniform(rng, 0.24, 0.4, shape))
+    small = np.where(paired, 0.6 * radius, 0)
+    gap = np.where(paired, np.float32(0.01), 0)
+    # The middle of the pair (of the figure, where there is one only) lies so that no rim leaves the image.
+    reach = radius + small + gap
+    middle_x, middle_y = (reach + (1 - 2 * reach) * rng.random(shape, np.float32) for _ in "xy")
+    towards = _uniform(rng, 0, 2 * np.pi, shape)
+    kinds = (np.where(pair, labels // len(FIGURES) - 1, labels), np.where(pair, labels % len(FIGURES), -1))
+    for kind, size, offset in ((kinds[0], radius, -small - gap), (kinds[1], small, radius + gap)):
+        centre_x, centre_y = middle_x + offset * np.cos(towards), middle_y + offset * np.sin(towards)
+        angle = _uniform(rng, 0, 2 * np.pi, shape)
+        yield _figure_coverage(kind, x - centre_x, y - centre_y, size, angle)
+
+
+def _figure_coverage(kind: NDArray[np.int64], x: Field, y: Field, radius: Field, angle: Field) -> Field:
+    """Coverage (N, H, W) of figure number `kind` (N,), none where that is -1; x, y (N, H, W) are seen from its centre."""
+    coverage = np.zeros_like(x)
+    for number, distance in enumerate(FIGURES.values()):
+        own = np.flatnonzero(kind == number)
+        if len(own):
+            cos, sin = np.cos(angle[own]) / radius[own], np.sin(angle[own]) / radius[own]
+            inside = distance(cos * x[own] + sin * y[own], cos * y[own] - sin * x[own]) * radius[own]
+            coverage[own] = _coverage(inside, x.shape[-1])
+    return coverage

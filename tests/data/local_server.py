@@ -1,0 +1,83 @@
+"""A mirror on this machine that misbehaves as a test wants it to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Mirror:
+    """What a server holds, how it fails, and what it was asked for."""
+
+    files: dict[str, bytes]
+    status: int = 0  # answers every request with this error
+    cuts: list[int] = field(default_factory=list)  # the nth request ends after so many bytes of its body
+    ranges: bool = True  # understands Range
+    range_shift: int = 0  # begins so many bytes off from what Range asks
+    corrupt: bool = False
+    stall_after: int = -1  # goes silent after so many bytes
+    bytes_per_second: float = 0.0  # 0: as fast as it can
+    content_type: str = "application/octet-stream"
+    asked: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
+    url: str = ""
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path.lstrip("/")
+        first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.asked.append((path, first))
+        if self.status or path not in self.files:
+            return handler.send_error(self.status or 404)
+        content = self.files[path]
+        if self.corrupt:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        first = first + self.range_shift if self.ranges and first else 0
+        if first >= len(content):
+            return handler.send_error(416)
+        handler.send_response(206 if first else 200)
+        if first:
+            handler.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        handler.send_header("Content-Type", self.content_type)
+        handler.send_header("Content-Length", str(len(content) - first))
+        handler.end_headers()
+        return self._send(handler, content[first:], self.cuts.pop(0) if self.cuts else len(content))
+
+    def _send(self, handler: BaseHTTPRequestHandler, body: bytes, cut: int) -> None:
+        step = 1000
+        for at in range(0, min(len(body), cut), step):
+            if 0 <= self.stall_after <= at:
+                time.sleep(2.0)  # longer than any test waits for a byte
+                return
+            handler.wfile.write(body[at : min(at + step, cut)])
+            if self.bytes_per_second:
+                time.sleep(step / self.bytes_per_second)
+
+
+@contextmanager
+def serving(mirror: Mirror) -> Iterator[Mirror]:
+    """Serves `mirror` on a free port while the block runs; `mirror.url` is then its address with a final slash."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            try:
+                mirror.answer(self)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True  # the client left, as it should
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keeps the test's output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    mirror.url = f"http://127.0.0.1:{server.server_address[1]}/"
+    try:
+        yield mirror
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as oracle
+
+from cifar_lit.data.augment import Augmentation, epoch_order, normalise, take
+from cifar_lit.errors import UsageError
+
+
+@pytest.fixture
+def images():
+    return torch.randint(0, 256, (40, 9, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def moved_by_torchvision(image, row, crop):
+    """One image (H, W, C) through torchvision's pad, flip and crop."""
+    dy, dx, flip = row[:3].tolist()
+    height, width = image.shape[:2]
+    image = image.permute(2, 0, 1)
+    if flip:  # ours shifts first, so that in the mirrored image the window moves the other way
+        image, dx = oracle.horizontal_flip(image), -dx
+    padded = oracle.pad(image, [crop], padding_mode="reflect")
+    window = padded[:, crop + dy : crop + dy + height, crop + dx : crop + dx + width]
+    return window.permute(1, 2, 0)
+
+
+def test_crop_and_flip_of_each_image_equal_torchvisions(images):
+    augmentation = Augmentation(crop=3, flip="random")
+    plan = augmentation.plan(len(images), 9, 7, seed=1, epoch=2)
+    indices = torch.tensor([3, 3, 39, 0, 17, 21, 5])
+    batch = take(images, indices, plan)
+    assert plan[:, 2].unique().tolist() == [0, 1]
+    for position, index in enumerate(indices.tolist()):
+        assert torch.equal(batch[position], moved_by_torchvision(images[index], plan[index], 3))
+
+
+def test_every_shift_within_the_padding_is_drawn_and_none_beyond():
+    plan = Augmentation(crop=2).plan(5000, 32, 32, seed=0, epoch=0)
+    for column in (0, 1):
+        counts = np.unique(plan[:, column].numpy(), return_counts=True)
+        assert counts[0].tolist() == [-2, -1, 0, 1, 2]
+        assert counts[1].min() > 850
+
+
+def test_the_plan_is_a_function_of_seed_and_epoch():
+    augmentation = Augmentation(crop=4, flip="random", cutout=5)
+    plan = augmentation.plan(100, 32, 32, seed=3, epoch=7)
+    assert torch.equal(plan, augmentation.plan(100, 32, 32, seed=3, epoch=7))
+    assert not torch.equal(plan, augmentation.plan(100, 32, 32, seed=3, epoch=8))
+    assert not torch.equal(plan, augmentation.plan(100, 32, 32, seed=4, epoch=7))
+
+
+def test_alternating_flip_shows_both_sides_of_every_image_in_two_epochs():
+    augmentation = Augmentation(flip="alternating")
+    first, second, third = (augmentation.plan(1000, 32, 32, seed=0, epoch=epoch)[:, 2] for epoch in (0, 1, 2))
+    assert torch.equal(first, 1 - second)
+    assert torch.equal(first, third)
+    assert 400 < first.sum() < 600
+
+
+def test_cutout_paints_a_square_of_the_given_side_and_colour():
+    images = torch.full((50, 16, 16, 3), 9, dtype=torch.uint8)
+    plan = Augmentation(cutout=6).plan(50, 16, 16, seed=0, epoch=0)
+    fill = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    batch = take(images, torch.arange(50), plan, 6, fill)
+    painted = (batch == fill).all(3)
+    assert torch.equal((batch == 9).all(3), ~painted)
+    inside = (plan[:, 3:] >= 3).all(1) & (plan[:, 3:] <= 13).all(1)
+    assert inside.any()
+    assert (painted[inside].sum((1, 2)) == 36).all()
+    assert (painted.sum((1, 2)) >= 9).all()
+
+
+def test_without_augmentation_images_are_taken_as_they_are(images):
+    assert Augmentation().plan(40, 9, 7, seed=0, epoch=0) is None
+    assert torch.equal(take(images, torch.tensor([5, 2]), None), images[[5, 2]])
+
+
+def test_normalising_gives_the_textbook_value_in_channels_last_memory(images):
+    mean, std = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.3, 0.4])
+    result = normalise(images, mean, std)
+    expected = oracle.normalize(images.permute(0, 3, 1, 2).float() / 255, mean.tolist(), std.tolist())
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert result.dtype == torch.float32
+    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_epochs_order_is_a_permutation_that_seed_and_epoch_fix():
+    order = epoch_order(1000, seed=1, epoch=2)
+    assert torch.equal(order.sort().values, torch.arange(1000))
+    assert torch.equal(order, epoch_order(1000, seed=1, epoch=2))
+    assert not torch.equal(order, epoch_order(1000, seed=1, epoch=3))
+
+
+@pytest.mark.parametrize("settings", [{"crop": -1}, {"cutout": -2}, {"flip": "randon"}])
+def test_settings_that_cannot_be_meant_are_refused(settings):
+    with pytest.raises(UsageError):
+        Augmentation(**settings)
+
+
+def test_a_crop_as_large_as_the_image_is_refused():
+    with pytest.raises(UsageError, match="less than 8"):
+        Augmentation(crop=8).check(8, 20)

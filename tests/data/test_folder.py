@@ -1,0 +1,268 @@
+"""One's own images: how the folder is read, split, judged and cached."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cifar_lit.data.folder import folder, scan
+from cifar_lit.errors import Failure, UsageError
+
+
+def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
+    """A PNG of one grey value, (H, W)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size[::-1], (value, value, value)).save(path)
+    return path
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def open_set(root: Path, train: bool = True, **settings: object) -> torch.Tensor:
+    return folder(root, train, cache_dir=root.parent / "cache", **settings).images  # type: ignore[arg-type]
+
+
+def decodings(capsys: pytest.CaptureFixture[str]) -> int:
+    """How many images were decoded since the last call, as the progress lines tell."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
+    return sum(int(line.split()[2].partition("/")[0]) for line in lines)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train/ with 3 + 2 images and test/ with 1 + 1, whose grey values are 0, 1, 2 … in the order of the paths."""
+    root = tmp_path / "pets"
+    for value, name in enumerate(
+        ("train/cat/0", "train/cat/1", "train/cat/2", "train/dog/0", "train/dog/1", "test/cat/0", "test/dog/0")
+    ):
+        save(root / f"{name}.png", value)
+    return root
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> Path:
+    """No train/ and test/: 10 cats, 5 dogs, 1 emu."""
+    for name, count in (("cat", 10), ("dog", 5), ("emu", 1)):
+        for number in range(count):
+            save(tmp_path / "flat" / name / f"{number}.png", number)
+    return tmp_path / "flat"
+
+
+def test_train_and_test_come_from_their_folders_with_sorted_classes(root: Path) -> None:
+    train, test = (folder(root, part, cache_dir=root.parent / "cache") for part in (True, False))
+    assert train.classes == test.classes == ("cat", "dog")
+    assert train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4] and train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert test.images[:, 0, 0, 0].tolist() == [5, 6] and test.labels.tolist() == [0, 1]
+    assert train.images.shape == (5, 8, 8, 3)
+
+
+def test_images_below_folders_inside_a_class_belong_to_it_and_hidden_ones_to_none(root: Path) -> None:
+    save(root / "train/cat/more/deep/x.PNG", 9)
+    for hidden in ("train/.git/x.png", "train/cat/.trash/x.png", "train/cat/._0.png", "train/__MACOSX/x.png", ".cache/x.png"):
+        save(root / hidden)
+    (root / "train/dog/loop").symlink_to(root / "train/dog")
+    data = folder(root, True, cache_dir=root.parent / "cache")
+    assert data.classes == ("cat", "dog") and data.labels.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_files_that_are_no_images_are_ignored_and_counted_in_one_note(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train/cat/notes.txt", "train/dog/Thumbs.db", "test/dog/labels.csv"):
+        (root / name).write_text("x")
+    assert len(open_set(root)) == 5 and len(open_set(root, train=False)) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "ignored" in line] == [
+        f"{root}: 3 files that are no JPEG, PNG, WebP, BMP or GIF are ignored: "
+        "train/cat/notes.txt, train/dog/Thumbs.db, test/dog/labels.csv"
+    ]
+
+
+def test_without_train_and_test_each_class_is_split_by_seed(flat: Path) -> None:
+    parts = scan(flat, 0.2, 0)
+    assert {name: (len(parts.train[name]), len(parts.test[name])) for name in parts.train} == {
+        "cat": (8, 2),
+        "dog": (4, 1),
+        "emu": (1, 0),
+    }
+    paths = [{file.path for files in part.values() for file in files} for part in parts]
+    assert not paths[0] & paths[1] and len(paths[0] | paths[1]) == 16
+    assert scan(flat, 0.2, 1).test != parts.test
+    assert {name: len(files) for name, files in scan(flat, 0.9, 0).train.items()} == {"cat": 1, "dog": 1, "emu": 1}
+
+
+def test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
+    shutil.copytree(flat, tmp_path / "elsewhere")
+    os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
+    first, second = ([file.path for file in scan(path, 0.2, 3).test["cat"]] for path in (flat, tmp_path / "elsewhere"))
+    assert first == second
+    assert [file.path for file in scan(flat, 0.2, 0).test["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
+
+
+def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_set(flat)
+    assert decodings(capsys) == 16
+    for seed in range(4):
+        values = sorted(v for part in (True, False) for v in open_set(flat, part, split_seed=seed)[:, 0, 0, 0].tolist())
+        assert values == sorted([*range(10), *range(5), 0])
+        expected = [int(Path(file.path).stem) for files in scan(flat, 0.2, seed).test.values() for file in files]
+        assert open_set(flat, False, split_seed=seed)[:, 0, 0, 0].tolist() == expected
+    assert decodings(capsys) == 0
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("car", "plane", "train"):
+        save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
+    assert list(scan(tmp_path / "vehicles", 0.5, 0).train) == ["car", "plane", "train"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(20, 20)] * 3, (20, 20)),
+        ([(20, 28)] * 3, (20, 28)),
+        ([(64, 64)] * 3, (64, 64)),
+        ([(65, 65)] * 3, (32, 32)),
+        ([(20, 20), (20, 20), (20, 21)], (32, 32)),
+    ],
+)
+def test_own_sizes_are_kept_where_all_agree_up_to_64(tmp_path: Path, sizes: list, expected: tuple[int, int]) -> None:
+    for number, size in enumerate(sizes):
+        save(tmp_path / f"own/{'ab'[number % 2]}/{number}.png", size=size)
+    save(tmp_path / "own/b/9.png", size=sizes[0])
+    assert open_set(tmp_path / "own").shape[1:3] == expected
+
+
+def test_one_odd_size_among_hundreds_is_found_though_it_is_not_in_the_sample(tmp_path: Path) -> None:
+    for number in range(150):
+        save(tmp_path / f"own/{'ab'[number % 2]}/{number:03}.png", size=(8, 9 if number == 3 else 8))
+    assert open_set(tmp_path / "own").shape[1:3] == (32, 32)
+
+
+def test_image_size_and_channels_can_be_asked_for_and_have_caches_of_their_own(root: Path) -> None:
+    assert open_set(root, image_size=12).shape == (5, 12, 12, 3)
+    assert open_set(root, channels=1).shape == (5, 8, 8, 1)
+    assert open_set(root).shape == (5, 8, 8, 3)
+    assert len(list((root.parent / "cache").iterdir())) == 3
+
+
+def make_missing(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+def make_archive(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_bytes(b"PK")
+
+
+def make_empty(root: Path) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+
+
+def make_one_class(root: Path) -> None:
+    for part in ("train", "test"):
+        shutil.rmtree(root / part / "dog")
+
+
+def make_nested(root: Path) -> None:
+    shutil.copytree(root, root / "pets-v2")
+    shutil.rmtree(root / "train"), shutil.rmtree(root / "test")
+
+
+def make_class_empty(root: Path) -> None:
+    (root / "test/cat/0.png").unlink()
+
+
+def make_classes_differ(root: Path) -> None:
+    (root / "test/dog").rename(root / "test/Dog")
+    save(root / "train/emu/0.png")
+
+
+def make_no_test(root: Path) -> None:
+    (root / "test").rename(root / "val")
+
+
+def make_no_train(root: Path) -> None:
+    shutil.rmtree(root / "train")
+
+
+def make_loose(root: Path) -> None:
+    shutil.rmtree(root)
+    save(root / "cat1.png"), save(root / "cat2.png")
+
+
+def make_loose_in_train(root: Path) -> None:
+    save(root / "train/0.png")
+
+
+def make_single_images(root: Path) -> None:
+    shutil.rmtree(root)
+    save(root / "cat/0.png"), save(root / "dog/0.png")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (make_missing, "pets does not exist: --data-dir must name a folder"),
+        (make_archive, "pets is a file, not a folder; unpack it first"),
+        (make_empty, "pets has no class folders: want ROOT/train/<class>"),
+        (make_one_class, r"train has one class only \(cat\)"),
+        (make_nested, r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?"),
+        (make_class_empty, "no JPEG, .* image in .*test for class cat: add some or remove the folder"),
+        (make_classes_differ, "differ: train/ alone has dog, emu and test/ alone has Dog;"),
+        (make_no_test, r"has train/ but no test/<class>/… .* Is val/ meant\?"),
+        (make_no_train, "has test/ but no train/<class>/…"),
+        (make_loose, r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move"),
+        (make_loose_in_train, r"1 images lie directly in .*train \(0.png\)"),
+        (make_single_images, "every class below .* has one image only"),
+    ],
+)
+def test_a_folder_that_is_no_data_set_is_told_in_one_line(root: Path, make: Callable[[Path], None], told: str) -> None:
+    make(root)
+    with pytest.raises(UsageError, match=told) as caught:
+        open_set(root)
+    assert "\n" not in str(caught.value)
+    assert not (root.parent / "cache").exists()
+
+
+@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}])
+def test_settings_that_cannot_be_meant_are_named(root: Path, settings: dict) -> None:
+    with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
+        open_set(root, **settings)
+
+
+def test_damaged_images_fail_by_name_with_the_way_on_also_from_the_cache(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(root / "train/cat/1.png")
+    (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
+    for _ in range(2):
+        with pytest.raises(
+            Failure, match=r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(No such file"
+        ) as told:
+            open_set(root)
+        assert "--data.skip_bad true" in str(told.value)
+    assert decodings(capsys) == 8  # once
+
+
+def test_skip_bad_goes_on_without_damaged_images_and_counts_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(root / "train/cat/1.png")
+    data = folder(root, True, skip_bad=True, cache_dir=root.parent / "cache")
+    assert data.images[:, 0, 0, 0].tolist() == [0, 2, 3, 4] and data.labels.tolist() == [0, 0, 1, 1]
+    assert f"1 of 5 train images below {root} are damaged and left out: train/cat/1.png (cut short)" in capsys.readouterr().err
+    assert open_set(root, train=False, skip_bad=True)[:, 0, 0, 0].tolist() == [5, 6]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_class_whose_images_are_all_damaged_fails_even_with_skip_bad(root: Path) -> None:
+    damage(root / "test/dog/0.png")
+    with pytest.raises(Failure, match="no test image of class dog"):
+        open_set(root, skip_bad=True)
+    for path in root.rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(Failure, match="no train image of class cat"):
+        open_set(root, skip_bad=True)

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from cifar_lit.data.figures import FIGURES
+from cifar_lit.data.shapes import MAX_CLASSES, class_names, shapes
+from cifar_lit.errors import UsageError
+
+
+@pytest.mark.parametrize(("size", "channels", "classes"), [(32, 3, 10), (28, 1, 10), (64, 3, 6), (8, 1, 2), (33, 3, 110)])
+def test_any_size_channels_and_class_count_is_drawn(size: int, channels: int, classes: int) -> None:
+    drawn = shapes(True, image_size=size, channels=channels, num_classes=classes, count=classes)
+    assert drawn.images.shape == (classes, size, size, channels)
+    assert sorted(drawn.labels.tolist()) == list(range(classes))
+    assert len(drawn.classes) == len(set(drawn.classes)) == classes
+    assert drawn.images.float().std(dim=(1, 2, 3)).min() > 2  # none is blank
+
+
+def test_the_same_settings_give_the_same_images_whatever_the_count() -> None:
+    whole, part = shapes(True, count=300), shapes(True, count=150)
+    assert torch.equal(whole.images[:150], part.images)
+    assert torch.equal(whole.labels[:150], part.labels)
+
+
+def test_seed_and_split_change_the_images() -> None:
+    first = shapes(True, count=20, seed=3)
+    for other in (shapes(True, count=20, seed=4), shapes(False, count=20, seed=3)):
+        same = (first.images == other.images).flatten(1).all(1)
+        assert not same.any()
+
+
+def test_drawing_leaves_the_global_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    expected = torch.rand(3).tolist(), np.random.rand(3).tolist()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    shapes(True, count=10)
+    assert (torch.rand(3).tolist(), np.random.rand(3).tolist()) == expected
+
+
+def test_classes_come_in_equal_number_and_mixed_order() -> None:
+    labels = shapes(True, count=1000, image_size=8).labels
+    assert torch.bincount(labels).tolist() == [100] * 10
+    assert torch.bincount(labels[::2]).min() > 25  # every second image, as one of two devices would see them
+
+
+def test_names_are_figures_and_then_pairs() -> None:
+    assert class_names(12) == (*FIGURES, "circle+circle", "circle+square")
+    assert class_names(MAX_CLASSES)[-1] == "bar+bar"
+    assert MAX_CLASSES == 110
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_classes": 1}, "2 to 110 classes, not 1"),
+        ({"num_classes": 111}, "2 to 110 classes, not 111"),
+        ({"channels": 2}, "1 or 3 channels, not 2"),
+        ({"image_size": 7}, "at least 8, not 7"),
+        ({"count": 0}, "count of at least 1"),
+        ({"seed": -1}, "seed of at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, int], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        shapes(True, **{"count": 10, **wrong})
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_fills_its_disc_and_is_its_own_mirror_image(name: str) -> None:
+    x, y = np.meshgrid(*[np.linspace(-1.5, 1.5, 301, dtype=np.float32)] * 2)
+    distance = FIGURES[name](x, y)
+    assert distance.dtype == np.float32
+    inside = distance < 0
+    radius = np.hypot(x, y)[inside].max()
+    assert 0.9 - 0.05 < radius < 1.15
+    assert 0.1 < inside.mean() * 9 / np.pi < 0.85  # as a part of the unit disc
+    # Mirrored about its axis: y for most, the diagonal for the heart.
+    assert np.array_equal(inside, inside[::-1]) or np.array_equal(inside, inside.T)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figures_edge_is_one_pixel_wide(name: str) -> None:
+    x, y = np.meshgrid(*[np.linspace(-1.5, 1.5, 301, dtype=np.float32)] * 2)
+    distance = FIGURES[name](x, y)
+    slope = np.hypot(*np.gradient(distance, 0.01))[np.abs(distance) < 0.03]
+    assert np.median(slope) == pytest.approx(1, abs=0.03)
+
+
+def test_either_of_figure_and_ground_may_be_the_brighter() -> None:
+    drawn = shapes(True, channels=1, num_classes=2, count=400)
+    rim = torch.cat([drawn.images[:, 0], drawn.images[:, -1]], dim=1).float().mean((1, 2))
+    brighter = (drawn.images.float().mean((1, 2, 3)) > rim).float().mean()
+    assert 0.35 < brighter < 0.65
+
+
+def test_a_linear_model_stays_far_below_half() -> None:
+    torch.manual_seed(0)
+    train, test = shapes(True, count=4000, image_size=28, channels=1), shapes(False, count=1000, image_size=28, channels=1)
+    rows = [part.images.flatten(1).float() / 128 - 1 for part in (train, test)]
+    weight, bias = torch.zeros(784, 10, requires_grad=True), torch.zeros(10, requires_grad=True)
+    optimizer = torch.optim.Adam([weight, bias], 1e-3)
+    for _ in range(5):
+        for chosen in torch.randperm(4000).split(200):
+            optimizer.zero_grad()
+            functional.cross_entropy(rows[0][chosen] @ weight + bias, train.labels[chosen]).backward()
+            optimizer.step()
+    accuracy = ((rows[1] @ weight + bias).argmax(1) == test.labels).float().mean()
+    assert accuracy < 0.3
+
+
+def test_an_image_is_the_same_today_as_when_the_recipes_were_measured() -> None:
+    drawn = shapes(False, image_size=32, channels=3, num_classes=10, count=50, seed=0)
+    assert drawn.labels[:10].tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
+    # Not byte for byte: sine and cosine may differ in their last bit between processors.
+    assert float(drawn.images.float().mean()) == pytest.approx(127.966, abs=0.01)
