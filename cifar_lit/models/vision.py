@@ -1,0 +1,107 @@
+"""torchvision's classification nets, fitted to small images: any channel and class count, checked for the image size.
+
+torchvision.models is imported when a net of its is named or listed: it takes seconds that the other nets need not wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cifar_lit.errors import UsageError
+
+# He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
+SMALL_STEM = ("resnet18", "resnet34", "resnet50")
+MAXVIT_STEP = 224  # five halvings, then windows of 7×7
+LARGEST_TRIED = 224  # every net of torchvision was made for images of about this size
+
+
+def vision_names() -> list[str]:
+    """The names of torchvision's classification nets."""
+    from torchvision import models
+
+    return models.list_models(module=models)
+
+
+def build_vision(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+    """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
+
+    `resnet18`, `resnet34` and `resnet50` get the stem for 32-pixel images; the others are as published but for the first
+    convolution's channels. `image_size` is (height, width). Raises UsageError when the net cannot take that size.
+    """
+    from torchvision import models
+
+    settings = _settings(name, image_size)
+    net = models.get_model(name, weights=None, num_classes=num_classes, **settings)
+    if name in SMALL_STEM:
+        net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
+        net.maxpool = nn.Identity()
+    if channels != 3:
+        _set_channels(net, channels)
+    _check_size(name, net, channels, image_size)
+    return net
+
+
+def _settings(name: str, image_size: tuple[int, int]) -> dict[str, object]:
+    """What the builder of net `name` must be told beyond the class count."""
+    height, width = image_size
+    if name.startswith("vit_"):
+        patch = int(name.rsplit("_", 1)[1])
+        if height != width or height % patch:
+            raise UsageError(f"{name} needs square images with a side that is a multiple of {patch}, not {height}×{width}.")
+        return {"image_size": height}
+    if name.startswith("maxvit_"):
+        if height % MAXVIT_STEP or width % MAXVIT_STEP:
+            raise UsageError(f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}.")
+        return {"input_size": image_size}
+    if name in ("googlenet", "inception_v3"):
+        # Without the auxiliary heads forward returns a tensor. Saying how to begin silences a warning about that choice;
+        # with batch norm after every convolution, the quick way does.
+        return {"aux_logits": False, "init_weights": False}
+    return {}
+
+
+def _set_channels(net: nn.Module, channels: int) -> None:
+    """Replaces the net's first convolution by one that takes `channels`, its weights drawn with the spread of the old ones."""
+    path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        stride=old.stride,  # type: ignore[arg-type]
+        padding=old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
+    parent, _, attribute = path.rpartition(".")
+    setattr(net.get_submodule(parent), attribute, new)
+
+
+def _check_size(name: str, net: nn.Module, channels: int, image_size: tuple[int, int]) -> None:
+    """Raises UsageError, naming the least size, if `net` cannot take images of `image_size`."""
+    if _runs(net, channels, image_size):
+        return
+    height, width = image_size
+    low, high = min(image_size), LARGEST_TRIED  # `low` fails, `high` is hoped to run
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _runs(net, channels, (middle, middle)) else (middle, high)
+    raise UsageError(f"{name} cannot take {height}×{width} images; the least size is {high}×{high}.")
+
+
+def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
+    """Whether a forward pass goes through, found out on shapes alone: on the meta device nothing is computed."""
+    tensors: dict[str, Tensor] = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
+    training = net.training
+    net.eval()
+    try:
+        with torch.no_grad():
+            functional_call(net, shapes, (torch.empty(2, channels, *image_size, device="meta"),))
+    except RuntimeError:
+        return False
+    finally:
+        net.train(training)
+    return True
