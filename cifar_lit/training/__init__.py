@@ -1,0 +1,1 @@
+"""The LightningModule, optimizers, schedules and callbacks."""

@@ -1,0 +1,168 @@
+"""Callbacks for what a run needs around its steps: time, random state, an orderly stop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+
+
+class Clock(Callback):
+    """Measures the fit: `seconds` of it in all, `training_seconds` without validation, and `images` trained on.
+
+    All three go on counting in a resumed run, from its last checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.images = 0
+        self._total, self._validation = 0.0, 0.0
+        self._started: float | None = None
+        self._validation_started = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the fit so far."""
+        return self._total + (time.perf_counter() - self._started if self._started is not None else 0.0)
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall time of the fit so far without its validations."""
+        return self.seconds - self._validation
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock; set-up is over."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the images of the global batch."""
+        self.images += round(len(batch.labels) * trainer.world_size / batch.share)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation begins."""
+        self._validation_started = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation ends."""
+        if self._started is not None:
+            self._validation += time.perf_counter() - self._validation_started
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops the clock."""
+        self._total, self._started = self.seconds, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {"seconds": self.seconds, "validation": self._validation, "images": self.images}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From checkpoints."""
+        self._total, self._validation, self.images = state["seconds"], state["validation"], state["images"]
+
+
+class RandomState(Callback):
+    """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn."""
+
+    def __init__(self) -> None:
+        self._restored: list[Tensor] | None = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Collects the states of all devices."""
+        states = [torch.get_rng_state()]
+        if pl_module.device.type != "cpu":
+            states.append(torch.get_device_module(pl_module.device).get_rng_state())
+        gathered = [trainer.strategy.all_gather(state.to(pl_module.device)).cpu() for state in states]
+        checkpoint["random_state"] = [state.view(trainer.world_size, -1) for state in gathered]
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps the states until set-up, which draws numbers too, is over."""
+        self._restored = checkpoint.get("random_state")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts this device's state in place, if the checkpoint knew as many devices."""
+        if self._restored is None or len(self._restored[0]) != trainer.world_size:
+            return
+        own = [states[trainer.global_rank].contiguous() for states in self._restored]
+        torch.set_rng_state(own[0])
+        if len(own) > 1 and pl_module.device.type != "cpu":
+            torch.get_device_module(pl_module.device).set_rng_state(own[1])
+
+
+class Interrupted(BaseException):
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM); `exit_code` is the shell's for that signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+class OrderlyStop(Callback):
+    """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
+
+    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second
+    signal stops at once, without a checkpoint.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, last: ModelCheckpoint) -> None:
+        self._last = last
+        self._received = 0
+        self._before: dict[int, Any] = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received:
+            raise Interrupted(number)
+        self._received = number
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
+        if not self._before:
+            self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
+        """The signal that any of the devices received, 0 for none."""
+        if trainer.world_size == 1:
+            return self._received
+        received = torch.tensor(self._received, device=pl_module.device)
+        return int(trainer.strategy.reduce(received, reduce_op="max"))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stops in the middle of an epoch."""
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return
+        if number := self._agreed(trainer, pl_module):
+            assert self._last.dirpath is not None
+            trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
+            raise Interrupted(number)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops between epochs, where the last one has left its checkpoint."""
+        if number := self._agreed(trainer, pl_module):
+            raise Interrupted(number)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gives the signals back; one that came in the last epoch counts now."""
+        self._restore()
+        if self._received:
+            raise Interrupted(self._received)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Gives the signals back."""
+        self._restore()

@@ -1,0 +1,73 @@
+"""Checkpoints that are whole or absent, and that are refused in one line when they cannot be used."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from cifar_lit.errors import Failure
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, syncs it to disk, then renames it.
+
+    Lightning's own goes through $TMPDIR and a copy, which a kill can cut short on another file system.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Writes `checkpoint` to `path`; raises Failure, with the old file intact, when the disk is full."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+            partial.unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise Failure(f"cannot write {target}: {reason}. Free some space; what was saved before is intact.") from error
+
+    def load_checkpoint(self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None) -> Any:
+        """Reads plain values and tensors only; raises Failure for a file that is cut short or would execute code."""
+        return read_checkpoint(Path(path))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint, on the CPU; no code in it is executed.
+
+    Raises Failure when it is missing, cut short, damaged, no checkpoint, or would execute code.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise Failure(f"there is no checkpoint {path}") from None
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" in str(error) or "Unsupported" in str(error):
+            raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
+        raise Failure(f"{path} is no checkpoint, or is damaged: use another one") from None
+    except (EOFError, RuntimeError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "the file is empty"
+        raise Failure(f"{path} is cut short or damaged ({reason}): use another checkpoint") from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
+    return checkpoint
+
+
+def best_checkpoint() -> ModelCheckpoint:
+    """Keeps the checkpoint of the epoch with the highest validation accuracy as `best.ckpt`."""
+    return ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
+
+
+def last_checkpoint() -> ModelCheckpoint:
+    """Keeps the checkpoint of the last epoch that ended as `last.ckpt`."""
+    return ModelCheckpoint(filename="last", every_n_epochs=1, save_on_train_epoch_end=True, enable_version_counter=False)

@@ -1,0 +1,234 @@
+"""`ImageClassifier`, the LightningModule: a net with its loss, metrics, optimizer and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cifar_lit.errors import UsageError
+from cifar_lit.models.table import build_net
+from cifar_lit.training.averaging import WeightAverage
+from cifar_lit.training.metrics import Evaluation, Score
+from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings
+from cifar_lit.training.schedules import Schedule, check_schedule
+
+
+class NotFiniteLoss(RuntimeError):
+    """The training loss became NaN or infinite; raised before it reaches the weights."""
+
+
+class ImageClassifier(pl.LightningModule):
+    """A net by name that is trained with cross-entropy.
+
+    Args:
+        net: name of the net, see `cifar-lit devices --help` and README.
+        input_shape: channels, height and width of the images; given by the data.
+        num_classes: given by the data.
+        width: multiplies the hidden widths of the small nets.
+        label_smoothing: share of the target that is spread over all classes, 0 … 1.
+        optimizer: sgd or adamw.
+        lr: highest learning rate.
+        momentum: of SGD.
+        nesterov: Nesterov's form of SGD's momentum.
+        weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW.
+        schedule: constant, cosine, one_cycle or triangular.
+        schedule_every: step or epoch, how often the rate changes.
+        warmup_epochs: epochs of linear rise before the schedule proper (may be a fraction).
+        final_lr: rate at the end, as a fraction of lr.
+        ema_decay: average the weights with this decay a step, validate and keep the average; 0 for none.
+        channels_last: keep convolution weights in the memory order that CPUs and tensor cores prefer.
+        compile: compile the net with torch.compile.
+    """
+
+    def __init__(
+        self,
+        net: str = "resnet18",
+        input_shape: list[int] | None = None,
+        num_classes: int = 10,
+        width: float = 1.0,
+        label_smoothing: float = 0.0,
+        optimizer: str = "sgd",
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        schedule: str = "constant",
+        schedule_every: str = "step",
+        warmup_epochs: float = 0.0,
+        final_lr: float = 0.0,
+        ema_decay: float = 0.0,
+        channels_last: bool = True,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        input_shape = list(input_shape or (3, 32, 32))
+        self.save_hyperparameters()
+        check_optimizer(optimizer, lr, momentum, nesterov)
+        check_schedule(schedule, final_lr)
+        if schedule_every not in ("step", "epoch"):
+            raise UsageError(f"model.schedule_every must be step or epoch, not {schedule_every!r}")
+        if not 0 <= label_smoothing < 1:
+            raise UsageError(f"model.label_smoothing must be in 0 … 1, not {label_smoothing:g}")
+        if not 0 <= ema_decay < 1:
+            raise UsageError(f"model.ema_decay must be 0 for none or below 1, not {ema_decay:g}")
+        channels, height, width_px = input_shape
+        self.net: nn.Module = build_net(
+            net, channels=channels, image_size=(height, width_px), num_classes=num_classes, width=width
+        )
+        if channels_last:
+            for parameter in self.net.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if compile:
+            self.net.compile()
+        self.evaluation = Evaluation(num_classes)
+        self.score: Score | None = None  # of the last validation or test
+        self.progress: dict[str, float] = {}  # what the bar shows
+        # Sums since the last log line, of this device and on it: of the loss, of hits, of images.
+        self._window_loss, self._window_hits, self._window_images = torch.zeros(()), torch.zeros(()), 0
+        # The same three of all devices in the epoch so far.
+        self.epoch_sums = [0.0, 0.0, 0.0]
+        self._logged_step = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, classes) of normalised float images (B, C, H, W)."""
+        logits: Tensor = self.net(images)
+        return logits
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The average of the weights is part of the model's settings."""
+        return [WeightAverage(self.hparams["ema_decay"])] if self.hparams["ema_decay"] else []
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and schedule; the schedule spans the training that the Trainer expects."""
+        h = self.hparams
+        optimizer = build_optimizer(
+            self.net, h["optimizer"], h["lr"], momentum=h["momentum"], nesterov=h["nesterov"], weight_decay=h["weight_decay"]
+        )
+        if h["schedule"] == "constant" and not h["warmup_epochs"]:
+            return optimizer
+        steps = float(self.trainer.estimated_stepping_batches)
+        steps_per_epoch = max(1.0, self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        unit = steps_per_epoch if h["schedule_every"] == "epoch" else 1.0
+        warmup = h["warmup_epochs"] * steps_per_epoch / unit
+        schedule = Schedule(optimizer, h["schedule"], steps / unit, warmup, h["final_lr"])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
+
+    # ---- training
+
+    def on_fit_start(self) -> None:
+        """Brings the sums, new or from a checkpoint, to where the net is."""
+        self._window_loss = torch.tensor(float(self._window_loss), device=self.device)
+        self._window_hits = torch.tensor(float(self._window_hits), device=self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of one batch; counts loss, hits and images on the device."""
+        logits = self.net(batch.images)
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
+        if not loss.isfinite():
+            raise NotFiniteLoss(f"the loss is {float(loss)} at step {self.global_step} of epoch {self.current_epoch}")
+        with torch.no_grad():
+            self._window_loss.add_(loss.detach(), alpha=len(batch.labels))
+            self._window_hits.add_((logits.argmax(1) == batch.labels).sum())
+            self._window_images += len(batch.labels)
+        return loss if batch.share == 1.0 else loss * batch.share
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs every `log_every_n_steps` steps, and what is left at the end of an epoch."""
+        due = self.global_step - self._logged_step >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if due or self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._log_window()
+
+    def _log_window(self) -> None:
+        self._logged_step = self.global_step
+        loss, hits, images = sums = self._window_sums()
+        self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
+        self._window_loss.zero_()
+        self._window_hits.zero_()
+        self._window_images = 0
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.progress.update(loss=loss / images, accuracy=hits / images)
+        self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate})
+
+    def _window_sums(self) -> list[float]:
+        """Loss, hits and images since the last log line, over all devices."""
+        images = self._window_hits.new_tensor(self._window_images)
+        sums = torch.stack((self._window_loss, self._window_hits, images))
+        return self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+
+    def on_train_epoch_end(self) -> None:
+        """Starts the next epoch's sums; callbacks have read this one's, and checkpoints come after."""
+        self.epoch_sums = [0.0, 0.0, 0.0]
+
+    def epoch_means(self) -> tuple[float, float]:
+        """Mean training loss and accuracy over the epoch so far, all devices together."""
+        loss, hits, images = self.epoch_sums
+        return (loss / images, hits / images) if images else (float("nan"), float("nan"))
+
+    def log_values(self, values: dict[str, float]) -> None:
+        """Writes to the loggers at the current step; `self.log` would cost more than a small net's step."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what an exact resume needs beyond Lightning's states: sums of the epoch, and the last score."""
+        checkpoint["cifar_lit"] = {
+            "window_sums": self._window_sums(),
+            "epoch_sums": list(self.epoch_sums),
+            "logged_step": self._logged_step,
+            "score": self.score._asdict() if self.score else None,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes up what `on_save_checkpoint` added, and lets this model's settings win over the checkpoint's."""
+        override_optimizer_settings(checkpoint, self.hparams)
+        state = checkpoint.get("cifar_lit")
+        if state:
+            # the sums of all devices go on in the first one
+            if self.trainer.global_rank == 0:
+                loss, hits, images = state["window_sums"]
+                self._window_loss, self._window_hits, self._window_images = torch.tensor(loss), torch.tensor(hits), int(images)
+            self.epoch_sums = list(state["epoch_sums"])
+            self._logged_step = state["logged_step"]
+            self.score = Score(**state["score"]) if state["score"] else None
+
+    # ---- evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        """Starts counting afresh."""
+        self.evaluation.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Counts one batch."""
+        self.evaluation.update(self.net(batch.images), batch.labels)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        """Makes the score known under `val/accuracy` and `val/loss`."""
+        self._finish_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Makes the score known under `test/accuracy` and `test/loss`."""
+        self._finish_evaluation("test")
+
+    def _finish_evaluation(self, prefix: str) -> None:
+        score = self.score = self.evaluation.compute()
+        values = {f"{prefix}/loss": score.loss, f"{prefix}/accuracy": score.accuracy}
+        self.log_dict(values, logger=False)  # for checkpoints and early stopping, which look it up by name
+        self.progress.update({f"{prefix} accuracy": score.accuracy})
+        if not self.trainer.sanity_checking:
+            self.log_values(values)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Probabilities (B, classes) with the rows of the images they belong to; padding is left out."""
+        counted = batch.labels >= 0
+        probabilities = self.net(batch.images).float().softmax(1)
+        return {"indices": batch.indices[counted], "labels": batch.labels[counted], "probabilities": probabilities[counted]}

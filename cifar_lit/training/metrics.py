@@ -1,0 +1,87 @@
+"""Metrics that are exact on any number of devices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+
+class MeanLoss(Metric):
+    """The mean cross-entropy over images, the same to the last digit in whatever order and on whatever devices.
+
+    torchmetrics' MeanMetric adds floats in the order in which they come, so its last digits depend on how images
+    were shared out. Here each image's loss counts in whole units of 2⁻²⁰, and integers add up the same in any order.
+    The rounding moves a mean by less than 5e-7. A loss that is not finite makes the result NaN.
+    """
+
+    full_state_update = False
+    UNIT = 2.0**-20
+
+    total: Tensor
+    count: Tensor
+    broken: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count", "broken"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, losses: Tensor, counted: Tensor) -> None:
+        """Adds float32 losses (B,) where bool counted (B,) is true."""
+        usable = losses.isfinite() & counted
+        self.total += torch.where(usable, losses / self.UNIT, 0.0).round().to(torch.int64).sum()
+        self.count += counted.sum()
+        self.broken += (counted & ~usable).sum()
+
+    def compute(self) -> Tensor:
+        """The mean as a float32 scalar, NaN when a loss was not finite or no image was counted."""
+        mean = self.total.float() * self.UNIT / self.count
+        return torch.where(self.broken > 0, torch.nan, mean)
+
+
+class Score(NamedTuple):
+    """How a net did on a set of images; accuracies are fractions, the loss is a mean over images."""
+
+    accuracy: float
+    loss: float
+    images: int
+    per_class: list[float]
+    confusion: list[list[int]]
+
+
+class Evaluation(nn.Module):
+    """Loss and confusion matrix of one pass over a set; every accuracy follows from the matrix's whole numbers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.loss = MeanLoss()
+        self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts logits (B, classes) against int64 labels (B,); labels of -1 are padding and do not count."""
+        losses = F.cross_entropy(logits.float(), labels.clamp_min(0), reduction="none")
+        self.loss.update(losses, labels >= 0)
+        self.confusion.update(logits, labels)
+
+    def compute(self) -> Score:
+        """The score over all devices."""
+        matrix = self.confusion.compute().long().cpu()
+        hits, counts = matrix.diag(), matrix.sum(1)
+        images = int(counts.sum())
+        return Score(
+            accuracy=int(hits.sum()) / images if images else float("nan"),
+            loss=round(float(self.loss.compute()), 6),
+            images=images,
+            per_class=[int(hit) / int(count) if count else float("nan") for hit, count in zip(hits, counts, strict=True)],
+            confusion=matrix.tolist(),
+        )
+
+    def reset(self) -> None:
+        """Forgets all images."""
+        self.loss.reset()
+        self.confusion.reset()

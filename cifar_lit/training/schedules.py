@@ -1,0 +1,55 @@
+"""Learning rate schedules as pure functions of how far the training has come."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from cifar_lit.errors import UsageError, nearest
+
+SCHEDULES = ("constant", "cosine", "one_cycle", "triangular")
+
+
+def schedule_factor(name: str, done: float, total: float, warmup: float, final: float) -> float:
+    """The learning rate at `done` of `total` steps (or epochs), as a multiple of the highest one.
+
+    warmup: steps (or epochs) of rise from `final` to 1 before the schedule proper; final: the factor at the end.
+
+    constant: 1. cosine: half a cosine from 1 to final (Loshchilov and Hutter, 2017, without restarts). triangular:
+    linear from 1 to final. one_cycle: like cosine, with a cosine rise as well, over 30 % of the training if `warmup`
+    is 0 (Smith and Topin, 2018, as torch's OneCycleLR anneals).
+    """
+    if name == "one_cycle" and warmup == 0:
+        warmup = 0.3 * total
+    if done < warmup:
+        rise = done / warmup
+        return final + (1 - final) * ((1 - math.cos(math.pi * rise)) / 2 if name == "one_cycle" else rise)
+    if name == "constant":
+        return 1.0
+    fall = min(1.0, (done - warmup) / max(total - warmup, 1e-9))
+    if name == "triangular":
+        return 1 + (final - 1) * fall
+    return final + (1 - final) * (1 + math.cos(math.pi * fall)) / 2
+
+
+class Schedule(LambdaLR):
+    """A torch scheduler whose factor is `schedule_factor`; step it per optimizer step or per epoch, as `total` counts.
+
+    Raises UsageError for an unknown name, or a warm-up that is as long as the training.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0.0, final: float = 0.0) -> None:
+        check_schedule(name, final)
+        if warmup < 0 or warmup >= max(total, 1e-9):
+            raise UsageError(f"a warm-up of {warmup:g} leaves nothing of {total:g} to train: lower model.warmup_epochs")
+        super().__init__(optimizer, lambda done: schedule_factor(name, done, total, warmup, final))
+
+
+def check_schedule(name: str, final: float) -> None:
+    """Raises UsageError when a schedule of this name and final factor cannot be meant."""
+    if name not in SCHEDULES:
+        raise UsageError(f"model.schedule must be one of {', '.join(SCHEDULES)}, not {name!r}.{nearest(name, SCHEDULES)}")
+    if not 0 <= final <= 1:
+        raise UsageError(f"model.final_lr is a fraction of model.lr, 0 … 1, not {final:g}")
