@@ -1,0 +1,260 @@
+"""LightningCLI under our command line: builds data, model and Trainer from the settings, then runs the command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from jsonargparse import ArgumentError
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from cifar_lit.cli import machine
+from cifar_lit.cli.flags import Command, arguments, recipe_path
+from cifar_lit.cli.parser_errors import explain_parser_error
+from cifar_lit.cli.run import Run
+from cifar_lit.data.module import ImageData
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resumable, run_of
+from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.profiling import NoProfiler
+
+RESUME_VARIABLE = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
+DEFAULT_RECIPES = {"gpu": "resnet18", "cpu": "tudui"}
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 10,
+    "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
+    "enable_model_summary": False,  # the start card says what matters
+    "use_distributed_sampler": False,  # our loaders share images out exactly; the sampler would count some twice
+    "precision": None,
+}
+
+
+def run_command(command: Command) -> None:
+    """Runs fit, train, validate, test or predict as parsed from the command line.
+
+    Raises UsageError, Failure, Interrupted and what Lightning raises.
+    """
+    TrainingCLI(command)
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with one sub-command, our arguments and our run around the Trainer."""
+
+    model: ImageClassifier
+    datamodule: ImageData
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.name = "fit" if command.name == "train" else command.name
+        self.checkpoint = self._resumed()
+        base = self._base()
+        kwargs = {"exit_on_error": False, "allow_abbrev": False}
+        super().__init__(
+            ImageClassifier,
+            ImageData,
+            save_config_callback=None,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={**kwargs, "prog": "cifar-lit", self.name: dict(kwargs)},
+            args=arguments(command, base, self.name),
+        )
+
+    def _resumed(self) -> Path | None:
+        """The checkpoint to go on from; the same in every process of the run."""
+        if self.command.resume is None:
+            return None
+        if self.name != "fit":
+            raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
+        chosen = os.environ.get(RESUME_VARIABLE)
+        checkpoint = Path(chosen) if chosen else find_resumable(Path(self.command.logs), self.command.resume or None)
+        os.environ[RESUME_VARIABLE] = str(checkpoint)
+        run = run_of(checkpoint)
+        if run is None:
+            raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
+        check_unfinished(run, needs_test=self.command.name == "train")
+        return checkpoint
+
+    def _base(self) -> Path | None:
+        """The weakest settings: of the run that is resumed or tested, else of a recipe."""
+        command = self.command
+        if self.checkpoint is not None:
+            run = run_of(self.checkpoint)
+            assert run is not None
+            if command.recipe:
+                raise UsageError(f"--resume goes on with the recipe of {run}: leave --recipe out")
+            return run / "config.yaml"
+        if command.recipe:
+            return recipe_path(command.recipe)
+        tested = command.value("ckpt_path")
+        if tested and not command.configs:
+            run = run_of(Path(tested).expanduser())
+            if run is not None:
+                return run / "config.yaml"
+        if command.configs or command.asks_only:
+            return None
+        wanted = command.value("trainer.accelerator") or "auto"
+        command.recipe = DEFAULT_RECIPES["gpu" if wanted != "cpu" and machine.look().gpus else "cpu"]
+        return recipe_path(command.recipe)
+
+    # ---- parsing
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that runs, as each costs a parser."""
+        return {self.name: super().subcommands()[self.name]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what is ours, and lets the data tell the model its shape."""
+        parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, for the run's folder")
+        parser.add_argument("--logs", type=str, default="lightning_logs", help="folder for run folders")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
+        parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses our line; the usage screen that argparse prints with an error is left out."""
+        try:
+            self.config = parser.parse_args([*args, f"--logs={self.command.logs}"])
+        except ArgumentError as error:
+            raise UsageError(explain_parser_error(str(error), set(self._keys()))) from error
+
+    def _keys(self) -> list[str]:
+        """Every long flag of the sub-command."""
+        parser = self._subcommand_parsers[self.name]
+        return [option.removeprefix("--") for action in parser._actions for option in action.option_strings if "--" in option]
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint's settings must not override flags."""
+
+    # ---- building
+
+    @property
+    def settings(self) -> Any:
+        """The sub-command's part of the configuration."""
+        return self.config[self.name]
+
+    def before_instantiate_classes(self) -> None:
+        """Checks the machine before data are touched."""
+        trainer = self.settings.trainer
+        self.machine = machine.look()
+        trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        self.notes: dict[str, str] = {}
+        if trainer.precision is None:
+            trainer.precision, self.notes["precision"] = machine.choose_precision(self.machine, trainer.accelerator)
+        if trainer.max_epochs is not None and trainer.max_epochs < 1:
+            raise UsageError(f"--epochs must be at least 1, not {trainer.max_epochs}")
+        if self.settings.data.batch_size < 1:
+            raise UsageError(f"--batch-size must be at least 1, not {self.settings.data.batch_size}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """The Trainer with our callbacks and loggers beside the configured ones."""
+        if self.name == "test" and self.settings.get("ckpt_path") is None:
+            raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
+        data = self.datamodule
+        self.settings.data.mean, self.settings.data.std = data.statistics
+        run_path = run_of(self.checkpoint) if self.checkpoint else None
+        main = is_first_process(dict(os.environ))
+        folder = RunFolder(Path(self.command.logs), self.settings.recipe or "custom", run_path if main else None)
+        step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint else None
+        if self.checkpoint:
+            self.notes["resume"] = str(self.checkpoint)
+        parser = self._subcommand_parsers[self.name]
+        text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
+        self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
+        wanted = self.config_init[self.name].trainer
+        callbacks = wanted.callbacks or []
+        validates = len(data.split[1]) > 0
+        bar = bool(wanted.enable_progress_bar is not False and sys.stdout.isatty())
+        return super().instantiate_trainer(
+            callbacks=[
+                *(callbacks if isinstance(callbacks, list) else [callbacks]),
+                *self.run.callbacks(validates, bar=bar),
+            ],
+            logger=self.run.loggers(step),
+            plugins=[*(wanted.plugins or []), WholeCheckpoints()],
+            enable_progress_bar=bar,
+            profiler=wanted.profiler or NoProfiler(),
+            **({} if validates else {"limit_val_batches": 0}),
+            **kwargs,
+        )
+
+    # ---- running; LightningCLI calls the method of the sub-command's name
+
+    def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Trains, then takes the best weights; `train` goes on to test them."""
+        run, trainer = self.run, self.trainer
+        trainer.fit(model, datamodule=datamodule, ckpt_path=self.checkpoint or ckpt_path, **kwargs)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        val = run.take_best_weights(model)
+        test = self._evaluate("test") if self.command.name == "train" else None
+        self._finish(val, test, keep=True)
+
+    def validate(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Scores a checkpoint on the validation images."""
+        if not len(datamodule.split[1]):
+            raise UsageError("there is nothing to validate on: data.val_size is 0")
+        self._load(ckpt_path)
+        self._finish(self._evaluate("validate"), None, keep=False)
+
+    def test(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Scores a checkpoint on the test images."""
+        self._load(ckpt_path)
+        self._finish(None, self._evaluate("test"), keep=False)
+
+    def predict(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Writes the class and its probability for every test image to predictions.csv in a run folder."""
+        self._load(ckpt_path)
+        self.trainer.predict(model, datamodule=datamodule, return_predictions=False)
+
+    def _load(self, ckpt_path: Any) -> None:
+        if ckpt_path is None:
+            raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
+        path = Path(ckpt_path).expanduser()
+        if not path.is_file():
+            raise UsageError(f"there is no checkpoint {path}")
+        checkpoint = read_checkpoint(path)
+        try:
+            self.model.load_state_dict(checkpoint["state_dict"])
+        except RuntimeError:
+            other = checkpoint.get("hyper_parameters", {})
+            raise Failure(
+                f"{path} holds weights of {describe(other)}, not of {describe(self.model.hparams)}: "
+                f"leave --net and the data flags out, or give those of the checkpoint"
+            ) from None
+
+    def _evaluate(self, how: str) -> Any:
+        self.model.score = None
+        getattr(self.trainer, how)(self.model, datamodule=self.datamodule, verbose=False)
+        return self.model.score
+
+    def _finish(self, val: Any, test: Any, keep: bool) -> None:
+        if not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        metrics = self.run.metrics(self.trainer, self.model, self.datamodule, val, test)
+        self.run.write(metrics, self.model if keep else None, self.datamodule)
+        self.run.print_end(metrics, test, self.datamodule)
+        self.run.folder.release()
+
+
+def describe(settings: Any) -> str:
+    """A net's name with the shapes that its weights depend on."""
+    shape = "×".join(map(str, settings.get("input_shape", [])))
+    width = f" width {settings['width']:g}" if settings.get("width", 1.0) != 1.0 else ""
+    return f"{settings.get('net', 'an unknown net')}{width} ({shape}, {settings.get('num_classes', '?')} classes)"
+
+
+def is_first_process(environment: dict[str, str]) -> bool:
+    """Whether this process is the first of all, from what torchrun, Lightning or the user of several nodes set."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return environment["RANK"] == "0"
+    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"

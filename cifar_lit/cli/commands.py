@@ -1,0 +1,112 @@
+"""From the words of a command line to the command, and from its failure to one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from cifar_lit.cli import flags
+from cifar_lit.errors import UsageError, nearest
+
+OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
+
+commands
+  fit        train and validate (the default)
+  train      fit, then one test of the best weights; the same as python scripts/train.py
+  validate   score a checkpoint on the validation images
+  test       score a checkpoint on the test images
+  predict    write a checkpoint's predictions for the test images
+  recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
+  devices    what this machine has; `devices --net NAME` lists a net's parameters
+
+flags of fit, train, validate, test and predict
+  --recipe NAME      packaged recipe, or a YAML file of your own
+  --config FILE      further settings over the recipe's; may be given several times
+  --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
+  --data-dir PATH    where archives are kept, or the folder of own images
+  --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
+  --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
+  --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
+  --logs DIR         folder for run folders (lightning_logs)
+  --resume [PATH]    go on with the newest run, or with the given one
+  --debug            show the traceback of a failure
+
+Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):
+`cifar-lit fit --help` lists them, `cifar-lit fit --recipe NAME --print_config` prints them as YAML.
+Recipes are weaker than --config files, and these are weaker than flags.
+"""
+
+
+def dispatch(words: list[str], default: str) -> int:
+    """Runs a command line, `default` being the command when none is named; returns the exit code.
+
+    What goes wrong is one line on stderr (with --debug the traceback): exit code 2 for what was typed, 1 for what
+    failed, 128 and the signal's number for an interruption.
+    """
+    try:
+        return _run(words, default)
+    except (SystemExit, Exception, KeyboardInterrupt) as error:
+        return _tell(error, "--debug" in words)
+    except BaseException as error:
+        if getattr(error, "exit_code", None) is None:
+            raise
+        return _tell(error, "--debug" in words)
+
+
+def _run(words: list[str], default: str) -> int:
+    if (default == "fit" and not words) or words[:1] in (["--help"], ["-h"], ["help"]):
+        print(OVERVIEW, end="")
+        return 0
+    if words[:1] == ["--version"]:
+        from cifar_lit import __version__
+
+        print(f"cifar-lit {__version__}")
+        return 0
+    name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (default, words)
+    own: dict[str, Callable[[list[str]], None]] = {"recipes": _recipes, "devices": _devices}
+    if name in own:
+        own[name](rest)
+        return 0
+    if name not in flags.TRAINING:
+        known = [*flags.TRAINING, *own]
+        raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+    command = flags.parse(name, rest)
+    if command.recipe:
+        flags.recipe_path(command.recipe)
+    flags.apply_torchrun(command, dict(os.environ))
+    from cifar_lit.cli.quiet import quieten
+
+    quieten()
+    from cifar_lit.cli.app import run_command
+
+    run_command(command)
+    return 0
+
+
+def _recipes(words: list[str]) -> None:
+    from cifar_lit.cli.listing import list_recipes
+
+    list_recipes(words)
+
+
+def _devices(words: list[str]) -> None:
+    from cifar_lit.cli.listing import list_devices
+
+    list_devices(words)
+
+
+def _tell(error: BaseException, debug: bool) -> int:
+    """Prints what went wrong and returns the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    from cifar_lit.cli.failures import explain
+
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    line, code = explain(error)
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    return code

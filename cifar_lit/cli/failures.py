@@ -1,0 +1,71 @@
+"""Known failures as one line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from cifar_lit.errors import Failure, UsageError
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "Broken pipe",
+    "recvValue failed",
+    "Socket Timeout",
+)
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What to print (nothing when empty) and the exit code for anything that ended a command."""
+    line, code = _explain(error)
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    if rank != "0" and line:
+        line = "" if _is_lost_peer(error) or code >= 128 else f"[process {rank}] {line}"
+    return line, code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    text = _first_line(error)
+    if isinstance(error, UsageError):
+        return f"cifar-lit: {error}", 2
+    if isinstance(error, Failure):
+        return f"cifar-lit: {error}", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "\ncifar-lit: stopped", 130
+    if not isinstance(error, Exception):
+        return _interruption(error)
+    kind = type(error).__name__
+    if kind == "MisconfigurationException":
+        return f"cifar-lit: {text}", 2
+    if kind == "NotFiniteLoss":
+        return (
+            f"cifar-lit: {text}; stopped before it reached the weights. The last good checkpoint is kept: "
+            "lower --lr, or try --precision 32-true"
+        ), 1
+    if kind == "OutOfMemoryError" or "can't allocate memory" in text:
+        return "cifar-lit: out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net", 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
+    if isinstance(error, PermissionError):
+        return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
+    if _is_lost_peer(error):
+        return "cifar-lit: another process of this run ended early; what it printed says why. Go on with --resume.", 1
+    if isinstance(error, ValueError):
+        return f"cifar-lit: {text}", 2
+    return f"cifar-lit: {kind}: {text} (--debug shows where)", 1
+
+
+def _interruption(error: BaseException) -> tuple[str, int]:
+    hint = getattr(error, "resume", None)
+    return (f"cifar-lit: stopped. Go on with:\n  {hint}" if hint else "cifar-lit: stopped"), getattr(error, "exit_code", 1)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)

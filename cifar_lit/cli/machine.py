@@ -1,0 +1,143 @@
+"""What this machine has, and whether it has what was asked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cifar_lit.errors import UsageError, nearest
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The accelerators that torch can use here.
+
+    gpus: name and memory in bytes of each CUDA or ROCm device. mps: an Apple GPU. bf16: matrix work in bfloat16 pays
+    on the CPU (AVX512-BF16, AMX). cuda_build: whether torch was built for GPUs at all.
+    """
+
+    cpu: str
+    threads: int
+    bf16: bool
+    gpus: tuple[tuple[str, int], ...] = ()
+    gpu_bf16: bool = False
+    mps: bool = False
+    cuda_build: bool = True
+
+    def __str__(self) -> str:
+        if self.gpus:
+            names = ", ".join(f"{number} {name}" for number, (name, _) in enumerate(self.gpus))
+            return f"GPUs {names}"
+        return "an Apple GPU (mps)" if self.mps else f"no GPU, a CPU with {self.threads} threads"
+
+
+def look() -> Machine:
+    """This machine, as torch sees it."""
+    import torch
+
+    gpus: list[tuple[str, int]] = []
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(number)
+            gpus.append((found.name, found.total_memory))
+    return Machine(
+        cpu=cpu_name(),
+        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        bf16=_cpu_bf16(),
+        gpus=tuple(gpus),
+        gpu_bf16=bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
+        mps=torch.backends.mps.is_available(),
+        cuda_build=torch.backends.cuda.is_built(),
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name, as far as the system tells."""
+    import platform
+
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cpu_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; elsewhere bf16 is slower than float32."""
+    import torch
+
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
+
+
+def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
+    """Accelerator and devices as the Trainer takes them, checked against the machine.
+
+    devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
+    Raises UsageError, with what the machine has, for what it does not.
+    """
+    if accelerator not in ACCELERATORS:
+        raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}")
+    wants_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and bool(machine.gpus))
+    if accelerator in ("gpu", "cuda") and not machine.gpus and not (accelerator == "gpu" and machine.mps):
+        build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
+        raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
+    if accelerator == "mps" and not machine.mps:
+        raise UsageError(f"this machine has {machine}, not Apple's: leave --accelerator out, or use --accelerator cpu")
+    chosen = _parse_devices(devices)
+    if chosen == "auto":
+        return accelerator, chosen
+    if not wants_gpu and accelerator in ("auto", "cpu"):
+        if machine.mps and accelerator == "auto":
+            return accelerator, chosen
+        if isinstance(chosen, list):
+            raise UsageError(
+                f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it"
+            )
+        if chosen == -1:
+            raise UsageError(f"--devices -1 means every GPU, but this machine has {machine}: use --devices 1")
+        return accelerator, chosen
+    if not wants_gpu:
+        return accelerator, chosen
+    missing = [number for number in chosen if number >= len(machine.gpus)] if isinstance(chosen, list) else []
+    if missing or (isinstance(chosen, int) and chosen > len(machine.gpus)):
+        what = f"there is no GPU {missing[0]}" if missing else f"--devices {chosen} asks for more GPUs than there are"
+        raise UsageError(f"{what}: this machine has {machine}")
+    return accelerator, chosen
+
+
+def _parse_devices(devices: Any) -> Any:
+    """A number, a list of ids or "auto" from how it was typed."""
+    advice = "use a number (2), ids (0,1) or auto"
+    if isinstance(devices, str):
+        text = devices.strip().strip("[]")
+        if text == "auto":
+            return "auto"
+        try:
+            ids = [int(part) for part in text.split(",") if part.strip()]
+        except ValueError:
+            raise UsageError(f"--devices {devices} is not understood: {advice}") from None
+        devices = ids if "," in text or "[" in devices else (ids[0] if ids else [])
+    if isinstance(devices, list):
+        if not devices or any(number < 0 for number in devices) or len(set(devices)) != len(devices):
+            raise UsageError(f"--devices {devices} names no device, or one twice: {advice}")
+        return devices
+    if devices == 0 or devices < -1:
+        raise UsageError(f"--devices {devices} leaves nothing to train on: {advice}")
+    return devices
+
+
+def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
+    """The fastest precision that trains as well as float32, with the reason, for when none was asked for."""
+    if accelerator in ("gpu", "cuda", "auto") and machine.gpus:
+        return ("bf16-mixed", "this GPU computes in bf16") if machine.gpu_bf16 else ("32-true", "this GPU has no bf16")
+    if accelerator in ("cpu", "auto") and not (machine.mps and accelerator == "auto"):
+        return ("bf16-mixed", "this CPU computes in bf16") if machine.bf16 else ("32-true", "this CPU has no bf16")
+    return "32-true", "the safe choice here"

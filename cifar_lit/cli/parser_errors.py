@@ -1,0 +1,53 @@
+"""jsonargparse's errors, cut to the one line that matters, with the nearest right name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from cifar_lit.cli.flags import OWN, SHORT
+from cifar_lit.errors import nearest
+
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+
+
+def explain_parser_error(message: str, keys: Iterable[str]) -> str:
+    """One line for what the parser found wrong.
+
+    message: the parser's, often a screen of alternatives. keys: every long flag without its dashes.
+    """
+    known = [*keys, *SHORT, *OWN]
+    if match := re.match(r"unrecognized arguments: (\S+)", message):
+        flag = match[1].partition("=")[0]
+        return f"there is no flag {flag}.{nearest(flag, [f'--{key}' for key in known])}"
+    if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
+        return f"no setting is called {match[1]}.{nearest(match[1], known)}"
+    if match := re.match(r"argument (--[^\s/:]+).*expected (?:one|at least one) argument", message):
+        return f"{match[1]} needs a value"
+    if match := re.match(r'Parser key "(.+?)":', message):
+        return _wrong_value(match[1], message)
+    if "parsing config" in message:
+        where = re.search(r"line (\d+), column (\d+)", message)
+        place = f" at line {where[1]}, column {where[2]}" if where else ""
+        return f"a configuration file is not valid YAML{place}: check its indentation and brackets"
+    if message.startswith("Unexpected config"):
+        return "a configuration file must hold settings by name (trainer:, model:, data:), not just text"
+    return " ".join(line.strip() for line in message.splitlines() if line.strip())
+
+
+def _wrong_value(key: str, message: str) -> str:
+    short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
+    name = f"{short} ({key})" if short else key
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    value = given[1].strip() if given else "that"
+    if match := re.search(r"dot import path string: (\S+)", message):
+        return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
+    choices = [choice for group in re.findall(r"Literal\[(.*?)\]", message) for choice in re.findall(r"'([^']+)'", group)]
+    choices = list(dict.fromkeys(choices))
+    if choices:
+        return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
+    found = [_TYPES[kind] for kind in re.findall(r"<class '(\w+)'>", message) if kind in _TYPES]
+    if "list[" in message:
+        found.append("a list of them")
+    wanted = [kind for kind in dict.fromkeys(found) if kind != "null"]
+    return f"{name} must be {' or '.join(wanted) or 'something else'}, not {value}"

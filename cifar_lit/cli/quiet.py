@@ -1,0 +1,21 @@
+"""Keeps library chatter off the console: tips, adverts, and warnings that a user can do nothing about."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def quieten() -> None:
+    """To be called before anything else imports Lightning; our own output and real warnings are untouched."""
+    os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
+    # torch's own deprecation inside Lightning's batch handling
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    # a resumed run goes on in its own folder
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
+
+    import lightning.pytorch  # noqa: F401 (sets its loggers' levels, which would undo ours)
+
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,214 @@
+"""One run of a training command: folder, loggers and callbacks around the Trainer, and what is written at its end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from torchvision.utils import make_grid
+
+from cifar_lit.cli import console
+from cifar_lit.data.module import ImageData
+from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
+from cifar_lit.results.run_folder import RunFolder, write_text
+from cifar_lit.results.weights import ModelCard, save_weights
+from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
+from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.metrics import Score
+from cifar_lit.training.progress import EpochLines, LiveBar
+
+
+class Run:
+    """What one command keeps track of besides the Trainer.
+
+    folder: where everything goes. settings: the parsed configuration as nested plain values. config: its text for
+    config.yaml. notes: lines for the start card, by name.
+    """
+
+    def __init__(self, folder: RunFolder, settings: dict[str, Any], config: str, notes: dict[str, str], trains: bool) -> None:
+        self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
+        self.clock = Clock()
+        self.best, self.last = best_checkpoint(), last_checkpoint()
+        self.trains = trains
+
+    def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
+        """All callbacks of a training; checkpoints by validation only where there is one."""
+        chosen: list[Callback] = [_Folder(self)]
+        if bar:
+            chosen.append(LiveBar())
+        if self.trains:
+            chosen += [self.clock, EpochLines(self.clock), RandomState(), OrderlyStop(self.last)]
+            chosen += [self.best, self.last] if validates else [self.last]
+        return chosen
+
+    def loggers(self, resumed_step: int | None) -> list[Logger]:
+        """Curves as a table and for TensorBoard; none for commands that draw no curve."""
+        if not self.trains:
+            return []
+        flat = {**_flat(self.settings.get("model", {})), **_flat(self.settings.get("data", {}))}
+        flat |= {"recipe": self.settings.get("recipe"), "seed": self.settings.get("seed_everything")}
+        shown = {name: value for name, value in flat.items() if value is not None and not isinstance(value, list | dict)}
+        return [TensorBoardCurves(self.folder, shown, resumed_step), CurveFile(self.folder, resumed_step)]
+
+    def take_best_weights(self, model: ImageClassifier) -> Score | None:
+        """Loads the weights that are to be tested; returns the validation score they had."""
+        path = self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"
+        checkpoint = read_checkpoint(Path(path))
+        model.load_state_dict(checkpoint["state_dict"])
+        score = checkpoint["cifar_lit"]["score"]
+        return Score(**score) if score and self.best.best_model_path else None
+
+    def metrics(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> Any:
+        """The contents of metrics.json."""
+        seconds, training = self.clock.seconds, self.clock.training_seconds
+        return {
+            "recipe": self.settings.get("recipe"),
+            "net": model.hparams["net"],
+            "dataset": data.dataset,
+            "seed": self.settings.get("seed_everything"),
+            "epochs": trainer.current_epoch if self.trains else None,
+            "accelerator": {"cuda": "gpu"}.get(trainer.strategy.root_device.type, trainer.strategy.root_device.type),
+            "devices": trainer.world_size,
+            "precision": str(trainer.precision),
+            "batch_size": data.batch_size,
+            "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
+            "train_seconds": round(seconds, 3) if self.trains else None,
+            "images_per_second": round(self.clock.images / training, 1) if self.trains and training else None,
+            "val": {"accuracy": val.accuracy, "loss": val.loss} if val else None,
+            "test": _test_entry(test, data) if test else None,
+            "versions": versions(),
+        }
+
+    def write(self, metrics: dict[str, Any], model: ImageClassifier | None, data: ImageData) -> None:
+        """Writes metrics.json, and before it model.safetensors if there is a model to keep."""
+        if model is not None:
+            h = model.hparams
+            mean, std = data.statistics
+            card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std)
+            save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
+        write_text(self.folder.path / "metrics.json", json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+
+    def shown_path(self) -> str:
+        """The folder as the user would type it."""
+        path = self.folder.path
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+
+    def print_end(self, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
+        """Prints the results and the next commands."""
+        if test:
+            console.accuracy_table(data.classes, test.per_class, [sum(row) for row in test.confusion])
+            console.say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
+        elif metrics["val"]:
+            console.say(f"validation accuracy {metrics['val']['accuracy']:.4f} · loss {metrics['val']['loss']:.4f}")
+        if self.trains:
+            console.say(f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second'] or 0:.0f} images/s")
+        run = self.shown_path()
+        console.say(f"run {run}")
+        if self.trains:
+            console.say("", "next:", f"  tensorboard --logdir {shlex.quote(str(self.folder.logs))}")
+            if not test:
+                checkpoint = f"{run}/checkpoints/{'best' if self.best.best_model_path else 'last'}.ckpt"
+                console.say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
+            console.say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{run}'))\"")
+
+
+class _Folder(Callback):
+    """Claims the run folder on the first device, points checkpoints into it, and introduces the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._introduced = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Before anything is written."""
+        run = self._run
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        path = trainer.strategy.broadcast(str(run.folder.path) if trainer.is_global_zero else "")
+        for checkpoint in trainer.checkpoint_callbacks:
+            if getattr(checkpoint, "dirpath", "") is None:
+                checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
+        config = Path(path) / "config.yaml"
+        if trainer.is_global_zero and not config.exists():
+            write_text(config, run.config)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the start card, and shows TensorBoard what the net is about to see."""
+        if not trainer.is_global_zero:
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        console.start_card(self._card(trainer, pl_module, data), "cifar-lit")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardCurves) and not self._run.folder.resumed:
+                logger.log_images("images/train", make_grid(data.sample(64), nrow=8))
+
+    def _card(self, trainer: pl.Trainer, model: Any, data: ImageData) -> list[tuple[str, str]]:
+        train, val = (len(part) for part in data.split)
+        channels, height, width = data.input_shape
+        parameters = sum(parameter.numel() for parameter in model.net.parameters())
+        world = trainer.world_size
+        share = data.batch_size // world
+        exact = "=" if share * world == data.batch_size else "≈"
+        device = trainer.strategy.root_device.type
+        h = model.hparams
+        notes = self._run.notes
+        rows = [
+            (
+                "data",
+                f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {channels}×{height}×{width}",
+            ),
+            ("net", f"{h['net']} · {parameters:,} parameters"),
+            ("devices", f"{world} × {device}" + (f" · {notes['devices']}" if "devices" in notes else "")),
+            ("precision", str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else "")),
+            ("batch", f"{data.batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch"),
+            (
+                "optimizer",
+                f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {trainer.max_epochs} epochs · seed {data.seed}",
+            ),
+        ]
+        if "resume" in notes:
+            rows.append(("resumes", f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"))
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rows.append(("run", self._run.shown_path()))
+        return rows
+
+
+def resume_command() -> str:
+    """What to type to go on with this run."""
+    script = Path(sys.argv[0])
+    start = "cifar-lit" if script.name in ("cifar-lit", "cifar-lit.exe") else f"python {sys.argv[0]}"
+    if script.name == "__main__.py":
+        start = "python -m cifar_lit"
+    return start
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "lightning", "torchmetrics", "cifar-lit"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found
+
+
+def _test_entry(score: Score, data: ImageData) -> dict[str, Any]:
+    per_class = {
+        name: round(accuracy, 6) if accuracy == accuracy else None
+        for name, accuracy in zip(data.classes, score.per_class, strict=True)
+    }
+    return {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, "per_class": per_class}
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,1 @@
+"""The run folder: its number, curves, metrics and weights."""

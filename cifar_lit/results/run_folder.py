@@ -1,0 +1,130 @@
+"""Run folders: `<logs>/<recipe>-<number>`, each claimed by one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from cifar_lit.errors import Failure, UsageError
+
+LAST, BEST = "checkpoints/last.ckpt", "checkpoints/best.ckpt"
+
+
+class RunFolder:
+    """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
+
+    logs: the folder of all runs. name: the recipe's. path: an existing run to go on with instead of a new one.
+    Raises Failure when the folder cannot be written, or another process is writing it.
+    """
+
+    def __init__(self, logs: Path, name: str, path: Path | None = None) -> None:
+        self.logs, self.name = logs, name
+        self.resumed = path is not None
+        self._path: Path | None = None
+        self._lock: FileLock | None = None
+        if path is not None:
+            self._take(path)
+
+    @property
+    def path(self) -> Path:
+        """The folder; claims a new number at the first call."""
+        if self._path is None:
+            self._take(self._claim())
+        assert self._path is not None
+        return self._path
+
+    @property
+    def claimed(self) -> bool:
+        """Whether there is a folder yet."""
+        return self._path is not None
+
+    def _claim(self) -> Path:
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            number = 1 + max((run_number(path, self.name) for path in self.logs.iterdir()), default=0)
+            while True:
+                path = self.logs / f"{self.name}-{number}"
+                try:
+                    path.mkdir()  # atomic: of two runs that start together, one goes on to the next number
+                    return path
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise Failure(f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR.") from None
+
+    def _take(self, path: Path) -> None:
+        self._lock = FileLock(path / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise Failure(f"another process is writing {path}: wait until it ends, or start a new run without --resume") from None
+        self._path = path
+
+    def release(self) -> None:
+        """Lets other processes go on with the folder."""
+        if self._lock is not None and self._path is not None:
+            self._lock.release()
+            (self._path / ".lock").unlink(missing_ok=True)
+
+
+def run_number(path: Path, name: str) -> int:
+    """The number of a run folder called `<name>-<number>`, 0 for anything else."""
+    match = re.fullmatch(re.escape(name) + r"-(\d+)", path.name)
+    return int(match[1]) if match else 0
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in, None when it lies elsewhere."""
+    folder = checkpoint.resolve().parent.parent
+    return folder if checkpoint.resolve().parent.name == "checkpoints" and (folder / "config.yaml").is_file() else None
+
+
+def find_resumable(logs: Path, wanted: str | None) -> Path:
+    """The checkpoint that `--resume` goes on from.
+
+    wanted: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
+    Raises UsageError when there is none, or the run has ended.
+    """
+    if wanted is None:
+        runs = [path.parent for path in logs.glob("*/checkpoints") if (path.parent / "config.yaml").is_file()]
+        if not runs:
+            raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
+        run = max(runs, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)  # written once, at a run's start
+        checkpoint = run / LAST
+    else:
+        given = Path(wanted).expanduser()
+        checkpoint = given / LAST if given.is_dir() else given
+    if not checkpoint.is_file():
+        raise UsageError(f"nothing to resume: there is no checkpoint {checkpoint}. Start a run without --resume.")
+    return checkpoint
+
+
+def check_unfinished(run: Path, needs_test: bool) -> None:
+    """Raises UsageError when a run has nothing left to do; `needs_test`: the command ends with a test."""
+    metrics = read_metrics(run)
+    if metrics and (metrics.get("test") or not needs_test):
+        raise UsageError(f"{run} is finished: its results are in {run / 'metrics.json'}. Start a new run without --resume.")
+
+
+def read_metrics(run: Path) -> dict[str, Any]:
+    """The contents of a run's metrics.json, empty when there is none."""
+    try:
+        found = json.loads((run / "metrics.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole: readers see the old one or the new one, never a part."""
+    partial = path.with_name(path.name + ".part")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,94 @@
+"""`model.safetensors`: the tested weights with all that a use of them needs, without pickle and without Lightning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.models.table import build_net
+
+FORMAT = "cifar-lit 1"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
+
+    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units.
+    """
+
+    net: str
+    width: float
+    input_shape: list[int]
+    classes: list[str]
+    mean: list[float]
+    std: list[float]
+
+
+class LoadedNet(nn.Module):
+    """A trained net that takes images as they are: uint8 (B, C, H, W) to logits float32 (B, classes).
+
+    `net` is the bare net, for images that are normalised already; `card` and `classes` say what it was trained for.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, net: nn.Module, card: ModelCard) -> None:
+        super().__init__()
+        self.net, self.card, self.classes = net, card, tuple(card.classes)
+        self.register_buffer("mean", torch.tensor(card.mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(card.std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of uint8 images; raises ValueError for another dtype or shape."""
+        if images.dtype != torch.uint8 or images.ndim != 4 or list(images.shape[1:]) != self.card.input_shape:
+            shape = " × ".join(map(str, self.card.input_shape))
+            raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
+        logits: Tensor = self.net((images.float() / 255 - self.mean) / self.std)
+        return logits
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
+    """Writes a net's state dict with its card, as a whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
+    partial.replace(path)
+
+
+def load(path: str | Path) -> LoadedNet:
+    """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
+
+    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "model.safetensors"
+    if not file.is_file():
+        raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata: dict[str, Any] = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
+    if metadata.get("format") != FORMAT:
+        raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
+    card = ModelCard(**json.loads(metadata["card"]))
+    channels, height, width = card.input_shape
+    net = build_net(card.net, channels=channels, image_size=(height, width), num_classes=len(card.classes), width=card.width)
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError:
+        raise Failure(f"the weights in {file} are not those of the net {card.net} that it names: train it again") from None
+    return LoadedNet(net, card).eval()
