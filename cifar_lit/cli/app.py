@@ -19,7 +19,9 @@ from cifar_lit.cli.parser_errors import explain_parser_error
 from cifar_lit.cli.run import Run
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resumable, run_of
+from cifar_lit.results.predictions import write_predictions
+from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resumable, run_of, shown
+from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.profiling import NoProfiler
@@ -90,7 +92,7 @@ class TrainingCLI(LightningCLI):
             run = run_of(self.checkpoint)
             assert run is not None
             if command.recipe:
-                raise UsageError(f"--resume goes on with the recipe of {run}: leave --recipe out")
+                raise UsageError(f"--resume goes on with the recipe of {shown(run)}: leave --recipe out")
             return run / "config.yaml"
         if command.recipe:
             return recipe_path(command.recipe)
@@ -146,6 +148,10 @@ class TrainingCLI(LightningCLI):
         trainer = self.settings.trainer
         self.machine = machine.look()
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        if self.name == "predict":
+            if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
+                raise UsageError("predict runs on one device: leave --devices out, or name one")
+            trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = machine.choose_precision(self.machine, trainer.accelerator)
@@ -162,11 +168,11 @@ class TrainingCLI(LightningCLI):
         data = self.datamodule
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
-        main = is_first_process(dict(os.environ))
-        folder = RunFolder(Path(self.command.logs), self.settings.recipe or "custom", run_path if main else None)
+        first = is_first_process(dict(os.environ))
+        folder = RunFolder(Path(self.command.logs), self.settings.recipe or "custom", run_path, first=first)
         step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint else None
         if self.checkpoint:
-            self.notes["resume"] = str(self.checkpoint)
+            self.notes["resume"] = shown(self.checkpoint)
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
@@ -188,6 +194,16 @@ class TrainingCLI(LightningCLI):
         )
 
     # ---- running; LightningCLI calls the method of the sub-command's name
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        try:
+            super()._run_subcommand(subcommand)
+        except Interrupted as interruption:
+            interruption.resume = self.run.resume_command(sys.argv[0], self.command.name)
+            raise
+        finally:
+            self.run.folder.release()
 
     def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Trains, then takes the best weights; `train` goes on to test them."""
@@ -214,7 +230,9 @@ class TrainingCLI(LightningCLI):
     def predict(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Writes the class and its probability for every test image to predictions.csv in a run folder."""
         self._load(ckpt_path)
-        self.trainer.predict(model, datamodule=datamodule, return_predictions=False)
+        batches = self.trainer.predict(model, datamodule=datamodule, return_predictions=True)
+        count = write_predictions(self.run.folder.path / "predictions.csv", datamodule.classes, batches)  # type: ignore[arg-type]
+        print(f"{count} predictions in {shown(self.run.folder.path)}/predictions.csv")
 
     def _load(self, ckpt_path: Any) -> None:
         if ckpt_path is None:
@@ -243,7 +261,6 @@ class TrainingCLI(LightningCLI):
         metrics = self.run.metrics(self.trainer, self.model, self.datamodule, val, test)
         self.run.write(metrics, self.model if keep else None, self.datamodule)
         self.run.print_end(metrics, test, self.datamodule)
-        self.run.folder.release()
 
 
 def describe(settings: Any) -> str:

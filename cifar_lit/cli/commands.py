@@ -75,9 +75,10 @@ def _run(words: list[str], default: str) -> int:
     if command.recipe:
         flags.recipe_path(command.recipe)
     flags.apply_torchrun(command, dict(os.environ))
-    from cifar_lit.cli.quiet import quieten
+    from cifar_lit.cli.quiet import catch_signals, quieten
 
     quieten()
+    catch_signals()
     from cifar_lit.cli.app import run_command
 
     run_command(command)

@@ -7,6 +7,19 @@ import os
 import warnings
 
 
+def catch_signals() -> None:
+    """Makes Ctrl-C and SIGTERM raise `Interrupted` wherever the command is; a training stops after its step instead."""
+    import signal
+
+    from cifar_lit.training.callbacks import Interrupted
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
 def quieten() -> None:
     """To be called before anything else imports Lightning; our own output and real warnings are untouched."""
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")

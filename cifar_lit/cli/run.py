@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torchvision.utils import make_grid
 from cifar_lit.cli import console
 from cifar_lit.data.module import ImageData
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
-from cifar_lit.results.run_folder import RunFolder, write_text
+from cifar_lit.results.run_folder import RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
 from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
@@ -97,10 +96,11 @@ class Run:
             save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
         write_text(self.folder.path / "metrics.json", json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
 
-    def shown_path(self) -> str:
-        """The folder as the user would type it."""
-        path = self.folder.path
-        return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    def resume_command(self, script: str, command: str) -> str | None:
+        """What to type to go on with this run, None when it has no checkpoint yet."""
+        if not self.trains or not self.folder.resumable:
+            return None
+        return f"{program(script, command)} --resume {shlex.quote(shown(self.folder.path))}"
 
     def print_end(self, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
         """Prints the results and the next commands."""
@@ -111,11 +111,11 @@ class Run:
             console.say(f"validation accuracy {metrics['val']['accuracy']:.4f} · loss {metrics['val']['loss']:.4f}")
         if self.trains:
             console.say(f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second'] or 0:.0f} images/s")
-        run = self.shown_path()
+        run = shown(self.folder.path)
         console.say(f"run {run}")
         if self.trains:
-            console.say("", "next:", f"  tensorboard --logdir {shlex.quote(str(self.folder.logs))}")
-            if not test:
+            console.say("", "next:", f"  tensorboard --logdir {shlex.quote(shown(self.folder.path.parent))}")
+            if test is None:
                 checkpoint = f"{run}/checkpoints/{'best' if self.best.best_model_path else 'last'}.ckpt"
                 console.say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
             console.say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{run}'))\"")
@@ -134,6 +134,7 @@ class _Folder(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         path = trainer.strategy.broadcast(str(run.folder.path) if trainer.is_global_zero else "")
+        run.folder.follow(Path(path))
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", "") is None:
                 checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
@@ -178,17 +179,18 @@ class _Folder(Callback):
         if "resume" in notes:
             rows.append(("resumes", f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rows.append(("run", self._run.shown_path()))
+            rows.append(("run", shown(self._run.folder.path)))
         return rows
 
 
-def resume_command() -> str:
-    """What to type to go on with this run."""
-    script = Path(sys.argv[0])
-    start = "cifar-lit" if script.name in ("cifar-lit", "cifar-lit.exe") else f"python {sys.argv[0]}"
-    if script.name == "__main__.py":
-        start = "python -m cifar_lit"
-    return start
+def program(script: str, command: str) -> str:
+    """How this program was started, as one would type it again: by its script, console script or module."""
+    path = Path(script)
+    if path.name == "__main__.py":
+        return f"python -m cifar_lit {command}"
+    if path.suffix == ".py":
+        return f"python {script}"
+    return f"{path.name} {command}"
 
 
 def versions() -> dict[str, str]:

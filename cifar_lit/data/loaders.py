@@ -65,6 +65,7 @@ class TrainLoader:
         self.rank, self.world = rank, world
         self.epoch = 0
         self._position = 0  # batches of this epoch that have been handed out
+        self._resume = (-1, 0)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.indices), self.batch_size)
@@ -80,20 +81,18 @@ class TrainLoader:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, 0 at its end, so that a resumed epoch goes on with the next batch."""
-        return {"position": self._position % len(self)}
+        """The epoch, and how many of its batches have been handed out."""
+        return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on from a saved position."""
-        self._position = state["position"]
+        """Makes the saved epoch, when it is the next to be iterated, go on after the saved position."""
+        self._resume = (state["epoch"], state["position"])
 
     def __iter__(self) -> Iterator[Batch]:
-        # The Trainer makes the first iterator before it sets the epoch: everything else waits for the first `next`.
-        start = self._position % len(self)
-        self._position = start
-        return self._batches(start)
-
-    def _batches(self, start: int) -> Iterator[Batch]:
+        # A generator: the Trainer makes the first iterator before it sets the epoch, so that everything has to wait
+        # for the first `next`.
+        start = self._resume[1] if self._resume[0] == self.epoch else 0
+        self._resume = (-1, 0)
         source = self.source
         order = self.indices[epoch_order(len(self.indices), self.seed, self.epoch)] if self.shuffle else self.indices
         plan = self.augmentation.plan(len(source), source.height, source.width, self.seed, self.epoch)

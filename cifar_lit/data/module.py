@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -85,6 +86,8 @@ class ImageData(pl.LightningDataModule):
             cache_dir=cache_dir,
         )
         self._constants: tuple[Tensor, Tensor] | None = None
+        self._train_loader: TrainLoader | None = None
+        self._resumed: dict[str, Any] | None = None
 
     @cached_property
     def train_images(self) -> ImageSet:
@@ -129,10 +132,26 @@ class ImageData(pl.LightningDataModule):
             raise ValueError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
         return mean, std
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch.
+
+        Lightning saves a loader's own state too, but does not restore it when a schedule has asked how long the
+        training will be, because then it sets the loaders up before it reads the checkpoint.
+        """
+        return self._train_loader.state_dict() if self._train_loader else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the position up for the next training loader."""
+        self._resumed = state_dict or None
+
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
+        self._train_loader = self._make_train_loader()
+        return self._train_loader
+
+    def _make_train_loader(self) -> TrainLoader:
         fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
-        return TrainLoader(
+        loader = TrainLoader(
             self.train_images,
             self.split[0],
             self.batch_size,
@@ -143,6 +162,9 @@ class ImageData(pl.LightningDataModule):
             rank=self._rank,
             world=self._world,
         )
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed)
+        return loader
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
@@ -168,7 +190,7 @@ class ImageData(pl.LightningDataModule):
 
     def sample(self, count: int = 64) -> Tensor:
         """The first augmented training images of epoch 0, uint8 (B, C, H, W), to look at."""
-        loader = self.train_dataloader()
+        loader = self._make_train_loader()
         _, height, width = self.input_shape
         plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
         images = take(loader.source.images, self.split[0][:count], plan, self.augmentation.cutout, loader.fill)

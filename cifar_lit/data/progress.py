@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LINE_EVERY_SECONDS = 10.0
+WORTH_TELLING_SECONDS = 2.0  # shorter preparations leave no line behind
 
 
 @contextmanager
@@ -15,13 +17,14 @@ def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) ->
     """Shows how far `what` has come and at which rate; yields `advance(amount)`.
 
     total and the amounts are counted in `unit`s once multiplied by `scale` (bytes with unit "MB", scale 1e-6);
-    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate.
+    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate if it took its time.
     """
     started = last_line = time.monotonic()
     done = 0
     bar = None
     task = None
-    if sys.stderr.isatty():
+    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
+    if sys.stderr.isatty() and not silent:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,7 +43,7 @@ def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) ->
         done += count
         if bar is not None and task is not None:
             bar.update(task, completed=done, amount=amount())
-        elif time.monotonic() - last_line >= LINE_EVERY_SECONDS:
+        elif not silent and time.monotonic() - last_line >= LINE_EVERY_SECONDS:
             last_line = time.monotonic()
             print(f"{what}: {amount()}", file=sys.stderr, flush=True)
 
@@ -49,4 +52,5 @@ def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) ->
     finally:
         if bar is not None:
             bar.stop()
-    print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    if not silent and time.monotonic() - started >= WORTH_TELLING_SECONDS:
+        print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

@@ -19,29 +19,35 @@ class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
 
     logs: the folder of all runs. name: the recipe's. path: an existing run to go on with instead of a new one.
+    first: whether this is the run's first process; the others never claim a folder, they `follow` it.
     Raises Failure when the folder cannot be written, or another process is writing it.
     """
 
-    def __init__(self, logs: Path, name: str, path: Path | None = None) -> None:
+    def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True) -> None:
         self.logs, self.name = logs, name
         self.resumed = path is not None
         self._path: Path | None = None
         self._lock: FileLock | None = None
-        if path is not None:
+        self._first = first
+        if path is not None and first:
             self._take(path)
 
     @property
     def path(self) -> Path:
-        """The folder; claims a new number at the first call."""
-        if self._path is None:
+        """The folder; the first process claims a new number at its first call, others see `logs` until they follow."""
+        if self._path is None and self._first:
             self._take(self._claim())
-        assert self._path is not None
-        return self._path
+        return self._path or self.logs
 
     @property
-    def claimed(self) -> bool:
-        """Whether there is a folder yet."""
-        return self._path is not None
+    def resumable(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self._path is not None and (self._path / LAST).is_file()
+
+    def follow(self, path: Path) -> None:
+        """Takes the folder that the first process has claimed."""
+        if not self._first:
+            self._path = path
 
     def _claim(self) -> Path:
         try:
@@ -70,6 +76,12 @@ class RunFolder:
         if self._lock is not None and self._path is not None:
             self._lock.release()
             (self._path / ".lock").unlink(missing_ok=True)
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it: from the working folder where it lies below."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
 def run_number(path: Path, name: str) -> int:
@@ -108,7 +120,8 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
     """Raises UsageError when a run has nothing left to do; `needs_test`: the command ends with a test."""
     metrics = read_metrics(run)
     if metrics and (metrics.get("test") or not needs_test):
-        raise UsageError(f"{run} is finished: its results are in {run / 'metrics.json'}. Start a new run without --resume.")
+        results = shown(run / "metrics.json")
+        raise UsageError(f"{shown(run)} is finished: its results are in {results}. Start a new run without --resume.")
 
 
 def read_metrics(run: Path) -> dict[str, Any]:

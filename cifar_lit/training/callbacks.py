@@ -79,8 +79,7 @@ class RandomState(Callback):
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
-        gathered = [trainer.strategy.all_gather(state.to(pl_module.device)).cpu() for state in states]
-        checkpoint["random_state"] = [state.view(trainer.world_size, -1) for state in gathered]
+        checkpoint["random_state"] = [_of_all_devices(trainer, pl_module, state) for state in states]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps the states until set-up, which draws numbers too, is over."""
@@ -90,14 +89,27 @@ class RandomState(Callback):
         """Puts this device's state in place, if the checkpoint knew as many devices."""
         if self._restored is None or len(self._restored[0]) != trainer.world_size:
             return
-        own = [states[trainer.global_rank].contiguous() for states in self._restored]
+        # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
+        own = [states[trainer.global_rank].clone() for states in self._restored]
         torch.set_rng_state(own[0])
         if len(own) > 1 and pl_module.device.type != "cpu":
             torch.get_device_module(pl_module.device).set_rng_state(own[1])
 
 
+def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Tensor) -> Tensor:
+    """uint8 (n,) of each device as (devices, n) on the CPU."""
+    rows = torch.zeros((trainer.world_size, len(own)), dtype=own.dtype, device=pl_module.device)
+    rows[trainer.global_rank] = own
+    return trainer.strategy.reduce(rows, reduce_op="sum").cpu()  # type: ignore[union-attr]
+
+
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM); `exit_code` is the shell's for that signal."""
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM).
+
+    exit_code: the shell's for that signal. resume: the command that goes on, once it is known.
+    """
+
+    resume: str | None = None
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -139,7 +151,9 @@ class OrderlyStop(Callback):
         if trainer.world_size == 1:
             return self._received
         received = torch.tensor(self._received, device=pl_module.device)
-        return int(trainer.strategy.reduce(received, reduce_op="max"))
+        # not strategy.reduce, which adds a barrier: this runs at every step
+        torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
+        return int(received)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

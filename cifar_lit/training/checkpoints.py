@@ -63,11 +63,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+class RunCheckpoint(ModelCheckpoint):
+    """A ModelCheckpoint that still knows its best checkpoint after its run folder was moved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state with every path in today's folder."""
+        here = str(self.dirpath)
+
+        def moved(path: str) -> str:
+            return f"{here}/{Path(path).name}" if path else path
+
+        paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": here})
+
+
 def best_checkpoint() -> ModelCheckpoint:
     """Keeps the checkpoint of the epoch with the highest validation accuracy as `best.ckpt`."""
-    return ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
+    return RunCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
 
 
 def last_checkpoint() -> ModelCheckpoint:
     """Keeps the checkpoint of the last epoch that ended as `last.ckpt`."""
-    return ModelCheckpoint(filename="last", every_n_epochs=1, save_on_train_epoch_end=True, enable_version_counter=False)
+    return RunCheckpoint(filename="last", every_n_epochs=1, save_on_train_epoch_end=True, enable_version_counter=False)

@@ -36,6 +36,10 @@ class EpochLines(Callback):
     def _now(self) -> tuple[float, float, int]:
         return self._clock.seconds, self._clock.training_seconds, self._clock.images
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch that is resumed in its middle has no start of its own."""
+        self._before = self._now()
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remembers where the epoch starts."""
         self._before = self._now()
