@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +69,3 @@ class Interleave(Callback):
         self._warm = True
         trainer.should_stop = len(self.rounds.ours) >= self._wanted
         self._resumed_at = time.perf_counter()
-
-
-def forever(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """What `make()` iterates over, again and again."""
-    while True:
-        yield from make()

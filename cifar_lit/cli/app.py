@@ -12,9 +12,10 @@ import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 
 from cifar_lit.cli import machine
-from cifar_lit.cli.flags import Command, arguments, recipe_path
+from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import explain_parser_error
 from cifar_lit.cli.run import Run
 from cifar_lit.data.module import ImageData
@@ -77,7 +78,7 @@ class TrainingCLI(LightningCLI):
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
         chosen = os.environ.get(RESUME_VARIABLE)
-        checkpoint = Path(chosen) if chosen else find_resumable(Path(self.command.logs), self.command.resume or None)
+        checkpoint = Path(chosen) if chosen else find_resumable(Path(self.command.logs or LOGS), self.command.resume or None)
         os.environ[RESUME_VARIABLE] = str(checkpoint)
         run = run_of(checkpoint)
         if run is None:
@@ -116,7 +117,7 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what is ours, and lets the data tell the model its shape."""
         parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, for the run's folder")
-        parser.add_argument("--logs", type=str, default="lightning_logs", help="folder for run folders")
+        parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
         parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
@@ -124,9 +125,9 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses our line; the usage screen that argparse prints with an error is left out."""
         try:
-            self.config = parser.parse_args([*args, f"--logs={self.command.logs}"])
+            self.config = parser.parse_args(args)
         except ArgumentError as error:
-            raise UsageError(explain_parser_error(str(error), set(self._keys()))) from error
+            raise UsageError(explain_parser_error(str(error), {*self._keys(), *SHORT, *OWN})) from error
 
     def _keys(self) -> list[str]:
         """Every long flag of the sub-command."""
@@ -144,7 +145,13 @@ class TrainingCLI(LightningCLI):
         return self.config[self.name]
 
     def before_instantiate_classes(self) -> None:
-        """Checks the machine before data are touched."""
+        """Checks the machine and what is to be tested before data are touched."""
+        if self.name != "fit":
+            tested = self.settings.ckpt_path
+            if tested is None:
+                raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
+            if not Path(tested).expanduser().is_file():
+                raise UsageError(f"there is no checkpoint {tested}")
         trainer = self.settings.trainer
         self.machine = machine.look()
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
@@ -159,17 +166,17 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"--epochs must be at least 1, not {trainer.max_epochs}")
         if self.settings.data.batch_size < 1:
             raise UsageError(f"--batch-size must be at least 1, not {self.settings.data.batch_size}")
+        if self.settings.data.eval_batch_size < 1:
+            raise UsageError(f"data.eval_batch_size must be at least 1, not {self.settings.data.eval_batch_size}")
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
-        if self.name == "test" and self.settings.get("ckpt_path") is None:
-            raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
         data = self.datamodule
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
         first = is_first_process(dict(os.environ))
-        folder = RunFolder(Path(self.command.logs), self.settings.recipe or "custom", run_path, first=first)
+        folder = RunFolder(Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first=first)
         step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint else None
         if self.checkpoint:
             self.notes["resume"] = shown(self.checkpoint)
@@ -178,6 +185,7 @@ class TrainingCLI(LightningCLI):
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
+        loggers = wanted.logger if isinstance(wanted.logger, list) else [wanted.logger]
         validates = len(data.split[1]) > 0
         bar = bool(wanted.enable_progress_bar is not False and sys.stdout.isatty())
         return super().instantiate_trainer(
@@ -185,7 +193,10 @@ class TrainingCLI(LightningCLI):
                 *(callbacks if isinstance(callbacks, list) else [callbacks]),
                 *self.run.callbacks(validates, bar=bar),
             ],
-            logger=self.run.loggers(step),
+            logger=[
+                *(self.run.loggers(step) if wanted.logger is not False else []),
+                *(logger for logger in loggers if isinstance(logger, Logger)),
+            ],
             plugins=[*(wanted.plugins or []), WholeCheckpoints()],
             enable_progress_bar=bar,
             profiler=wanted.profiler or NoProfiler(),
@@ -208,6 +219,8 @@ class TrainingCLI(LightningCLI):
     def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Trains, then takes the best weights; `train` goes on to test them."""
         run, trainer = self.run, self.trainer
+        datamodule.trainer = trainer  # it tells how many devices there are
+        datamodule.train_dataloader()  # refuses what cannot be shared out among them, before there is a run folder
         trainer.fit(model, datamodule=datamodule, ckpt_path=self.checkpoint or ckpt_path, **kwargs)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -235,11 +248,7 @@ class TrainingCLI(LightningCLI):
         print(f"{count} predictions in {shown(self.run.folder.path)}/predictions.csv")
 
     def _load(self, ckpt_path: Any) -> None:
-        if ckpt_path is None:
-            raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
         path = Path(ckpt_path).expanduser()
-        if not path.is_file():
-            raise UsageError(f"there is no checkpoint {path}")
         checkpoint = read_checkpoint(path)
         try:
             self.model.load_state_dict(checkpoint["state_dict"])

@@ -19,6 +19,7 @@ commands
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
   devices    what this machine has; `devices --net NAME` lists a net's parameters
+  bench      measurements against hand-written loops: `bench step`, `bench tutorial`
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
@@ -64,7 +65,7 @@ def _run(words: list[str], default: str) -> int:
         print(f"cifar-lit {__version__}")
         return 0
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (default, words)
-    own: dict[str, Callable[[list[str]], None]] = {"recipes": _recipes, "devices": _devices}
+    own: dict[str, Callable[[list[str]], None]] = {"recipes": _recipes, "devices": _devices, "bench": _bench}
     if name in own:
         own[name](rest)
         return 0
@@ -89,6 +90,15 @@ def _recipes(words: list[str]) -> None:
     from cifar_lit.cli.listing import list_recipes
 
     list_recipes(words)
+
+
+def _bench(words: list[str]) -> None:
+    from cifar_lit.cli.quiet import quieten
+
+    quieten()
+    from cifar_lit.bench.commands import bench
+
+    bench(words)
 
 
 def _devices(words: list[str]) -> None:

@@ -27,6 +27,7 @@ SHORT = {
 }
 OWN = ("recipe", "config", "logs", "resume", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
+LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -40,7 +41,7 @@ class Command:
     name: str
     recipe: str | None = None
     configs: list[str] = field(default_factory=list)
-    logs: str = "lightning_logs"
+    logs: str | None = None
     resume: str | None = None
     debug: bool = False
     flags: list[str] = field(default_factory=list)
@@ -104,7 +105,7 @@ def parse(name: str, words: list[str]) -> Command:
         key = "config" if flag == "-c" else flag.removeprefix("--")
         if key == "debug":
             command.debug = True
-        elif key == "resume":
+        elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             has_path = not given and bool(rest) and not rest[0].startswith("-")
             command.resume = value if given else rest.pop(0) if has_path else ""
         elif key in SHORT or key in ("recipe", "config", "logs"):
@@ -172,14 +173,14 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
 
     base: the weakest settings, None when only the configs and the defaults count.
     """
-    configs = [str(base)] if base else []
-    configs += command.configs
     line = [subcommand]
-    for config in configs:
+    if base:
+        line += ["--config", str(base), f"--logs={LOGS}"]  # a run's configuration names the folder of that time
+    for config in command.configs:
         line += ["--config", config]
     if command.recipe:
-        line.append(f"--recipe={command.recipe}" if "/" not in command.recipe else f"--recipe={Path(command.recipe).stem}")
-    return line + command.flags
+        line.append(f"--recipe={recipe_path(command.recipe).stem}")
+    return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
 
 
 def recipe_header(path: Path) -> list[str]:

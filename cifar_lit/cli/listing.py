@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from jsonargparse import ArgumentError, ArgumentParser
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,11 @@ def _parse(parser: ArgumentParser, words: list[str]) -> object:
 
         keys = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
         raise UsageError(explain_parser_error(str(error), keys)) from None
+
+
+def _console() -> Console:
+    """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def list_recipes(words: list[str]) -> None:
@@ -42,7 +49,7 @@ def list_recipes(words: list[str]) -> None:
     for name in names:
         header = flags.recipe_header(flags.recipe_path(name))
         table.add_row(name, header[0].partition(" — ")[2] or header[0], _field(header, "Reaches"), _field(header, "Takes"))
-    console = Console()
+    console = _console()
     console.print(table)
     console.print("start one:  python scripts/train.py --recipe NAME\nits settings:  cifar-lit recipes NAME", highlight=False)
 
@@ -105,7 +112,7 @@ def _list_machine() -> None:
         table.add_row(
             "cpu twice", "two processes (DDP over gloo)", "", choose_precision(found, "cpu")[0], "--accelerator cpu --devices 2"
         )
-    console = Console()
+    console = _console()
     console.print(table)
     if not found.gpus:
         reason = "none is visible to it" if found.cuda_build else "this torch is a build for CPUs only"
@@ -148,7 +155,7 @@ def _list_parameters(settings: object) -> None:
         total += parameter.numel()
         shape = "×".join(map(str, parameter.shape))
         table.add_row(name, shape, str(parameter.dtype).removeprefix("torch."), f"{parameter.numel():,}", str(parameter.device))
-    console = Console()
+    console = _console()
     console.print(table)
     console.print(
         f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"  # type: ignore[attr-defined]

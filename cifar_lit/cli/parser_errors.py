@@ -5,23 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from cifar_lit.cli.flags import OWN, SHORT
+from cifar_lit.cli.flags import SHORT
 from cifar_lit.errors import nearest
 
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
     """One line for what the parser found wrong.
 
-    message: the parser's, often a screen of alternatives. keys: every long flag without its dashes.
+    message: the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes.
     """
-    known = [*keys, *SHORT, *OWN]
     if match := re.match(r"unrecognized arguments: (\S+)", message):
         flag = match[1].partition("=")[0]
-        return f"there is no flag {flag}.{nearest(flag, [f'--{key}' for key in known])}"
+        # compared without the dashes, which would make any two flags look alike
+        return f"there is no flag {flag}.{nearest(flag.lstrip('-'), keys).replace('mean ', 'mean --')}"
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
-        return f"no setting is called {match[1]}.{nearest(match[1], known)}"
+        return f"no setting is called {match[1]}.{nearest(match[1], keys)}"
+    if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
+        source = "--seed" if match[1] == "data.seed" else "the data"
+        return f"{match[1] or match[2]} follows from {source}: leave it out"
     if match := re.match(r"argument (--[^\s/:]+).*expected (?:one|at least one) argument", message):
         return f"{match[1]} needs a value"
     if match := re.match(r'Parser key "(.+?)":', message):
@@ -42,12 +45,14 @@ def _wrong_value(key: str, message: str) -> str:
     value = given[1].strip() if given else "that"
     if match := re.search(r"dot import path string: (\S+)", message):
         return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
+    if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
+        return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
     choices = [choice for group in re.findall(r"Literal\[(.*?)\]", message) for choice in re.findall(r"'([^']+)'", group)]
     choices = list(dict.fromkeys(choices))
+    wanted = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
     if choices:
+        choices = ["true", "false", *choices] if _TYPES["bool"] in wanted else choices
         return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
-    found = [_TYPES[kind] for kind in re.findall(r"<class '(\w+)'>", message) if kind in _TYPES]
     if "list[" in message:
-        found.append("a list of them")
-    wanted = [kind for kind in dict.fromkeys(found) if kind != "null"]
-    return f"{name} must be {' or '.join(wanted) or 'something else'}, not {value}"
+        wanted.append("a list of them" if wanted else "a list")
+    return f"{name} must be {' or '.join(dict.fromkeys(wanted)) or 'something else'}, not {value}"

@@ -23,8 +23,11 @@ def catch_signals() -> None:
 def quieten() -> None:
     """To be called before anything else imports Lightning; our own output and real warnings are untouched."""
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # what Lightning's command line calls
     # torch's own deprecation inside Lightning's batch handling
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    # data.val_size 0 is meant
+    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
     # a resumed run goes on in its own folder
     warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
 

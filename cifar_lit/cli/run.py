@@ -45,8 +45,9 @@ class Run:
         if bar:
             chosen.append(LiveBar())
         if self.trains:
-            chosen += [self.clock, EpochLines(self.clock), RandomState(), OrderlyStop(self.last)]
+            chosen += [self.clock, EpochLines(self.clock), RandomState()]
             chosen += [self.best, self.last] if validates else [self.last]
+            chosen.append(OrderlyStop(self.last))
         return chosen
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
@@ -162,11 +163,9 @@ class _Folder(Callback):
         device = trainer.strategy.root_device.type
         h = model.hparams
         notes = self._run.notes
+        size = f"{channels}×{height}×{width}"
         rows = [
-            (
-                "data",
-                f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {channels}×{height}×{width}",
-            ),
+            ("data", f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size}"),
             ("net", f"{h['net']} · {parameters:,} parameters"),
             ("devices", f"{world} × {device}" + (f" · {notes['devices']}" if "devices" in notes else "")),
             ("precision", str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else "")),

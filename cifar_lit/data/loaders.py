@@ -37,7 +37,8 @@ class TrainLoader:
     """Training batches of one device: order and augmentation are functions of (seed, epoch, image index).
 
     Every device gets the same number of batches, each its part of the same global batch. The last, smaller batch is
-    kept unless it has fewer images than there are devices. The position in the epoch is saved in checkpoints.
+    kept unless it has fewer than two images for each device, which batch norm cannot take. The position in the epoch
+    is saved in checkpoints.
 
     Raises UsageError when a global batch cannot be shared out.
     """
@@ -69,7 +70,7 @@ class TrainLoader:
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.indices), self.batch_size)
-        return full + (rest >= self.world)
+        return full + (rest >= 2 * self.world or full == 0)
 
     @property
     def sampler(self) -> TrainLoader:

@@ -14,6 +14,7 @@ from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import channel_statistics, split_validation
+from cifar_lit.errors import UsageError
 
 
 class ImageData(pl.LightningDataModule):
@@ -129,7 +130,7 @@ class ImageData(pl.LightningDataModule):
             for given, found in zip((self._mean, self._std), measured, strict=True)
         )
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
-            raise ValueError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
+            raise UsageError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
         return mean, std
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,11 +59,15 @@ class LoadedNet(nn.Module):
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
-    """Writes a net's state dict with its card, as a whole or not at all."""
+    """Writes a net's state dict with its card, as a whole or not at all; raises Failure when the disk does not take it."""
     partial = path.with_name(path.name + ".part")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
-    partial.replace(path)
+    try:
+        save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
+        partial.replace(path)
+    except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
+        partial.unlink(missing_ok=True)
+        raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
 
 
 def load(path: str | Path) -> LoadedNet:
@@ -84,7 +88,10 @@ def load(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
     if metadata.get("format") != FORMAT:
         raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
-    card = ModelCard(**json.loads(metadata["card"]))
+    try:
+        card = ModelCard(**json.loads(metadata["card"]))
+    except (KeyError, TypeError, ValueError):
+        raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     channels, height, width = card.input_shape
     net = build_net(card.net, channels=channels, image_size=(height, width), num_classes=len(card.classes), width=card.width)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 
@@ -100,7 +100,7 @@ def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Ten
     """uint8 (n,) of each device as (devices, n) on the CPU."""
     rows = torch.zeros((trainer.world_size, len(own)), dtype=own.dtype, device=pl_module.device)
     rows[trainer.global_rank] = own
-    return trainer.strategy.reduce(rows, reduce_op="sum").cpu()  # type: ignore[union-attr]
+    return trainer.strategy.reduce(rows, reduce_op="sum").cpu()
 
 
 class Interrupted(BaseException):
@@ -116,11 +116,12 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-class OrderlyStop(Callback):
+class OrderlyStop(Checkpoint):
     """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
 
     During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second
-    signal stops at once, without a checkpoint.
+    signal stops at once, without a checkpoint. It is a `Checkpoint` so that the Trainer calls it after the callbacks
+    that change what is saved: the average of the weights must have taken this step in.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

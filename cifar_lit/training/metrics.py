@@ -16,11 +16,12 @@ class MeanLoss(Metric):
 
     torchmetrics' MeanMetric adds floats in the order in which they come, so its last digits depend on how images
     were shared out. Here each image's loss counts in whole units of 2⁻²⁰, and integers add up the same in any order.
-    The rounding moves a mean by less than 5e-7. A loss that is not finite makes the result NaN.
+    The rounding moves a mean by less than 5e-7. A loss that is not finite, or above a million, makes the result NaN:
+    larger ones could overflow the sum, and say no more than that the net has diverged.
     """
 
     full_state_update = False
-    UNIT = 2.0**-20
+    UNIT, LARGEST = 2.0**-20, 2.0**20
 
     total: Tensor
     count: Tensor
@@ -33,13 +34,13 @@ class MeanLoss(Metric):
 
     def update(self, losses: Tensor, counted: Tensor) -> None:
         """Adds float32 losses (B,) where bool counted (B,) is true."""
-        usable = losses.isfinite() & counted
+        usable = (losses <= self.LARGEST) & counted  # false for NaN
         self.total += torch.where(usable, losses / self.UNIT, 0.0).round().to(torch.int64).sum()
         self.count += counted.sum()
         self.broken += (counted & ~usable).sum()
 
     def compute(self) -> Tensor:
-        """The mean as a float32 scalar, NaN when a loss was not finite or no image was counted."""
+        """The mean as a float32 scalar, NaN when a loss was not usable or no image was counted."""
         mean = self.total.float() * self.UNIT / self.count
         return torch.where(self.broken > 0, torch.nan, mean)
 

@@ -48,22 +48,28 @@ def build_optimizer(
     return AdamW(groups, lr=lr, fused=True)
 
 
-def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any]) -> None:
+def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:
     """Writes `settings` over those that a checkpoint's optimizer and schedule would bring back with their states.
 
     A resumed optimizer keeps its momentum buffers and step counts, but runs at the rate, momentum and decay asked for.
+    Raises UsageError for another optimizer, which cannot take those buffers over.
     """
     before = checkpoint.get("hyper_parameters", {})
-    if not before.get("lr") or before.get("optimizer") != settings["optimizer"]:
+    if not before.get("lr"):
         return
+    if before.get("optimizer") != settings["optimizer"]:
+        raise UsageError(
+            f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from: "
+            "leave model.optimizer as it was, or start a new run"
+        )
+    decays = [group["weight_decay"] for group in parameter_groups(net, settings["weight_decay"])]
     scale = settings["lr"] / before["lr"]
     for optimizer in checkpoint.get("optimizer_states", []):
-        for group in optimizer["param_groups"]:
+        for group, decay in zip(optimizer["param_groups"], decays, strict=False):
+            group["weight_decay"] = decay
             for rate in ("lr", "initial_lr"):
                 if rate in group:
                     group[rate] *= scale
-            if group.get("weight_decay"):
-                group["weight_decay"] = settings["weight_decay"]
             for name in ("momentum", "nesterov"):
                 if name in group:
                     group[name] = settings[name]

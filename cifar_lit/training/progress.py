@@ -18,6 +18,10 @@ class LiveBar(RichProgressBar):
     def __init__(self) -> None:
         super().__init__(refresh_rate=10, theme=RichProgressBarTheme(metrics_format=".4f"))
 
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
+        return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
+
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Training loss and accuracy since the last log line, and the last validation's accuracy."""
         return dict(getattr(pl_module, "progress", {}))

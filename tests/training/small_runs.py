@@ -1,0 +1,75 @@
+"""Trainings of a second or less in the test's own process, and a logger that remembers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+
+from cifar_lit.data.module import ImageData
+from cifar_lit.training.checkpoints import WholeCheckpoints
+from cifar_lit.training.classifier import ImageClassifier
+
+
+class Rows(Logger):
+    """Keeps what is logged, as (step, values)."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def of(self, name: str) -> dict[int, float]:
+        """The values of one curve by step."""
+        return {step: values[name] for step, values in self.rows if name in values}
+
+
+def shapes_data(**settings: Any) -> ImageData:
+    """100 drawn images to train on and 20 to validate on, in steps of 16 (the last of 4)."""
+    defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
+    return ImageData("shapes", **{**defaults, **settings})
+
+
+def classifier(**settings: Any) -> ImageClassifier:
+    """LeNet for those images; its weights are always the same."""
+    torch.manual_seed(0)
+    return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], **settings})
+
+
+def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
+    """A quiet Trainer on one CPU process."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fixed = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    plugins = [WholeCheckpoints()]
+    return pl.Trainer(**{**quiet, **fixed, "max_epochs": 2, "callbacks": list(callbacks), "plugins": plugins, **settings})
+
+
+def fitted(
+    model: ImageClassifier, data: ImageData, *callbacks: Callback, resume: Path | None = None, **settings: Any
+) -> pl.Trainer:
+    """The Trainer after a fit of `model`, which goes on from the checkpoint `resume` if one is given."""
+    done = trainer(*callbacks, **settings)
+    done.fit(model, datamodule=data, ckpt_path=resume)
+    return done
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A copy of a net's state."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether two states are equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,71 @@
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_runs import classifier, fitted, same, shapes_data, trainer, weights
+from torch import Tensor
+from torch.nn import functional as F
+
+from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+
+
+class Average(Callback):
+    """The average by the formula, from the weights after every step."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.values: dict[str, Tensor] = {}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for name, now in weights(pl_module).items():
+            if name not in self.values or not now.is_floating_point():
+                self.values[name] = now
+            else:
+                self.values[name] = self.decay * self.values[name] + (1 - self.decay) * now
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        if tensor.is_floating_point():  # norms' step counters are averaged too, and rounded down
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: Path) -> None:
+    average, best = Average(0.9), best_checkpoint()
+    best.dirpath = str(tmp_path)
+    data, model = shapes_data(), classifier(net="shapenet", ema_decay=0.9)
+    done = fitted(model, data, average, best, enable_checkpointing=True, max_epochs=1)
+    checkpoint = read_checkpoint(tmp_path / "best.ckpt")
+    assert_close(checkpoint["state_dict"], average.values)
+    assert_close(weights(model), average.values)
+    assert not same(checkpoint["state_dict"], checkpoint["current_model_state"])
+
+    plain = classifier(net="shapenet")
+    plain.load_state_dict(average.values)
+    images = (data.train_images.images[data.split[1]].permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
+    logits, labels = plain.eval()(images), data.train_images.labels[data.split[1]]
+    score = checkpoint["cifar_lit"]["score"]
+    assert score["accuracy"] == float((logits.argmax(1) == labels).double().mean())
+    assert abs(score["loss"] - float(F.cross_entropy(logits, labels).detach())) < 1e-4
+
+    tested = done.test(model, datamodule=data, verbose=False)
+    assert same(weights(model), checkpoint["state_dict"])
+    assert tested == trainer().test(plain, datamodule=data, verbose=False)
+
+
+def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(tmp_path: Path) -> None:
+    last = last_checkpoint()
+    last.dirpath = str(tmp_path)
+    data, model = shapes_data(), classifier(net="shapenet", lr=0.3, ema_decay=0.95)
+    done = fitted(model, data, last, enable_checkpointing=True)
+    done.test(model, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert same(weights(model), read_checkpoint(tmp_path / "last.ckpt")["state_dict"])
+
+
+def test_without_a_decay_nothing_is_averaged() -> None:
+    assert classifier(ema_decay=0.0).configure_callbacks() == []

@@ -1,0 +1,152 @@
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_runs import classifier, fitted, shapes_data
+
+from cifar_lit.data.loaders import Batch
+from cifar_lit.training import callbacks
+from cifar_lit.training.callbacks import Clock, Interrupted, RandomState
+from cifar_lit.training.profiling import NoProfiler
+from cifar_lit.training.progress import EpochLines, LiveBar
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands still until the test moves it."""
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def batch(count: int, share: float = 1.0) -> Batch:
+    return Batch(torch.zeros(count, 3, 2, 2), torch.zeros(count).long(), torch.zeros(count).long(), share)
+
+
+def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time: SimpleNamespace) -> None:
+    clock, fit = Clock(), SimpleNamespace(world_size=1)
+
+    def pass_an_epoch(clock: Any) -> None:
+        time.seconds += 10
+        clock.on_train_batch_end(fit, None, None, batch(16), 0)
+        clock.on_validation_start(fit, None)
+        time.seconds += 3
+        clock.on_validation_end(fit, None)
+
+    time.seconds += 5  # set-up
+    clock.on_train_start(fit, None)  # type: ignore[arg-type]
+    pass_an_epoch(clock)
+    assert (clock.seconds, clock.training_seconds, clock.images) == (13, 10, 16)
+    saved = clock.state_dict()
+    pass_an_epoch(clock)
+    clock.on_train_end(fit, None)  # type: ignore[arg-type]
+    time.seconds += 100  # the test
+    assert (clock.seconds, clock.training_seconds, clock.images) == (26, 20, 32)
+
+    resumed = Clock()
+    resumed.load_state_dict(saved)
+    resumed.on_train_start(fit, None)  # type: ignore[arg-type]
+    pass_an_epoch(resumed)
+    assert (resumed.seconds, resumed.training_seconds, resumed.images) == (26, 20, 32)
+
+
+@pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
+def test_the_clock_counts_the_global_batch_on_every_device(parts: tuple[int, ...], total: int) -> None:
+    for part in parts:
+        clock = Clock()
+        share = part * len(parts) / total
+        clock.on_train_batch_end(SimpleNamespace(world_size=len(parts)), None, None, batch(part, share), 0)  # type: ignore[arg-type]
+        assert clock.images == total
+
+
+def test_validation_without_a_fit_leaves_the_clock_alone(time: SimpleNamespace) -> None:
+    clock = Clock()
+    clock.on_validation_start(None, None)  # type: ignore[arg-type]
+    time.seconds += 7
+    clock.on_validation_end(None, None)  # type: ignore[arg-type]
+    assert (clock.seconds, clock.training_seconds) == (0, 0)
+
+
+class FakeStrategy:
+    def reduce(self, rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        """As if the other of two devices had put its state, all sevens, into the second row."""
+        rows[1] = 7
+        return rows
+
+
+def test_each_device_gets_its_own_random_state_back() -> None:
+    own = torch.get_rng_state()
+    pair: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=FakeStrategy())
+    model: Any = SimpleNamespace(device=torch.device("cpu"))
+    checkpoint: dict[str, Any] = {}
+    RandomState().on_save_checkpoint(pair, model, checkpoint)
+    (states,) = checkpoint["random_state"]
+    assert torch.equal(states[0], own)
+    assert (states[1] == 7).all()
+
+    expected = torch.rand(3)
+    restored = RandomState()
+    restored.on_load_checkpoint(pair, model, checkpoint)
+    torch.manual_seed(99)
+    restored.on_train_start(pair, model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_random_state_of_another_number_of_devices_is_not_used() -> None:
+    alone: Any = SimpleNamespace(world_size=1, global_rank=0)
+    restored = RandomState()
+    restored.on_load_checkpoint(alone, None, {"random_state": [torch.zeros(2, 5056, dtype=torch.uint8)]})  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    restored.on_train_start(alone, None)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_interruption_knows_the_shells_exit_code() -> None:
+    assert (Interrupted(2).exit_code, Interrupted(15).exit_code) == (130, 143)
+    assert str(Interrupted(15)) == "SIGTERM"
+    assert not isinstance(Interrupted(2), Exception)
+
+
+class Means(Callback):
+    """Notes what the line of each epoch should say."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loss, accuracy = pl_module.epoch_means()  # type: ignore[operator]
+        metrics = trainer.callback_metrics
+        line = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs} · train loss {loss:.4f} accuracy {accuracy:.4f}"
+        if "val/loss" in metrics:
+            line += f" · val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}"
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize("val_size", [20, 0])
+def test_each_epoch_is_one_line(capsys: pytest.CaptureFixture[str], val_size: int) -> None:
+    clock, means = Clock(), Means()
+    fitted(classifier(), shapes_data(val_size=val_size), clock, EpochLines(clock), means, max_epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(lines) == 3
+    for line, expected in zip(lines, means.lines, strict=True):
+        assert line.startswith(expected)
+        assert " s · " in line and line.endswith(" images/s")
+
+
+def test_the_live_bar_shows_what_was_logged_last(capsys: pytest.CaptureFixture[str]) -> None:
+    model, bar = classifier(), LiveBar()
+    done = fitted(model, shapes_data(), bar, max_epochs=2, enable_progress_bar=True, log_every_n_steps=3)
+    shown = bar.get_metrics(done, model)
+    assert {"loss", "accuracy"} <= shown.keys()
+    assert all(isinstance(value, float) for value in shown.values())
+    assert "epoch 2/2" in capsys.readouterr().out
+
+
+def test_profiling_that_is_off_costs_one_context_manager() -> None:
+    profiler = NoProfiler()
+    with profiler.profile("one") as first, profiler.profile("another") as second:
+        assert first is second is None
+    assert profiler.profile("one") is profiler.profile("another")

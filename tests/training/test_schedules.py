@@ -1,0 +1,109 @@
+import pytest
+import torch
+from small_runs import Rows, classifier, fitted, shapes_data
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR
+
+from cifar_lit.errors import UsageError
+from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_factor
+
+
+def optimizer(lr: float = 1.0) -> SGD:
+    return SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def rates(schedule: LRScheduler, steps: int) -> list[float]:
+    """The learning rate before each step and after the last."""
+    found = [float(schedule.get_last_lr()[0])]
+    for _ in range(steps):
+        schedule.optimizer.step()
+        schedule.step()
+        found.append(float(schedule.get_last_lr()[0]))
+    return found
+
+
+def test_cosine_is_torchs_cosine_annealing() -> None:
+    ours = Schedule(optimizer(0.3), "cosine", 40, final=0.1)
+    assert rates(ours, 40) == pytest.approx(rates(CosineAnnealingLR(optimizer(0.3), 40, eta_min=0.03), 40))
+
+
+def test_triangular_without_warm_up_is_torchs_linear_fall() -> None:
+    ours = Schedule(optimizer(0.3), "triangular", 25, final=0.2)
+    theirs = LinearLR(optimizer(0.3), start_factor=1.0, end_factor=0.2, total_iters=25)
+    assert rates(ours, 25) == pytest.approx(rates(theirs, 25))
+
+
+def test_triangular_with_warm_up_rises_and_falls_in_straight_lines() -> None:
+    ours = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
+    assert ours == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+
+
+@pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (25, 0.25)])
+def test_one_cycle_is_torchs_with_the_same_rise(warmup: float, share: float) -> None:
+    ours = rates(Schedule(optimizer(), "one_cycle", 100, warmup=warmup, final=0.1), 100)
+    steps = 101  # torch's cycle ends at its last step, which starts from 0
+    theirs = OneCycleLR(
+        optimizer(), max_lr=1.0, total_steps=steps, pct_start=(100 * share + 1) / steps, div_factor=10, final_div_factor=1
+    )
+    assert ours == pytest.approx(rates(theirs, 100), abs=1e-9)
+
+
+def test_a_constant_rate_may_be_warmed_up() -> None:
+    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx([1, 1.5, 2, 2, 2, 2, 2])
+
+
+@pytest.mark.parametrize("name", ["cosine", "one_cycle", "triangular"])
+@pytest.mark.parametrize("final", [0.0, 0.05, 1.0])
+def test_the_rate_peaks_at_one_and_ends_and_stays_at_the_final_factor(name: str, final: float) -> None:
+    factors = [schedule_factor(name, done, 50, 10, final) for done in range(60)]
+    assert max(factors) == 1.0 == factors[10]
+    assert factors[50:] == pytest.approx([final] * 10)
+    assert min(factors) >= final
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_warm_up_is_part_of_the_training(name: str) -> None:
+    factors = [schedule_factor(name, done, 20, 5, 0.0) for done in range(6)]
+    assert factors == sorted(factors)
+    assert (factors[0], factors[5]) == (0.0, 1.0)
+
+
+def test_settings_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(UsageError, match="Did you mean cosine"):
+        Schedule(optimizer(), "cosin", 10)
+    with pytest.raises(UsageError, match="final_lr is a fraction"):
+        Schedule(optimizer(), "cosine", 10, final=1.5)
+    for warmup in (-1, 10, 11):
+        with pytest.raises(UsageError, match=r"lower model\.warmup_epochs"):
+            Schedule(optimizer(), "cosine", 10, warmup=warmup)
+
+
+def test_in_a_fit_the_rate_spans_all_steps_and_changes_at_each() -> None:
+    rows = Rows()
+    model = classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
+    fitted(model, shapes_data(val_size=24), logger=rows, log_every_n_steps=1)  # 96 images: 6 steps an epoch, 12 in all
+    expected = {step: 0.1 * schedule_factor("triangular", step, 12, 3, 0) for step in range(1, 13)}
+    assert rows.of("lr") == pytest.approx(expected)
+
+
+def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
+    rows = Rows()
+    used: list[float] = []
+    model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
+    model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
+    fitted(model, shapes_data(val_size=24), logger=rows, log_every_n_steps=1, max_epochs=4)
+    by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
+    assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_accumulated_batches_count_as_one_step_of_the_schedule() -> None:
+    model = classifier(schedule="triangular", lr=0.1)
+    done = fitted(model, shapes_data(val_size=24), accumulate_grad_batches=2)
+    assert done.global_step == 6
+    assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_warm_up_as_long_as_the_training_is_refused_before_it_starts() -> None:
+    with pytest.raises(UsageError, match=r"lower model\.warmup_epochs"):
+        fitted(classifier(schedule="cosine", warmup_epochs=2), shapes_data())
