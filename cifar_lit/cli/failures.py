@@ -41,7 +41,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"cifar-lit: {text}", 2
     if kind == "NotFiniteLoss":
         return (
-            f"cifar-lit: {text}; stopped before it reached the weights. The last good checkpoint is kept: "
+            f"cifar-lit: {text}; stopped before it reached the weights. Checkpoints of before are intact: "
             "lower --lr, or try --precision 32-true"
         ), 1
     if kind == "OutOfMemoryError" or "can't allocate memory" in text:

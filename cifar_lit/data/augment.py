@@ -49,6 +49,8 @@ class Augmentation:
 
     def check(self, height: int, width: int) -> None:
         """Raises UsageError when images of this size are too small for the settings."""
+        if self.cutout >= min(height, width):
+            raise UsageError(f"data.cutout {self.cutout} hides {height}×{width} images: use less than {min(height, width)}")
         if self.crop >= min(height, width):
             raise UsageError(f"data.crop {self.crop} is too much for {height}×{width} images: use less than {min(height, width)}")
 

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LINE_EVERY_SECONDS = 10.0
-WORTH_TELLING_SECONDS = 2.0  # shorter preparations leave no line behind
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int, unit: str = "images", scale: float = 1.0, least_seconds: float = 0.0
+) -> Iterator[Callable[[int], None]]:
     """Shows how far `what` has come and at which rate; yields `advance(amount)`.
 
     total and the amounts are counted in `unit`s once multiplied by `scale` (bytes with unit "MB", scale 1e-6);
-    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate if it took its time.
+    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate, if it took
+    at least `least_seconds`.
     """
     started = last_line = time.monotonic()
     done = 0
@@ -52,5 +54,5 @@ def progress(what: str, total: int, unit: str = "images", scale: float = 1.0) ->
     finally:
         if bar is not None:
             bar.stop()
-    if not silent and time.monotonic() - started >= WORTH_TELLING_SECONDS:
+    if not silent and time.monotonic() - started >= least_seconds:
         print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

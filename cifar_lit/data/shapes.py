@@ -45,7 +45,7 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
     images = np.empty((count, image_size, image_size, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number
-    with progress(f"drawing shapes ({'train' if train else 'test'})", count) as advance:
+    with progress(f"drawing shapes ({'train' if train else 'test'})", count, least_seconds=5.0) as advance:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
             block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()

@@ -56,7 +56,8 @@ class Typed(NamedTuple):
 def typed(*words: object, default: str = "train") -> Typed:
     """Runs a command line here; what it sets for the whole process is as before afterwards."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    environment, precision = dict(os.environ), torch.get_float32_matmul_precision()
+    environment, precision, threads = dict(os.environ), torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_num_threads(1)  # so small are the trainings here
     os.environ["CIFAR_LIT_CACHE"] = str(Path.cwd() / "cache")
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -67,6 +68,7 @@ def typed(*words: object, default: str = "train") -> Typed:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
         os.environ.clear()
         os.environ.update(environment)
     return Typed(code, out.getvalue(), err.getvalue())

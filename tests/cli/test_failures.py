@@ -41,7 +41,7 @@ def resumable(number: int) -> Interrupted:
         (
             NotFiniteLoss("the loss is nan at step 7 of epoch 0"),
             "cifar-lit: the loss is nan at step 7 of epoch 0; stopped before it reached the weights. "
-            "The last good checkpoint is kept: lower --lr, or try --precision 32-true",
+            "Checkpoints of before are intact: lower --lr, or try --precision 32-true",
             1,
         ),
         (

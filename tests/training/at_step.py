@@ -1,0 +1,32 @@
+"""A callback for real commands, told by the environment what to do and when, so that a resumed run does nothing."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+
+class AtStep(Callback):
+    """In the step after AT_STEP waits while the file AT_STEP_WAIT is there, or sends its own process AT_STEP_SIGNAL.
+
+    At the end of a training every process leaves its weights in the folder RANK_WEIGHTS.
+    """
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if os.environ.get("AT_STEP") != str(trainer.global_step):
+            return
+        if number := os.environ.get("AT_STEP_SIGNAL"):
+            os.kill(os.getpid(), int(number))
+        elif trainer.is_global_zero:
+            marker = Path(os.environ["AT_STEP_WAIT"])
+            marker.touch()
+            while marker.exists():
+                time.sleep(0.01)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if folder := os.environ.get("RANK_WEIGHTS"):
+            torch.save(pl_module.state_dict(), f"{folder}/{trainer.global_rank}.pt")

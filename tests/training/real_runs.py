@@ -1,0 +1,162 @@
+"""The real commands: in processes of their own under a hard time limit, or in the test's process where that will do."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT = 120.0  # seconds that a command may take before it counts as frozen
+MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT)
+
+# 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
+STEPS_PER_EPOCH = 13
+SETTINGS = [
+    *("--dataset", "shapes", "--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8"),
+    *("--data.crop", "2", "--data.flip", "random", "--data.mean", "0.5", "--data.std", "0.25", "--data.eval_batch_size", "5"),
+    *("--net", "lenet", "--lr", "0.02", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--epochs", "3"),
+    *("--precision", "32-true", "--accelerator", "cpu", "--trainer.log_every_n_steps", "4"),
+    "--trainer.callbacks=at_step.AtStep",
+]
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+STRANGE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CIFAR_LIT_RESUME", "AT_STEP")
+# taken once, as commands start in threads while others run, and change it, in this process
+OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRANGE}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a command, with nothing left in it of another run."""
+    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **more}
+
+
+class Started:
+    """A command that runs in a process group of its own, in `folder`, which also takes its output."""
+
+    def __init__(self, words: Sequence[str], folder: Path, **more: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
+        with self._files[0].open("w") as out, self._files[1].open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *words], cwd=folder, env=environment(**more), stdout=out, stderr=err, start_new_session=True
+            )
+
+    def send(self, number: int) -> None:
+        """As a terminal does: to every process of the group."""
+        os.killpg(self.process.pid, number)
+
+    def wait(self) -> Done:
+        """Waits for the end; what is left of the group then is killed."""
+        try:
+            code = self.process.wait(LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        out, err = (file.read_text() for file in self._files)
+        return Done(code, out, err)
+
+
+def run(words: Sequence[str], folder: Path, **more: str) -> Done:
+    """Runs a command to its end."""
+    return Started(words, folder, **more).wait()
+
+
+def stopped(words: Sequence[str], folder: Path, step: int, number: int) -> Done:
+    """Runs a training until it is in the step after `step`, then sends it a signal."""
+    marker = folder / "waiting"
+    started = Started(words, folder, AT_STEP=str(step), AT_STEP_WAIT=str(marker))
+    deadline = time.monotonic() + LIMIT
+    while not marker.exists() and started.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if marker.exists():
+        started.send(number)
+        marker.unlink()
+    return started.wait()
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[None]:
+    """Takes back what a command changes in its process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
+    before, folder, argv = dict(os.environ), Path.cwd(), sys.argv
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        os.chdir(folder)
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def here(words: Sequence[str], folder: Path, **more: str) -> Done:
+    """Runs a command of cifar-lit in this process."""
+    from cifar_lit.cli import main
+
+    folder.mkdir(parents=True, exist_ok=True)
+    out, err = io.StringIO(), io.StringIO()
+    with undone(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        os.environ.clear()
+        os.environ.update(environment(**more))
+        os.chdir(folder)
+        sys.argv = ["cifar-lit"]
+        torch.manual_seed(99)
+        code = main(list(words))
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def only_run(folder: Path) -> Path:
+    """The run folder that a command in `folder` made, which must be one."""
+    (run_folder,) = (folder / "lightning_logs").iterdir()
+    return run_folder
+
+
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    """What was tested and kept."""
+    return load_file(only_run(folder) / "model.safetensors")
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    """The results of the only run."""
+    found: dict[str, Any] = json.loads((only_run(folder) / "metrics.json").read_text())
+    return found
+
+
+def free_port() -> str:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of weights are equal to the last bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
