@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shlex
 from importlib.metadata import PackageNotFoundError, version
@@ -95,7 +96,7 @@ class Run:
             mean, std = data.statistics
             card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std)
             save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
-        write_text(self.folder.path / "metrics.json", json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+        write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
     def resume_command(self, script: str, command: str) -> str | None:
         """What to type to go on with this run, None when it has no checkpoint yet."""
@@ -209,6 +210,13 @@ def _test_entry(score: Score, data: ImageData) -> dict[str, Any]:
         for name, accuracy in zip(data.classes, score.per_class, strict=True)
     }
     return {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, "per_class": per_class}
+
+
+def _without_nan(value: Any) -> Any:
+    """Nested values with null for numbers that JSON does not know: the loss of a net that has diverged."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

@@ -134,16 +134,19 @@ class ImageData(pl.LightningDataModule):
         return mean, std
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch.
+        """The position in the epoch, counted in batches of the size that is saved with it.
 
         Lightning saves a loader's own state too, but does not restore it when a schedule has asked how long the
         training will be, because then it sets the loaders up before it reads the checkpoint.
         """
-        return self._train_loader.state_dict() if self._train_loader else {}
+        return {**self._train_loader.state_dict(), "batch_size": self.batch_size} if self._train_loader else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the position up for the next training loader."""
+        """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
         self._resumed = state_dict or None
+        size = state_dict.get("batch_size", self.batch_size)
+        if size != self.batch_size and 0 < state_dict["position"] < len(self.split[0]) // size:
+            raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
 
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""

@@ -118,7 +118,13 @@ class ImageClassifier(pl.LightningModule):
         """Optimizer and schedule; the schedule spans the training that the Trainer expects."""
         h = self.hparams
         optimizer = build_optimizer(
-            self.net, h["optimizer"], h["lr"], momentum=h["momentum"], nesterov=h["nesterov"], weight_decay=h["weight_decay"]
+            self.net,
+            h["optimizer"],
+            h["lr"],
+            momentum=h["momentum"],
+            nesterov=h["nesterov"],
+            weight_decay=h["weight_decay"],
+            fused=not self.trainer.gradient_clip_val,  # Lightning clips no fused optimizer's gradients in mixed precision
         )
         if h["schedule"] == "constant" and not h["warmup_epochs"]:
             return optimizer
@@ -206,6 +212,13 @@ class ImageClassifier(pl.LightningModule):
         """Takes up what `on_save_checkpoint` added, and lets this model's settings win over the checkpoint's."""
         if self._trainer is None or self._trainer.state.fn != "fit":
             return  # loaded for use, by `load_from_checkpoint` or for a test
+        before = checkpoint.get("hyper_parameters", {})
+        for name in ("net", "width", "input_shape", "num_classes"):
+            if before.get(name, self.hparams[name]) != self.hparams[name]:
+                raise UsageError(
+                    f"this run's {name} is {before[name]}, not {self.hparams[name]}: leave the settings of net and images "
+                    "as they were, or start a new run"
+                )
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         state = checkpoint.get("cifar_lit")
         if state:

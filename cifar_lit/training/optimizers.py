@@ -39,13 +39,21 @@ def check_optimizer(name: str, lr: float, momentum: float, nesterov: bool) -> No
 
 
 def build_optimizer(
-    net: nn.Module, name: str, lr: float, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    net: nn.Module,
+    name: str,
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    fused: bool = True,
 ) -> Optimizer:
     """The optimizer over all trainable parameters of `net`; `fused` does a step in one kernel, on CPUs too."""
     groups = parameter_groups(net, weight_decay)
+    one_kernel = True if fused else None  # None lets torch choose among the others
     if name == "sgd":
-        return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
-    return AdamW(groups, lr=lr, fused=True)
+        return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=one_kernel)
+    return AdamW(groups, lr=lr, fused=one_kernel)
 
 
 def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:

@@ -113,6 +113,21 @@ def test_a_position_saved_by_the_data_is_taken_up_by_the_next_training_loader() 
     assert len(rest) == 3
 
 
+def test_a_position_in_mid_epoch_is_refused_for_other_batches_and_one_at_its_end_is_not() -> None:
+    data = shapes_data()
+    loader = data.train_dataloader()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at that"):
+        shapes_data(batch_size=8).load_state_dict(data.state_dict())
+    list(batches)
+    other = shapes_data(batch_size=8)
+    other.load_state_dict(data.state_dict())
+    following = other.train_dataloader()
+    following.set_epoch(1)
+    assert sum(len(batch.labels) for batch in following) == 50
+
+
 def test_data_that_never_trained_have_no_position() -> None:
     assert shapes_data().state_dict() == {}
 

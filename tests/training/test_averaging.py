@@ -2,12 +2,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from real_runs import final_weights, metrics, only_run
 from small_runs import classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
 
+import cifar_lit
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
 
 
@@ -69,3 +72,16 @@ def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(tmp
 
 def test_without_a_decay_nothing_is_averaged() -> None:
     assert classifier(ema_decay=0.0).configure_callbacks() == []
+
+
+def test_the_command_line_tests_and_keeps_the_average(alone: Path) -> None:
+    best = read_checkpoint(only_run(alone) / "checkpoints" / "best.ckpt")
+    assert not same(best["state_dict"], best["current_model_state"])
+    kept = {f"net.{name}": tensor for name, tensor in final_weights(alone).items()}
+    assert same(kept, best["state_dict"])
+    data = shapes_data(count=121, split_seed=0)
+    net = cifar_lit.load(only_run(alone))
+    logits = net(data.test_images.images.permute(0, 3, 1, 2).contiguous())
+    test = metrics(alone)["test"]
+    assert test["accuracy"] == pytest.approx(float((logits.argmax(1) == data.test_images.labels).float().mean()))
+    assert test["loss"] == pytest.approx(float(F.cross_entropy(logits, data.test_images.labels).detach()), abs=1e-5)

@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from real_runs import SETTINGS, here, only_run
 from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, weights
 from torch.nn import functional as F
 
@@ -191,10 +193,11 @@ def test_accumulated_batches_are_logged_by_optimizer_steps_without_losing_images
     assert len(steps.epochs) == 2
 
 
-def test_gradients_are_clipped_by_the_trainers_setting() -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_are_clipped_by_the_trainers_setting(precision: Any) -> None:
     model = classifier(lr=1.0)
     before = weights(model)
-    fitted(model, shapes_data(), gradient_clip_val=1e-3, max_steps=1, max_epochs=-1)
+    fitted(model, shapes_data(), gradient_clip_val=1e-3, max_steps=1, max_epochs=-1, precision=precision)
     moved = sum(float((tensor - before[name]).square().sum()) for name, tensor in model.state_dict().items()) ** 0.5
     assert moved == pytest.approx(1e-3, rel=1e-2)
 
@@ -227,3 +230,23 @@ def test_other_precisions_train_and_score_like_float32(precision: Any) -> None:
     fitted(classifier(), shapes_data(), logger=exact)
     for name in ("train/loss", "val/loss"):
         assert rows.of(name) == pytest.approx(exact.of(name), rel=0.02)
+
+
+def test_a_net_that_has_diverged_leaves_results_that_are_valid_json(tmp_path: Path) -> None:
+    words = [
+        "train",
+        *SETTINGS,
+        "--lr",
+        "3e7",
+        "--model.schedule",
+        "constant",
+        "--epochs",
+        "1",
+        "--trainer.limit_train_batches",
+        "1",
+    ]
+    done = here(words, tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads((only_run(tmp_path) / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert found["test"]["loss"] is None
+    assert found["test"]["images"] == 24

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from small_runs import Rows, classifier, fitted, same, shapes_data, weights
 from torch import nn
 
+from cifar_lit.errors import UsageError
 from cifar_lit.models.table import NETS, Entry
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
@@ -154,10 +155,12 @@ def test_a_resumed_run_uses_the_rate_that_is_asked_for(tmp_path: Path) -> None:
     assert list(rest.of("lr").values()) == pytest.approx([0.002] * len(rest.of("lr")))
 
 
-def test_a_resumed_run_cannot_change_its_optimizer(tmp_path: Path) -> None:
-    from cifar_lit.errors import UsageError
-
+def test_a_resumed_run_cannot_change_its_optimizer_or_net(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, {}, Press(step=9))
     with pytest.raises(UsageError, match="was trained with sgd"):
         run(tmp_path, {"optimizer": "adamw", "lr": 0.01}, resume=True)
+    with pytest.raises(UsageError, match="this run's net is dropout, not lenet"):
+        run(tmp_path, {"net": "lenet"}, resume=True)
+    with pytest.raises(UsageError, match="this run's num_classes is 10, not 12"):
+        run(tmp_path, {"num_classes": 12}, resume=True)

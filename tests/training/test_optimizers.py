@@ -42,10 +42,12 @@ def test_sgd_without_decay_is_torchs(settings: dict[str, Any]) -> None:
     )
 
 
-def test_adamw_without_decay_is_torchs() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_without_decay_is_torchs(fused: bool) -> None:
     ours, theirs = net(), net()
     assert_equal(
-        stepped(ours, build_optimizer(ours, "adamw", 0.01)), stepped(theirs, AdamW(theirs.parameters(), lr=0.01, weight_decay=0))
+        stepped(ours, build_optimizer(ours, "adamw", 0.01, fused=fused)),
+        stepped(theirs, AdamW(theirs.parameters(), lr=0.01, weight_decay=0)),
     )
 
 
