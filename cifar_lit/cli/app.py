@@ -77,7 +77,7 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        chosen = os.environ.get(RESUME_VARIABLE)
+        chosen = None if is_first_process(dict(os.environ)) else os.environ.get(RESUME_VARIABLE)
         checkpoint = Path(chosen) if chosen else find_resumable(Path(self.command.logs or LOGS), self.command.resume or None)
         os.environ[RESUME_VARIABLE] = str(checkpoint)
         run = run_of(checkpoint)

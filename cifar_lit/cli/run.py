@@ -140,9 +140,10 @@ class _Folder(Callback):
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", "") is None:
                 checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
-        config = Path(path) / "config.yaml"
-        if trainer.is_global_zero and not config.exists():
-            write_text(config, run.config)
+        if trainer.is_global_zero:
+            if run.trains:  # a run that is killed before its first checkpoint is still seen to be a training
+                (run.folder.path / "checkpoints").mkdir(exist_ok=True)
+            write_text(run.folder.path / "config.yaml", run.config)  # of a resumed run too: flags may have changed it
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the start card, and shows TensorBoard what the net is about to see."""

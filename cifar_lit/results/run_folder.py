@@ -106,13 +106,13 @@ def find_resumable(logs: Path, wanted: str | None) -> Path:
         runs = [path.parent for path in logs.glob("*/checkpoints") if (path.parent / "config.yaml").is_file()]
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-        run = max(runs, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)  # written once, at a run's start
+        run = max(runs, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)  # written when a run starts or goes on
         checkpoint = run / LAST
     else:
         given = Path(wanted).expanduser()
         checkpoint = given / LAST if given.is_dir() else given
     if not checkpoint.is_file():
-        raise UsageError(f"nothing to resume: there is no checkpoint {checkpoint}. Start a run without --resume.")
+        raise UsageError(f"nothing to resume: there is no checkpoint {shown(checkpoint)}. Name another run, or start one without --resume.")
     return checkpoint
 
 

@@ -72,6 +72,8 @@ class ImageClassifier(pl.LightningModule):
         check_schedule(schedule, final_lr)
         if schedule_every not in ("step", "epoch"):
             raise UsageError(f"model.schedule_every must be step or epoch, not {schedule_every!r}")
+        if schedule_every == "epoch" and (warmup_epochs or schedule == "one_cycle"):
+            raise UsageError("a warm-up by the epoch would train the first one at final_lr: use model.schedule_every step")
         if not 0 <= label_smoothing < 1:
             raise UsageError(f"model.label_smoothing must be in 0 … 1, not {label_smoothing:g}")
         if not 0 <= ema_decay < 1:

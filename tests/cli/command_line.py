@@ -50,7 +50,8 @@ class Typed(NamedTuple):
 
     @property
     def complaints(self) -> list[str]:
-        return self.err.splitlines()
+        """Lines on stderr, but for those that say how far a preparation has come."""
+        return [line for line in self.err.splitlines() if not line.startswith("decoding images: ")]
 
 
 def typed(*words: object, default: str = "train") -> Typed:

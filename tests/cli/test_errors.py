@@ -25,6 +25,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar_lit.cli.machine, "look", lambda: Machine(cpu="a CPU", threads=4, bf16=False))
 
 
+NOWHERE = "nothing to resume: there is no checkpoint nowhere. Name another run, or start one without --resume."
 TYPED: list[tuple[str, str]] = [
     # names
     ("trian", "no command is called 'trian'. Did you mean train? There are fit, train, …"),
@@ -106,8 +107,8 @@ TYPED: list[tuple[str, str]] = [
     (f"test {S} --ckpt_path last", "there is no checkpoint last"),
     (f"test {S} --resume", "--resume goes on with a training; `test` takes --ckpt_path PATH"),
     ("--resume", "nothing to resume: lightning_logs holds no run with checkpoints. Start one without --resume."),
-    ("--resume nowhere", "nothing to resume: there is no checkpoint nowhere. Start a run without --resume."),
-    ("fit --ckpt_path nowhere", "nothing to resume: there is no checkpoint nowhere. Start a run without --resume."),
+    ("--resume nowhere", NOWHERE),
+    ("fit --ckpt_path nowhere", NOWHERE),
     ("--resume loose.ckpt", "loose.ckpt lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/"),
     # folders
     (f"{S} --dataset folder", "the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from downloading import CONTENT, MirrorMaker
 from local_server import Mirror, serving
+from own_images import save
 
 from cifar_lit.data import download
 
@@ -40,3 +41,14 @@ def refusing_url() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/a.gz"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train/ with 3 + 2 images and test/ with 1 + 1, whose grey values are 0, 1, 2 … in the order of the paths."""
+    root = tmp_path / "pets"
+    for value, name in enumerate(
+        ("train/cat/0", "train/cat/1", "train/cat/2", "train/dog/0", "train/dog/1", "test/cat/0", "test/dog/0")
+    ):
+        save(root / f"{name}.png", value)
+    return root

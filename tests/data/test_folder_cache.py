@@ -14,44 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from PIL import Image
+from own_images import damage, decodings, open_set, save
 
 from cifar_lit.data import cache
 from cifar_lit.data.cache import File, decoded, default_cache_dir
 from cifar_lit.data.folder import folder, scan
 from cifar_lit.errors import Failure
-
-
-def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
-    """A PNG of one grey value, (H, W)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size[::-1], (value, value, value)).save(path)
-    return path
-
-
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def open_set(root: Path, train: bool = True, **settings: object) -> torch.Tensor:
-    return folder(root, train, cache_dir=root.parent / "cache", **settings).images  # type: ignore[arg-type]
-
-
-def decodings(capsys: pytest.CaptureFixture[str]) -> int:
-    """How many images were decoded since the last call, as the progress lines tell."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
-    return sum(int(line.split()[2].partition("/")[0]) for line in lines)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """train/ with 3 + 2 images and test/ with 1 + 1, whose grey values are 0, 1, 2 … in the order of the paths."""
-    root = tmp_path / "pets"
-    for value, name in enumerate(
-        ("train/cat/0", "train/cat/1", "train/cat/2", "train/dog/0", "train/dog/1", "test/cat/0", "test/dog/0")
-    ):
-        save(root / f"{name}.png", value)
-    return root
 
 
 def test_an_image_that_became_readable_without_changing_is_taken_in(root: Path) -> None:

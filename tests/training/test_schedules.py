@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from small_runs import Rows, classifier, fitted, shapes_data
@@ -95,6 +97,12 @@ def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
     by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "one_cycle"}, {"schedule": "cosine", "warmup_epochs": 1.0}])
+def test_a_warm_up_by_the_epoch_is_refused_as_its_first_epoch_would_stand_still(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="schedule_every step"):
+        classifier(schedule_every="epoch", **settings)
 
 
 def test_accumulated_batches_count_as_one_step_of_the_schedule() -> None:

@@ -1,0 +1,32 @@
+"""Small folders of own images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cifar_lit.data.folder import folder
+
+
+def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
+    """A PNG of one grey value, (H, W)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size[::-1], (value, value, value)).save(path)
+    return path
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def open_set(root: Path, train: bool = True, **settings: object) -> torch.Tensor:
+    return folder(root, train, cache_dir=root.parent / "cache", **settings).images  # type: ignore[arg-type]
+
+
+def decodings(capsys: pytest.CaptureFixture[str]) -> int:
+    """How many images were decoded since the last call, as the progress lines tell."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
+    return sum(int(line.split()[2].partition("/")[0]) for line in lines)
