@@ -26,6 +26,12 @@ from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
 
+# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
+COMPARED = (
+    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
+    "label_smoothing", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
+)  # fmt: skip
+
 
 class Run:
     """What one command keeps track of besides the Trainer.
@@ -55,9 +61,9 @@ class Run:
         """Curves as a table and for TensorBoard; none for commands that draw no curve."""
         if not self.trains:
             return []
-        flat = {**_flat(self.settings.get("model", {})), **_flat(self.settings.get("data", {}))}
-        flat |= {"recipe": self.settings.get("recipe"), "seed": self.settings.get("seed_everything")}
-        shown = {name: value for name, value in flat.items() if value is not None and not isinstance(value, list | dict)}
+        found = {**self.settings.get("trainer", {}), **self.settings.get("model", {}), **self.settings.get("data", {})}
+        found |= {"recipe": self.settings.get("recipe"), "seed": self.settings.get("seed_everything")}
+        shown = {name: found[name] for name in COMPARED if found.get(name) is not None}
         return [TensorBoardCurves(self.folder, shown, resumed_step), CurveFile(self.folder, resumed_step)]
 
     def take_best_weights(self, model: ImageClassifier) -> Score | None:
@@ -218,7 +224,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nan(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}

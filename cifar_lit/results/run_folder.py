@@ -112,7 +112,9 @@ def find_resumable(logs: Path, wanted: str | None) -> Path:
         given = Path(wanted).expanduser()
         checkpoint = given / LAST if given.is_dir() else given
     if not checkpoint.is_file():
-        raise UsageError(f"nothing to resume: there is no checkpoint {shown(checkpoint)}. Name another run, or start one without --resume.")
+        raise UsageError(
+            f"nothing to resume: there is no checkpoint {shown(checkpoint)}. Name another run, or start one without --resume."
+        )
     return checkpoint
 
 
