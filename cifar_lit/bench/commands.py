@@ -130,7 +130,7 @@ def _report(name: str, settings: Namespace, rounds: Rounds) -> None:
     low, middle, high = rounds.ratio()
     figures: dict[str, Any] = {
         "bench": name,
-        "settings": {key: value for key, value in settings.as_dict().items() if key not in ("json", "root") and value is not None},
+        "settings": {key: value for key, value in settings.as_dict().items() if key not in ("json", "root")},
         "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads()},
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),

@@ -81,6 +81,10 @@ class TrainLoader:
         """Chooses the epoch whose order and augmentation the next iteration uses."""
         self.epoch = epoch
 
+    def order(self, epoch: int) -> Tensor:
+        """Rows of the image set in the order in which an epoch shows them, int64."""
+        return self.indices[epoch_order(len(self.indices), self.seed, epoch)] if self.shuffle else self.indices
+
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and how many of its batches have been handed out."""
         return {"epoch": self.epoch, "position": self._position}
@@ -95,7 +99,7 @@ class TrainLoader:
         start = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
         source = self.source
-        order = self.indices[epoch_order(len(self.indices), self.seed, self.epoch)] if self.shuffle else self.indices
+        order = self.order(self.epoch)
         plan = self.augmentation.plan(len(source), source.height, source.width, self.seed, self.epoch)
         for number in range(start, len(self)):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, epoch_order, normalise, take
+from cifar_lit.data.augment import Augmentation, normalise, take
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader
 from cifar_lit.data.sources import SourceSettings, load_images
@@ -193,11 +193,11 @@ class ImageData(pl.LightningDataModule):
         return batch._replace(images=normalise(batch.images, *self._constants))
 
     def sample(self, count: int = 64) -> Tensor:
-        """Augmented training images as epoch 0 shows them first when it is shuffled, uint8 (B, C, H, W), to look at."""
+        """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
         loader = self._make_train_loader()
         _, height, width = self.input_shape
         plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
-        chosen = loader.indices[epoch_order(len(loader.indices), self.seed, 0)[:count]]
+        chosen = loader.order(epoch=0)[:count]
         images = take(loader.source.images, chosen, plan, self.augmentation.cutout, loader.fill)
         return images.permute(0, 3, 1, 2)
 
