@@ -63,6 +63,8 @@ def bench(words: list[str]) -> None:
     except ArgumentError as error:
         keys = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
         raise UsageError(explain_parser_error(str(error), keys)) from None
+    if settings.rounds < 2 or settings.steps < 1:
+        raise UsageError("a measurement takes at least --rounds 2 of --steps 1")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     _report(name, settings, _measure(name, settings))
