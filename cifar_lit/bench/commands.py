@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import rich
 import torch
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from cifar_lit.bench.interleave import Interleave, Rounds
 from cifar_lit.bench.plain import bare_loop, tutorial_loop
 from cifar_lit.cli.machine import cpu_name, look
-from cifar_lit.cli.parser_errors import explain_parser_error
+from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.cli.run import Run, versions
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import UsageError, nearest
@@ -47,22 +47,18 @@ def bench(words: list[str]) -> None:
     if name not in BENCHES:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     parser = ArgumentParser(prog=f"cifar-lit bench {name}", description=BENCHES[name], exit_on_error=False, allow_abbrev=False)
-    net, size, lr = ("linear", 64, 0.01) if name == "step" else ("tudui", 64, 0.01)
+    net = "linear" if name == "step" else "tudui"
     parser.add_argument("--net", type=str, default=net, help="a net's name; `linear` is a single layer")
     parser.add_argument("--dataset", type=str, default="shapes")
     parser.add_argument("--data-dir", dest="root", type=str | None, default=None)
-    parser.add_argument("--batch-size", type=int, default=size)
-    parser.add_argument("--lr", type=float, default=lr)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--precision", type=str | None, default=None, help="of ours; in `step` of both")
     parser.add_argument("--steps", type=int, default=100 if name == "step" else 50, help="steps of each in a round")
     parser.add_argument("--rounds", type=int, default=20 if name == "step" else 8, help="rounds, after one to warm up")
     parser.add_argument("--threads", type=int | None, default=None, help="of torch; as many as it takes if not given")
     parser.add_argument("--json", type=str | None, default=None, help="write the figures to this file too")
-    try:
-        settings = parser.parse_args(words[1:])
-    except ArgumentError as error:
-        keys = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
-        raise UsageError(explain_parser_error(str(error), keys)) from None
+    settings = parsed(parser, words[1:])
     if settings.rounds < 2 or settings.steps < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --steps 1")
     if settings.threads:
@@ -73,9 +69,8 @@ def bench(words: list[str]) -> None:
 def _measure(name: str, settings: Namespace) -> Rounds:
     precision = settings.precision or ("32-true" if name == "step" else "bf16-mixed" if look().bf16 else "32-true")
     settings.precision = precision
-    mean, std = 0.0, 1.0
     data = ImageData(
-        settings.dataset, root=settings.root, batch_size=settings.batch_size, val_size=0, mean=mean, std=std, count=20_000
+        settings.dataset, root=settings.root, batch_size=settings.batch_size, val_size=0, mean=0.0, std=1.0, count=20_000
     )
     model = _model(settings, data)
     # the tutorials leave a net's memory order as it comes

@@ -10,13 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit.cli import machine
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
-from cifar_lit.cli.parser_errors import explain_parser_error
+from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.run import Run
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
@@ -124,15 +123,8 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses our line; the usage screen that argparse prints with an error is left out."""
-        try:
-            self.config = parser.parse_args(args)
-        except ArgumentError as error:
-            raise UsageError(explain_parser_error(str(error), {*self._keys(), *SHORT, *OWN})) from error
-
-    def _keys(self) -> list[str]:
-        """Every long flag of the sub-command."""
-        parser = self._subcommand_parsers[self.name]
-        return [option.removeprefix("--") for action in parser._actions for option in action.option_strings if "--" in option]
+        own = long_flags(self._subcommand_parsers[self.name])
+        self.config = parsed(parser, args, {*own, *SHORT, *OWN})
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's settings must not override flags."""

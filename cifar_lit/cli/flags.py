@@ -43,7 +43,6 @@ class Command:
     configs: list[str] = field(default_factory=list)
     logs: str | None = None
     resume: str | None = None
-    debug: bool = False
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -104,8 +103,8 @@ def parse(name: str, words: list[str]) -> Command:
         previous_takes_value = False
         key = "config" if flag == "-c" else flag.removeprefix("--")
         if key == "debug":
-            command.debug = True
-        elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
+            continue  # for whoever tells of a failure
+        if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             has_path = not given and bool(rest) and not rest[0].startswith("-")
             command.resume = value if given else rest.pop(0) if has_path else ""
         elif key in SHORT or key in ("recipe", "config", "logs"):

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
 from cifar_lit.cli import flags
+from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.errors import UsageError, nearest
-
-
-def _parse(parser: ArgumentParser, words: list[str]) -> object:
-    try:
-        return parser.parse_args(words)
-    except ArgumentError as error:
-        from cifar_lit.cli.parser_errors import explain_parser_error
-
-        keys = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
-        raise UsageError(explain_parser_error(str(error), keys)) from None
 
 
 def _console() -> Console:
@@ -79,8 +70,8 @@ def list_devices(words: list[str]) -> None:
     parser.add_argument("--image_size", type=int, default=32, help="height and width of its images")
     parser.add_argument("--num_classes", type=int, default=10, help="number of classes")
     parser.add_argument("--accelerator", type=str, default="auto", help="where the Trainer would put it")
-    settings = _parse(parser, words)
-    if settings.net:  # type: ignore[attr-defined]
+    settings = parsed(parser, words)
+    if settings.net:
         _list_parameters(settings)
     else:
         _list_machine()
@@ -129,7 +120,7 @@ def _memory() -> str:
         return ""
 
 
-def _list_parameters(settings: object) -> None:
+def _list_parameters(settings: Namespace) -> None:
     from cifar_lit.cli.quiet import quieten
 
     quieten()
@@ -138,13 +129,13 @@ def _list_parameters(settings: object) -> None:
     from cifar_lit.cli.machine import choose_devices, look
     from cifar_lit.models.table import build_net
 
-    accelerator, _ = choose_devices(look(), settings.accelerator, 1)  # type: ignore[attr-defined]
+    accelerator, _ = choose_devices(look(), settings.accelerator, 1)
     net = build_net(
-        settings.net,  # type: ignore[attr-defined]
-        channels=settings.channels,  # type: ignore[attr-defined]
-        image_size=settings.image_size,  # type: ignore[attr-defined]
-        num_classes=settings.num_classes,  # type: ignore[attr-defined]
-        width=settings.width,  # type: ignore[attr-defined]
+        settings.net,
+        channels=settings.channels,
+        image_size=settings.image_size,
+        num_classes=settings.num_classes,
+        width=settings.width,
     )
     net = Fabric(accelerator=accelerator, devices=1).to_device(net)
     table = Table()
@@ -158,7 +149,7 @@ def _list_parameters(settings: object) -> None:
     console = _console()
     console.print(table)
     console.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"  # type: ignore[attr-defined]
+        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"
         "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
         "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",
         highlight=False,

@@ -5,10 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
 from cifar_lit.cli.flags import SHORT
-from cifar_lit.errors import nearest
+from cifar_lit.errors import UsageError, nearest
 
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+def parsed(parser: ArgumentParser, words: list[str], further: Iterable[str] = ()) -> Namespace:
+    """What a parser, made with `exit_on_error=False`, reads from a command line.
+
+    further: flags that can be typed beside the parser's, for the nearest right name. Raises UsageError with one line.
+    """
+    try:
+        return parser.parse_args(words)
+    except ArgumentError as error:
+        raise UsageError(explain_parser_error(str(error), {*long_flags(parser), *further})) from error
+
+
+def long_flags(parser: ArgumentParser) -> list[str]:
+    """Every long flag of a parser, without its dashes."""
+    options = (option for action in parser._actions for option in action.option_strings)
+    return [option.removeprefix("--") for option in options if option.startswith("--")]
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:

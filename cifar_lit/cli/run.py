@@ -87,7 +87,7 @@ class Run:
             "devices": trainer.world_size,
             "precision": str(trainer.precision),
             "batch_size": data.batch_size,
-            "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
+            "parameters": model.parameter_count,
             "train_seconds": round(seconds, 3) if self.trains else None,
             "images_per_second": round(self.clock.images / training, 1) if self.trains and training else None,
             "val": {"accuracy": val.accuracy, "loss": val.loss} if val else None,
@@ -134,7 +134,6 @@ class _Folder(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._introduced = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before anything is written."""
@@ -164,7 +163,6 @@ class _Folder(Callback):
     def _card(self, trainer: pl.Trainer, model: Any, data: ImageData) -> list[tuple[str, str]]:
         train, val = (len(part) for part in data.split)
         channels, height, width = data.input_shape
-        parameters = sum(parameter.numel() for parameter in model.net.parameters())
         world = trainer.world_size
         share = data.batch_size // world
         exact = "=" if share * world == data.batch_size else "≈"
@@ -174,8 +172,8 @@ class _Folder(Callback):
         size = f"{channels}×{height}×{width}"
         rows = [
             ("data", f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size}"),
-            ("net", f"{h['net']} · {parameters:,} parameters"),
-            ("devices", f"{world} × {device}" + (f" · {notes['devices']}" if "devices" in notes else "")),
+            ("net", f"{h['net']} · {model.parameter_count:,} parameters"),
+            ("devices", f"{world} × {device}"),
             ("precision", str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else "")),
             ("batch", f"{data.batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch"),
             (

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from cifar_lit.results.run_folder import written_whole
+
 
 def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
     """Writes one row an image: its index in the set, its label, the predicted class and that class's probability.
@@ -15,9 +17,8 @@ def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapp
     batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities float32 (B, classes).
     Returns the number of rows.
     """
-    partial = path.with_name(path.name + ".part")
     count = 0
-    with partial.open("w", newline="") as file:
+    with written_whole(path) as partial, partial.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("index", "label", "predicted", "probability"))
         for batch in batches:
@@ -27,5 +28,4 @@ def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapp
             ):
                 writer.writerow((index, classes[label], classes[choice], f"{probability:.6f}"))
                 count += 1
-    partial.replace(path)
     return count

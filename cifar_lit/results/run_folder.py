@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +139,19 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file as a whole: readers see the old one or the new one, never a part."""
+    with written_whole(path) as partial:
+        partial.write_text(text)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Gives a path to write to; what is there afterwards is synced and takes the place of `path`, or nothing does."""
     partial = path.with_name(path.name + ".part")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

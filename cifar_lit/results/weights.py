@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.table import build_net
+from cifar_lit.results.run_folder import written_whole
 
 FORMAT = "cifar-lit 1"
 
@@ -60,13 +61,11 @@ class LoadedNet(nn.Module):
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
     """Writes a net's state dict with its card, as a whole or not at all; raises Failure when the disk does not take it."""
-    partial = path.with_name(path.name + ".part")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
-        save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
-        partial.replace(path)
+        with written_whole(path) as partial:
+            save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
     except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
-        partial.unlink(missing_ok=True)
         raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
 
 

@@ -109,8 +109,13 @@ class ImageClassifier(pl.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
-        logits: Tensor = self.net(images.to(self.dtype))
+        logits: Tensor = self.net(images.type(self.dtype))
         return logits
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the net is made of."""
+        return sum(parameter.numel() for parameter in self.net.parameters())
 
     def configure_callbacks(self) -> list[Callback]:
         """The average of the weights is part of the model's settings."""

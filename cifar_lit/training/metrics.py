@@ -35,7 +35,7 @@ class MeanLoss(Metric):
     def update(self, losses: Tensor, counted: Tensor) -> None:
         """Adds float32 losses (B,) where bool counted (B,) is true."""
         usable = (losses <= self.LARGEST) & counted  # false for NaN
-        self.total += torch.where(usable, losses / self.UNIT, 0.0).round().to(torch.int64).sum()
+        self.total += torch.where(usable, losses / self.UNIT, 0.0).round().long().sum()
         self.count += counted.sum()
         self.broken += (counted & ~usable).sum()
 
