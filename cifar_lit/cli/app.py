@@ -19,6 +19,7 @@ from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.run import Run
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.models.table import takes_any_size
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resumable, run_of, shown
 from cifar_lit.training.callbacks import Interrupted
@@ -158,6 +159,8 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"--epochs must be at least 1, not {trainer.max_epochs}")
         if self.settings.data.batch_size < 1:
             raise UsageError(f"--batch-size must be at least 1, not {self.settings.data.batch_size}")
+        if self.settings.data.resolutions and not takes_any_size(self.settings.model.net):
+            raise UsageError(f"{self.settings.model.net} takes images of one size: leave data.resolutions out")
         if self.settings.data.eval_batch_size < 1:
             raise UsageError(f"data.eval_batch_size must be at least 1, not {self.settings.data.eval_batch_size}")
 

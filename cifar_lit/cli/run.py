@@ -91,7 +91,7 @@ class Run:
             "train_seconds": round(seconds, 3) if self.trains else None,
             "images_per_second": round(self.clock.images / training, 1) if self.trains and training else None,
             "val": {"accuracy": val.accuracy, "loss": val.loss} if val else None,
-            "test": _test_entry(test, data) if test else None,
+            "test": _test_entry(test, data, model) if test else None,
             "versions": versions(),
         }
 
@@ -100,7 +100,7 @@ class Run:
         if model is not None:
             h = model.hparams
             mean, std = data.statistics
-            card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std)
+            card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
             save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
@@ -114,6 +114,8 @@ class Run:
         """Prints the results and the next commands."""
         if test:
             console.accuracy_table(data.classes, test.per_class, [sum(row) for row in test.confusion])
+            if views := metrics["test"].get("tta"):
+                console.say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
             console.say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
         elif metrics["val"]:
             console.say(f"validation accuracy {metrics['val']['accuracy']:.4f} · loss {metrics['val']['loss']:.4f}")
@@ -170,17 +172,22 @@ class _Folder(Callback):
         h = model.hparams
         notes = self._run.notes
         size = f"{channels}×{height}×{width}"
+        _, where = data.placed("train")
+        kept = f"in the memory of {device}" if where == "device" else f"read by {data.workers} workers"
+        schedule = "".join(f"{side} px for {shared:.0%}, " for side, shared in data.resolutions.items())
         rows = [
-            ("data", f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size}"),
+            ("data", f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}"),
             ("net", f"{h['net']} · {model.parameter_count:,} parameters"),
             ("devices", f"{world} × {device}"),
             ("precision", str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else "")),
-            ("batch", f"{data.batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch"),
+            ("batch", f"{data.batch_size} {exact} {world} × {share} · {model.batches_per_epoch():,} steps an epoch"),
             (
                 "optimizer",
                 f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {trainer.max_epochs} epochs · seed {data.seed}",
             ),
         ]
+        if schedule:
+            rows.insert(1, ("sizes", f"{schedule}then {height} px"))
         if "resume" in notes:
             rows.append(("resumes", f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -209,12 +216,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _test_entry(score: Score, data: ImageData) -> dict[str, Any]:
+def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
     per_class = {
         name: round(accuracy, 6) if accuracy == accuracy else None
         for name, accuracy in zip(data.classes, score.per_class, strict=True)
     }
-    return {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, "per_class": per_class}
+    entry = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, "per_class": per_class}
+    views = model.views_score
+    if views:
+        entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+    return entry
 
 
 def _without_nan(value: Any) -> Any:

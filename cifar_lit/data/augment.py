@@ -115,12 +115,13 @@ def _window(positions: Tensor, centres: Tensor, side: int) -> Tensor:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 (B, H, W, C) to float32 (B, C, H, W) in channels_last memory: (x/255 - mean) / std, both (C,) in [0, 1] units.
+    """uint8 or float32 (B, H, W, C) in 0 … 255 to float32 (B, C, H, W) in channels_last memory: (x/255 - mean) / std.
 
-    Works on whole rows of pixels with tiled constants, which vectorises where a broadcast over 3 channels would not.
+    mean, std: (C,) in [0, 1] units. Floats are changed in place. Works on whole rows of pixels with tiled constants,
+    which vectorises where a broadcast over 3 channels would not.
     """
     count, height, width, channels = images.shape
     scale = (1.0 / (255.0 * std)).repeat(width)
     shift = (-mean / std).repeat(width)
-    rows = images.view(count * height, width * channels).float().mul_(scale).add_(shift)
+    rows = images.reshape(count * height, width * channels).float().mul_(scale).add_(shift)
     return rows.view(count, height, width, channels).permute(0, 3, 1, 2)

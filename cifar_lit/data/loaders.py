@@ -1,6 +1,7 @@
 """Loaders over images in memory: whole batches by index, the same images on any number of devices.
 
-They are plain iterables rather than DataLoaders: a batch is two gathers, so there is nothing for workers to do.
+They are plain iterables rather than DataLoaders: a batch is two gathers, so there is nothing for workers to do. Sets that
+do not fit in memory go through `data.streaming`, which gives the same batches.
 """
 
 from __future__ import annotations
@@ -33,12 +34,38 @@ class Batch(NamedTuple):
     share: float = 1.0
 
 
+class Chunk(NamedTuple):
+    """One device's parts of several training batches, one after another in the same tensors.
+
+    images, labels, indices: as in `Batch`, of all of them. sizes: images of each batch; shares: its `Batch.share`.
+    """
+
+    images: Tensor
+    labels: Tensor
+    indices: Tensor
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches one by one, as views."""
+        if len(self.sizes) == 1:
+            yield Batch(self.images, self.labels, self.indices, self.shares[0])
+            return
+        start = 0
+        for size, share in zip(self.sizes, self.shares, strict=True):
+            part = slice(start, start + size)
+            yield Batch(self.images[part], self.labels[part], self.indices[part], share)
+            start += size
+
+
 class TrainLoader:
-    """Training batches of one device: order and augmentation are functions of (seed, epoch, image index).
+    """Training batches of one device, `chunk` of them at a time: order and augmentation follow from (seed, epoch, image).
 
     Every device gets the same number of batches, each its part of the same global batch. The last, smaller batch is
     kept unless it has fewer than two images for each device, which batch norm cannot take. The position in the epoch
-    is saved in checkpoints.
+    is saved in checkpoints. Batches are made where the images are: on a GPU when `source` has been moved there.
+
+    workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
     Raises UsageError when a global batch cannot be shared out.
     """
@@ -55,6 +82,9 @@ class TrainLoader:
         rank: int = 0,
         world: int = 1,
         fill: Tensor | None = None,
+        chunk: int = 1,
+        workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         if batch_size < world:
             raise UsageError(f"batch size {batch_size} is less than one image for each of {world} devices: raise --batch-size")
@@ -62,15 +92,22 @@ class TrainLoader:
             raise UsageError(f"{len(indices)} training images are too few for {world} devices")
         augmentation.check(source.height, source.width)
         self.source, self.indices, self.batch_size = source, indices, batch_size
-        self.augmentation, self.shuffle, self.seed, self.fill = augmentation, shuffle, seed, fill
-        self.rank, self.world = rank, world
+        self.augmentation, self.shuffle, self.seed = augmentation, shuffle, seed
+        self.fill = fill if fill is None else fill.to(source.images.device)
+        self.rank, self.world, self.chunk = rank, world, chunk
+        self.workers, self.pin_memory = workers, pin_memory
         self.epoch = 0
-        self._position = 0  # batches of this epoch that have been handed out
+        self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
 
-    def __len__(self) -> int:
+    @property
+    def batch_count(self) -> int:
+        """Batches of an epoch."""
         full, rest = divmod(len(self.indices), self.batch_size)
         return full + (rest >= 2 * self.world or full == 0)
+
+    def __len__(self) -> int:
+        return -(-self.batch_count // self.chunk)
 
     @property
     def sampler(self) -> TrainLoader:
@@ -86,27 +123,69 @@ class TrainLoader:
         return self.indices[epoch_order(len(self.indices), self.seed, epoch)] if self.shuffle else self.indices
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its batches have been handed out."""
-        return {"epoch": self.epoch, "position": self._position}
+        """The epoch, how many of its batches have been handed out, and how many at a time."""
+        return {"epoch": self.epoch, "position": self.position, "chunk": self.chunk}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the saved epoch, when it is the next to be iterated, go on after the saved position."""
         self._resume = (state["epoch"], state["position"])
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Chunk]:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so that everything has to wait
         # for the first `next`.
         start = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
-        source = self.source
-        order = self.order(self.epoch)
-        plan = self.augmentation.plan(len(source), source.height, source.width, self.seed, self.epoch)
-        for number in range(start, len(self)):
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            mine = batch.tensor_split(self.world)[self.rank]
-            images = take(source.images, mine, plan, self.augmentation.cutout, self.fill)
-            self._position = number + 1
-            yield Batch(images, source.labels[mine], mine, share=len(mine) * self.world / len(batch))
+        for chunk in self._chunks(start):
+            self.position += len(chunk.sizes)
+            yield chunk
+
+    def _chunks(self, start: int) -> Iterator[Chunk]:
+        maker = ChunkMaker(self, start)
+        self.position = start
+        if not self.workers:
+            return (maker[number] for number in range(len(maker)))
+        from cifar_lit.data.streaming import ahead
+
+        return ahead(maker, self.workers, self.pin_memory)
+
+
+class ChunkMaker:
+    """The chunks of one epoch by number, from batch `start` on; all that a worker needs to make them."""
+
+    def __init__(self, loader: TrainLoader, start: int) -> None:
+        source = loader.source
+        self._source, self._cutout, self._fill = source, loader.augmentation.cutout, loader.fill
+        plan = loader.augmentation.plan(len(source), source.height, source.width, loader.seed, loader.epoch)
+        parts, self._shares = [], []
+        for batch in loader.order(loader.epoch).split(loader.batch_size)[start : loader.batch_count]:
+            mine = batch.tensor_split(loader.world)[loader.rank]
+            parts.append(mine)
+            self._shares.append(len(mine) * loader.world / len(batch))
+        self._sizes = [len(part) for part in parts]
+        self._chunk = loader.chunk
+        # one transfer an epoch each, which does not wait for what the device is still computing
+        self._plan = plan if plan is None else _beside(plan, source.images)
+        self._rows = _beside(torch.cat(parts), source.images) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return -(-len(self._sizes) // self._chunk)
+
+    def __getitem__(self, number: int) -> Chunk:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * self._chunk
+        sizes, shares = (tuple(values[first : first + self._chunk]) for values in (self._sizes, self._shares))
+        start = sum(self._sizes[:first])
+        rows = self._rows[start : start + sum(sizes)]
+        images = take(self._source.images, rows, self._plan, self._cutout, self._fill)
+        return Chunk(images, self._source.labels.index_select(0, rows), rows, sizes, shares)
+
+
+def _beside(values: Tensor, images: Tensor) -> Tensor:
+    """`values` where `images` are."""
+    if images.device.type == "cpu":
+        return values
+    return values.pin_memory().to(images.device, non_blocking=True)
 
 
 class EvalLoader:
@@ -120,6 +199,7 @@ class EvalLoader:
     def __init__(self, source: ImageSet, indices: Tensor, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
         if batch_size < 1:
             raise UsageError("data.eval_batch_size must be at least 1")
+        indices = indices.to(source.images.device)
         self.source, self.batches = source, list(indices.split(batch_size)) if len(indices) else []
         self.rank, self.world = rank, world
 

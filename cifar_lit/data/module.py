@@ -11,7 +11,9 @@ from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise, take
 from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader
+from cifar_lit.data.loaders import Batch, Chunk, EvalLoader, TrainLoader
+from cifar_lit.data.placement import check_placement, choose_placement, chunk_size, free_memory, on_device
+from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import channel_statistics, split_validation
 from cifar_lit.errors import UsageError
@@ -34,6 +36,12 @@ class ImageData(pl.LightningDataModule):
         crop: pixels of reflect padding that a random crop moves in; 0 for none.
         flip: none, random, or alternating (each image mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
+        resolutions: train on smaller images first: share of the epochs by side in pixels, in their order, such as
+            {24: 0.4, 28: 0.3}; what is left, and every evaluation, is at full size.
+        placement: device, all images in the memory of the training device; host, read by worker processes ahead of
+            the training; auto, device where they fit into half of its free memory.
+        workers: how many such processes.
+        chunk: training batches that are handed over together; 0 for as many as pay.
         mean: of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
         image_size: pixels to scale own images to, or to draw shapes in.
@@ -59,6 +67,10 @@ class ImageData(pl.LightningDataModule):
         crop: int = 0,
         flip: str = "none",
         cutout: int = 0,
+        resolutions: dict[int, float] | None = None,
+        placement: str = "auto",
+        workers: int = 2,
+        chunk: int = 0,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
         image_size: int | None = None,
@@ -73,6 +85,10 @@ class ImageData(pl.LightningDataModule):
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
         self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
         self.augmentation = Augmentation(crop, flip, cutout)
+        check_placement(placement)
+        if chunk < 0 or workers < 1:
+            raise UsageError("data.chunk must be 0 or more, data.workers at least 1")
+        self.resolutions, self.placement, self.workers, self.chunk = resolutions or {}, placement, workers, chunk
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
             root=root,
@@ -89,6 +105,7 @@ class ImageData(pl.LightningDataModule):
         self._constants: tuple[Tensor, Tensor] | None = None
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
+        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
 
     @cached_property
     def train_images(self) -> ImageSet:
@@ -148,15 +165,31 @@ class ImageData(pl.LightningDataModule):
         if size != self.batch_size and 0 < state_dict["position"] < len(self.split[0]) // size:
             raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
 
+    @property
+    def device(self) -> torch.device:
+        """Where batches are made and trained on."""
+        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+
+    def placed(self, part: str) -> tuple[ImageSet, str]:
+        """The `train` or `test` images where they are to be, and whether that is `device` or `host`."""
+        key = (part, self.device)
+        if key not in self._placed:
+            images: ImageSet = getattr(self, f"{part}_images")
+            where = choose_placement(self.placement, images.images.nbytes, free_memory(self.device))
+            self._placed[key] = on_device(images, self.device) if where == "device" else images, where
+        return self._placed[key]
+
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
         self._train_loader = self._make_train_loader()
         return self._train_loader
 
     def _make_train_loader(self) -> TrainLoader:
+        check_resolutions(self.resolutions, self.train_images.height, self.train_images.width)
         fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
+        images, where = self.placed("train")
         loader = TrainLoader(
-            self.train_images,
+            images,
             self.split[0],
             self.batch_size,
             self.augmentation,
@@ -165,32 +198,63 @@ class ImageData(pl.LightningDataModule):
             fill=fill,
             rank=self._rank,
             world=self._world,
+            chunk=self._chunk(),
+            workers=self.workers if where == "host" else 0,
+            pin_memory=where == "host" and self.device.type != "cpu",
         )
         if self._resumed is not None:
             loader.load_state_dict(self._resumed)
         return loader
 
+    def _chunk(self) -> int:
+        """Batches a chunk; an epoch that was stopped in its middle goes on as it was counted before it."""
+        wanted = self.chunk or chunk_size(self.trainer, self.batch_size, self.device)
+        before = (self._resumed or {}).get("chunk", wanted)
+        if before == wanted or not 0 < self._resumed["position"] < len(self.split[0]) // self.batch_size:  # type: ignore[index]
+            return wanted
+        if wanted == 1 and not self.chunk:
+            raise UsageError(
+                f"this run was stopped in the middle of an epoch that counts {before} batches at a time: leave out what "
+                "counts them singly (limits of steps or batches, callbacks), or resume from another checkpoint"
+            )
+        return before
+
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
-        loader = EvalLoader(self.train_images, self.split[1], self.eval_batch_size, rank=self._rank, world=self._world)
+        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, rank=self._rank, world=self._world)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
         """The loader over this device's part of the test set."""
         everything = torch.arange(len(self.test_images))
-        return EvalLoader(self.test_images, everything, self.eval_batch_size, rank=self._rank, world=self._world)
+        return EvalLoader(self.placed("test")[0], everything, self.eval_batch_size, rank=self._rank, world=self._world)
 
     def predict_dataloader(self) -> EvalLoader:
         """Predictions are made for the test images."""
         return self.test_dataloader()
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalises the images where the Trainer has brought them."""
-        if self._constants is None or self._constants[0].device != batch.images.device:
-            mean, std = self.statistics
-            new = batch.images.new_tensor
-            self._constants = new(mean, dtype=torch.float32), new(std, dtype=torch.float32)
-        return batch._replace(images=normalise(batch.images, *self._constants))
+    def on_after_batch_transfer(self, batch: Batch | Chunk, dataloader_idx: int) -> Batch | Chunk:
+        """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
+        side = self.side if self.resolutions and isinstance(batch, Chunk) else None
+        return batch._replace(images=self._normalised(batch.images if side is None else shrink(batch.images, side)))
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        if self._constants is None or self._constants[0].device != images.device:
+            mean, std = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in self.statistics)
+            self._constants = mean, std
+        return normalise(images, *self._constants)
+
+    def plain_images(self, count: int) -> Tensor:
+        """The first training images as they are, normalised: float32 (B, C, H, W)."""
+        return self._normalised(self.train_images.images[self.split[0][:count]])
+
+    @property
+    def side(self) -> int | None:
+        """The side in pixels of this epoch's training images; None for their full size."""
+        epochs = self.trainer.max_epochs if self.trainer else None
+        if not self.resolutions or epochs is None or epochs < 1:
+            return None
+        return side_at(self.resolutions, self.trainer.current_epoch, epochs)
 
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
@@ -198,8 +262,10 @@ class ImageData(pl.LightningDataModule):
         _, height, width = self.input_shape
         plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
         chosen = loader.order(epoch=0)[:count]
-        images = take(loader.source.images, chosen, plan, self.augmentation.cutout, loader.fill)
-        return images.permute(0, 3, 1, 2)
+        source = loader.source.images
+        plan = plan if plan is None else plan.to(source.device)
+        images = take(source, chosen.to(source.device), plan, self.augmentation.cutout, loader.fill)
+        return images.permute(0, 3, 1, 2).cpu()
 
     @property
     def _rank(self) -> int:

@@ -14,6 +14,7 @@ from cifar_lit.errors import UsageError
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
+FIXED_SIZE = ("vit_", "maxvit_")  # a position's embedding, or windows, for one size only
 LARGEST_TRIED = 224  # every net of torchvision was made for images of about this size
 
 
@@ -22,6 +23,11 @@ def vision_names() -> list[str]:
     from torchvision import models
 
     return models.list_models(module=models)
+
+
+def vision_takes_any_size(name: str) -> bool:
+    """Whether torchvision's net `name` pools or averages over what it is given; the others fix the size when they are built."""
+    return not name.startswith(FIXED_SIZE)
 
 
 def build_vision(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:

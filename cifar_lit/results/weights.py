@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ FORMAT = "cifar-lit 1"
 class ModelCard:
     """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
 
-    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units.
+    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values;
+    none in files of before nets had any.
     """
 
     net: str
@@ -33,6 +34,7 @@ class ModelCard:
     classes: list[str]
     mean: list[float]
     std: list[float]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class LoadedNet(nn.Module):
@@ -92,7 +94,14 @@ def load(path: str | Path) -> LoadedNet:
     except (KeyError, TypeError, ValueError):
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     channels, height, width = card.input_shape
-    net = build_net(card.net, channels=channels, image_size=(height, width), num_classes=len(card.classes), width=card.width)
+    net = build_net(
+        card.net,
+        channels=channels,
+        image_size=(height, width),
+        num_classes=len(card.classes),
+        width=card.width,
+        options=card.options,
+    )
     try:
         net.load_state_dict(weights)
     except RuntimeError:

@@ -18,6 +18,11 @@ class WeightAverage(EMAWeightAveraging):
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay, use_buffers=True)
 
+    def begin_at(self, pl_module: pl.LightningModule) -> None:
+        """Averages from the weights as they are now: they were initialised after the copy was made."""
+        if self._average_model is not None:
+            self._average_model.module.load_state_dict(pl_module.state_dict())
+
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the average in the place of the weights while training."""
         if self._average_model is not None:

@@ -20,6 +20,8 @@ class Clock(Callback):
     All three go on counting in a resumed run, from its last checkpoint.
     """
 
+    takes_chunks = True
+
     def __init__(self) -> None:
         self.images = 0
         self._total, self._validation = 0.0, 0.0
@@ -43,8 +45,10 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the images of the global batch."""
-        self.images += round(len(batch.labels) * trainer.world_size / batch.share)
+        """Counts the images of the global batches."""
+        sizes, shares = getattr(batch, "sizes", None), getattr(batch, "shares", None)
+        parts = zip(sizes, shares, strict=True) if sizes else [(len(batch.labels), batch.share)]
+        self.images += sum(round(size * trainer.world_size / share) for size, share in parts)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation begins."""
@@ -123,6 +127,8 @@ class OrderlyStop(Checkpoint):
     signal stops at once, without a checkpoint. It is a `Checkpoint` so that the Trainer calls it after the callbacks
     that change what is saved: the average of the weights must have taken this step in.
     """
+
+    takes_chunks = True
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

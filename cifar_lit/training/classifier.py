@@ -8,18 +8,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.table import build_net
+from cifar_lit.models.views import check_views, view_logits
 from cifar_lit.training.averaging import WeightAverage
+from cifar_lit.training.initialise import initialise_from_images
 from cifar_lit.training.metrics import Evaluation, Score
 from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings
-from cifar_lit.training.schedules import Schedule, check_schedule
-
-
-class NotFiniteLoss(RuntimeError):
-    """The training loss became NaN or infinite; raised before it reaches the weights."""
+from cifar_lit.training.schedules import Schedule, check_schedule, check_training
+from cifar_lit.training.step import Sums, TrainingStep, Updates, taken_over
 
 
 class ImageClassifier(pl.LightningModule):
@@ -29,7 +27,8 @@ class ImageClassifier(pl.LightningModule):
         net: name of the net, see `cifar-lit devices --help` and README.
         input_shape: channels, height and width of the images; given by the data.
         num_classes: given by the data.
-        width: multiplies the hidden widths of the small nets.
+        width: multiplies the hidden widths of our nets.
+        net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
         optimizer: sgd or adamw.
         lr: highest learning rate.
@@ -43,6 +42,8 @@ class ImageClassifier(pl.LightningModule):
         ema_decay: average the weights with this decay a step, validate and keep the average; 0 for none.
         channels_last: keep convolution weights in the memory order that CPUs and tensor cores prefer.
         compile: compile the net with torch.compile.
+        capture: record a training step as a graph of the device, where it has such, and replay it.
+        tta: test-time views, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ImageClassifier(pl.LightningModule):
         input_shape: list[int] | None = None,
         num_classes: int = 10,
         width: float = 1.0,
+        net_options: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
         optimizer: str = "sgd",
         lr: float = 0.1,
@@ -64,23 +66,20 @@ class ImageClassifier(pl.LightningModule):
         ema_decay: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
+        capture: bool = True,
+        tta: str = "none",
     ) -> None:
         super().__init__()
+        self.automatic_optimization = False  # `TrainingStep` makes many steps a call
         input_shape = list(input_shape or (3, 32, 32))
         self.save_hyperparameters()
         check_optimizer(optimizer, lr, momentum, nesterov)
         check_schedule(schedule, final_lr)
-        if schedule_every not in ("step", "epoch"):
-            raise UsageError(f"model.schedule_every must be step or epoch, not {schedule_every!r}")
-        if schedule_every == "epoch" and (warmup_epochs or schedule == "one_cycle"):
-            raise UsageError("a warm-up by the epoch would train the first one at final_lr: use model.schedule_every step")
-        if not 0 <= label_smoothing < 1:
-            raise UsageError(f"model.label_smoothing must be in 0 … 1, not {label_smoothing:g}")
-        if not 0 <= ema_decay < 1:
-            raise UsageError(f"model.ema_decay must be 0 for none or below 1, not {ema_decay:g}")
-        channels, height, width_px = input_shape
+        check_training(label_smoothing, schedule, schedule_every, warmup_epochs, ema_decay)
+        check_views(tta)
+        channels, *size = input_shape
         self.net: nn.Module = build_net(
-            net, channels=channels, image_size=(height, width_px), num_classes=num_classes, width=width
+            net, channels=channels, image_size=(size[0], size[1]), num_classes=num_classes, width=width, options=net_options
         )
         if channels_last:
             for parameter in self.net.parameters():
@@ -88,14 +87,15 @@ class ImageClassifier(pl.LightningModule):
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if compile:
             self.net.compile()
-        self.evaluation = Evaluation(num_classes)
+        self.evaluation, self.views = Evaluation(num_classes), Evaluation(num_classes)
         self.score: Score | None = None  # of the last validation or test
+        self.views_score: Score | None = None  # of the last test, with test-time views
         self.progress: dict[str, float] = {}  # what the bar shows
-        # Sums since the last log line, of this device and on it: of the loss, of hits, of images.
-        self._window_loss, self._window_hits, self._window_images = torch.zeros(()), torch.zeros(()), 0
-        # The same three of all devices in the epoch so far.
-        self.epoch_sums = [0.0, 0.0, 0.0]
+        self.sums = Sums(self.device)  # since the last log line, of this device and on it
+        self.epoch_sums = [0.0, 0.0, 0.0]  # loss, hits and images of all devices in the epoch so far
         self._logged_step = 0
+        self._updates = Updates()
+        self._step: TrainingStep | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning notes the name of each hook on the module some forty times a step: past nn.Module's checks.
@@ -118,11 +118,12 @@ class ImageClassifier(pl.LightningModule):
         return sum(parameter.numel() for parameter in self.net.parameters())
 
     def configure_callbacks(self) -> list[Callback]:
-        """The average of the weights is part of the model's settings."""
+        """The average of the weights is part of the model's settings; clipping and accumulation become ours here."""
+        self._updates = taken_over(self.trainer)
         return [WeightAverage(self.hparams["ema_decay"])] if self.hparams["ema_decay"] else []
 
     def configure_optimizers(self) -> Any:
-        """Optimizer and schedule; the schedule spans the training that the Trainer expects."""
+        """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
         h = self.hparams
         optimizer = build_optimizer(
             self.net,
@@ -131,68 +132,81 @@ class ImageClassifier(pl.LightningModule):
             momentum=h["momentum"],
             nesterov=h["nesterov"],
             weight_decay=h["weight_decay"],
-            fused=not self.trainer.gradient_clip_val,  # Lightning clips no fused optimizer's gradients in mixed precision
         )
         if h["schedule"] == "constant" and not h["warmup_epochs"]:
             return optimizer
-        steps = float(self.trainer.estimated_stepping_batches)
-        steps_per_epoch = max(1.0, self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        self.trainer.fit_loop.setup_data()
+        steps_per_epoch = max(1, -(-self.batches_per_epoch() // self._updates.accumulate))
+        limit, epochs = self.trainer.max_steps, self.trainer.max_epochs
+        steps = float(limit) if limit > 0 else float(steps_per_epoch * max(1, epochs or 1))
         unit = steps_per_epoch if h["schedule_every"] == "epoch" else 1.0
         warmup = h["warmup_epochs"] * steps_per_epoch / unit
         schedule = Schedule(optimizer, h["schedule"], steps / unit, warmup, h["final_lr"])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
+    def batches_per_epoch(self) -> int:
+        """Training batches of an epoch; the Trainer itself counts what the loader hands over, which may be several."""
+        loader: Any = self.trainer.train_dataloader
+        chunked = getattr(loader, "chunk", 1) > 1
+        return int(loader.batch_count if chunked else self.trainer.num_training_batches)
+
     # ---- training
 
     def on_fit_start(self) -> None:
-        """Brings the sums, new or from a checkpoint, to where the net is."""
-        self._window_loss = torch.tensor(float(self._window_loss), device=self.device)
-        self._window_hits = torch.tensor(float(self._window_hits), device=self.device)
+        """Brings the sums, new or from a checkpoint, to where the net is, and prepares net and step."""
+        sums = self.sums
+        self.sums = Sums(self.device, float(sums.loss), float(sums.hits), sums.images)
+        initialise_from_images(self)
+        self._step = TrainingStep(self, self._updates, self.hparams["capture"])
+
+    def on_fit_end(self) -> None:
+        """Lets go of what was made for this fit."""
+        self._step = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of one batch; counts loss, hits and images on the device."""
-        logits = self.forward(batch.images)
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
-        if not loss.isfinite():
-            raise NotFiniteLoss(f"the loss is {float(loss.detach())} at step {self.global_step} of epoch {self.current_epoch}")
-        with torch.no_grad():
-            self._window_loss.add_(loss.detach(), alpha=len(batch.labels))
-            self._window_hits.add_((logits.argmax(1) == batch.labels).sum())
-            self._window_images += len(batch.labels)
-        return loss if batch.share == 1.0 else loss * batch.share
+        """An optimizer step for each batch of a chunk; a batch by itself is one. Returns the last one's mean loss."""
+        assert self._step is not None
+        ends_epoch = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        batches = list(batch.batches()) if hasattr(batch, "batches") else [batch]
+        for number, part in enumerate(batches, 1):
+            last = ends_epoch and number == len(batches)
+            self._step.run(part, last)
+            if last or self._log_is_due:
+                self._log_window()
+        return self.sums.last
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs every `log_every_n_steps` steps, and what is left when an epoch or the training ends."""
-        loop = self.trainer.fit_loop.epoch_loop
-        # `done` knows of max_steps, but not of a last batch right after a resume
-        if self._log_is_due or loop.batch_progress.is_last_batch or loop.done:
+        """Logs what is left when the training ends in the middle of an epoch."""
+        if self.sums.images and self.trainer.fit_loop.epoch_loop.done:
             self._log_window()
 
     @property
     def _log_is_due(self) -> bool:
         steps = self.global_step - self._logged_step
-        return self._window_images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self.sums.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def _log_window(self) -> None:
+        if self._step is not None:
+            self._step.check()
         self._logged_step = self.global_step
         loss, hits, images = sums = self._window_sums()
         self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
-        self._window_loss.zero_()
-        self._window_hits.zero_()
-        self._window_images = 0
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.sums.clear()
+        rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.progress.update(loss=loss / images, accuracy=hits / images)
         self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate})
 
     def _window_sums(self) -> list[float]:
         """Loss, hits and images since the last log line, over all devices."""
-        images = self._window_hits.new_tensor(self._window_images)
-        sums = torch.stack((self._window_loss, self._window_hits, images))
+        sums = torch.stack((self.sums.loss, self.sums.hits, self.sums.hits.new_tensor(self.sums.images)))
         return self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
 
     def on_train_epoch_end(self) -> None:
         """Starts the next epoch's sums; callbacks have read this one's, and checkpoints come after."""
         self.epoch_sums = [0.0, 0.0, 0.0]
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == "epoch":
+                config.scheduler.step()  # type: ignore[call-arg]
 
     def epoch_means(self) -> tuple[float, float]:
         """Mean training loss and accuracy over the epoch so far, all devices together."""
@@ -220,8 +234,8 @@ class ImageClassifier(pl.LightningModule):
         if self._trainer is None or self._trainer.state.fn != "fit":
             return  # loaded for use, by `load_from_checkpoint` or for a test
         before = checkpoint.get("hyper_parameters", {})
-        for name in ("net", "width", "input_shape", "num_classes"):
-            if before.get(name, self.hparams[name]) != self.hparams[name]:
+        for name in ("net", "width", "net_options", "input_shape", "num_classes"):
+            if (before.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
                 raise UsageError(
                     f"this run's {name} is {before[name]}, not {self.hparams[name]}: leave the settings of net and images "
                     "as they were, or start a new run"
@@ -229,10 +243,9 @@ class ImageClassifier(pl.LightningModule):
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         state = checkpoint.get("cifar_lit")
         if state:
-            # the sums of all devices go on in the first one
-            if self.trainer.global_rank == 0:
+            if self.trainer.global_rank == 0:  # the sums of all devices go on in the first one
                 loss, hits, images = state["window_sums"]
-                self._window_loss, self._window_hits, self._window_images = torch.tensor(loss), torch.tensor(hits), int(images)
+                self.sums = Sums(self.device, loss, hits, int(images))
             self.epoch_sums = list(state["epoch_sums"])
             self._logged_step = state["logged_step"]
             self.score = Score(**state["score"]) if state["score"] else None
@@ -240,8 +253,13 @@ class ImageClassifier(pl.LightningModule):
     # ---- evaluation
 
     def on_validation_epoch_start(self) -> None:
-        """Starts counting afresh."""
+        """Starts counting afresh, with the first device's running statistics of norms on all."""
         self.evaluation.reset()
+        self.views.reset()
+        if self.trainer.world_size > 1:
+            for buffer in self.net.buffers():
+                if buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, 0)
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -249,7 +267,11 @@ class ImageClassifier(pl.LightningModule):
         """Counts one batch."""
         self.evaluation.update(self.forward(batch.images), batch.labels)
 
-    test_step = validation_step
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Counts one batch as it is and, if so set, by its test-time views."""
+        self.validation_step(batch, batch_idx)
+        if self.hparams["tta"] != "none":
+            self.views.update(view_logits(self.net, batch.images.type(self.dtype), self.hparams["tta"]), batch.labels)
 
     def on_validation_epoch_end(self) -> None:
         """Makes the score known under `val/accuracy` and `val/loss`."""
@@ -257,6 +279,7 @@ class ImageClassifier(pl.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Makes the score known under `test/accuracy` and `test/loss`."""
+        self.views_score = self.views.compute() if self.hparams["tta"] != "none" else None
         self._finish_evaluation("test")
 
     def _finish_evaluation(self, prefix: str) -> None:

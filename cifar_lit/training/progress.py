@@ -22,6 +22,20 @@ class LiveBar(RichProgressBar):
         """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
         return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
 
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of an epoch, where Lightning's bar counts what the loader hands over, which may be several."""
+        loader: Any = self.trainer.train_dataloader
+        return loader.batch_count if getattr(loader, "chunk", 1) > 1 else super().total_train_batches
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Goes on by the batches that were trained on."""
+        loader: Any = trainer.train_dataloader
+        done = loader.position if getattr(loader, "chunk", 1) > 1 else batch_idx + 1
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, done - 1)
+
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Training loss and accuracy since the last log line, and the last validation's accuracy."""
         return dict(getattr(pl_module, "progress", {}))

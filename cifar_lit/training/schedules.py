@@ -53,3 +53,15 @@ def check_schedule(name: str, final: float) -> None:
         raise UsageError(f"model.schedule must be one of {', '.join(SCHEDULES)}, not {name!r}.{nearest(name, SCHEDULES)}")
     if not 0 <= final <= 1:
         raise UsageError(f"model.final_lr is a fraction of model.lr, 0 … 1, not {final:g}")
+
+
+def check_training(label_smoothing: float, schedule: str, schedule_every: str, warmup_epochs: float, ema_decay: float) -> None:
+    """Raises UsageError when these settings of a training cannot be meant, or not together."""
+    if schedule_every not in ("step", "epoch"):
+        raise UsageError(f"model.schedule_every must be step or epoch, not {schedule_every!r}")
+    if schedule_every == "epoch" and (warmup_epochs or schedule == "one_cycle"):
+        raise UsageError("a warm-up by the epoch would train the first one at final_lr: use model.schedule_every step")
+    if not 0 <= label_smoothing < 1:
+        raise UsageError(f"model.label_smoothing must be in 0 … 1, not {label_smoothing:g}")
+    if not 0 <= ema_decay < 1:
+        raise UsageError(f"model.ema_decay must be 0 for none or below 1, not {ema_decay:g}")

@@ -91,6 +91,7 @@ def test_devices_names_the_processor_and_the_flags_that_use_it() -> None:
     assert "lightning " in answer.out
 
 
+@pytest.mark.parametrize("name", ["lenet", "whitened"])
 @pytest.mark.parametrize(
     ("words", "shape"),
     [
@@ -101,17 +102,19 @@ def test_devices_names_the_processor_and_the_flags_that_use_it() -> None:
         ),
     ],
 )
-def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(words: list[str], shape: dict[str, int]) -> None:
-    answer = typed("devices", "--net", "lenet", "--accelerator", "cpu", *words)
+def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(
+    words: list[str], shape: dict[str, int], name: str
+) -> None:
+    answer = typed("devices", "--net", name, "--accelerator", "cpu", *words)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.out.splitlines() if line.startswith("│")]
-    net = build_net("lenet", **shape)
+    net = build_net(name, **shape)
     expected = [
-        [name, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}", "cpu"]
-        for name, tensor in net.named_parameters()
+        [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}", "cpu"]
+        for parameter, tensor in net.named_parameters()
     ]
     assert rows == expected
     total = sum(tensor.numel() for tensor in net.parameters())
-    assert f"lenet: {total:,} parameters" in answer.out
+    assert f"{name}: {total:,} parameters" in answer.out
 
 
 # ---- LightningCLI's own

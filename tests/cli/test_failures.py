@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from cifar_lit.cli.failures import explain
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.callbacks import Interrupted
-from cifar_lit.training.classifier import NotFiniteLoss
+from cifar_lit.training.step import NotFiniteLoss
 
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 

@@ -48,15 +48,16 @@ def test_every_device_gets_its_part_of_the_same_global_batch_at_every_step(count
 @pytest.mark.parametrize(("count", "batch_size", "world"), SIZES)
 def test_shares_make_the_average_over_devices_the_mean_over_the_global_batch(count: int, batch_size: int, world: int) -> None:
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for step in zip(*train_loaders(image_set(count), batch_size, world), strict=True):
+    for chunks in zip(*train_loaders(image_set(count), batch_size, world), strict=True):
+        step = [next(chunk.batches()) for chunk in chunks]
         averaged = sum(batch.share * losses[batch.indices].mean() for batch in step) / world
         everything = torch.cat([batch.indices for batch in step])
         assert float(averaged) == pytest.approx(float(losses[everything].mean()), rel=1e-12)
 
 
 def test_equal_parts_have_a_share_of_exactly_one() -> None:
-    shares = {batch.share for loader in train_loaders(image_set(96), 12, 3) for batch in loader}
-    assert shares == {1.0}
+    shares = {chunk.shares for loader in train_loaders(image_set(96), 12, 3) for chunk in loader}
+    assert shares == {(1.0,)}
 
 
 def test_labels_and_images_are_those_of_the_indices() -> None:

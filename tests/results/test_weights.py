@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ def written(folder: Path, card: ModelCard = CARD) -> tuple[Path, torch.nn.Module
     """A model file of a fresh net, and that net."""
     channels, height, width = card.input_shape
     torch.manual_seed(0)
-    net = build_net(card.net, channels=channels, image_size=(height, width), num_classes=len(card.classes), width=card.width)
+    net = build_net(
+        card.net,
+        channels=channels,
+        image_size=(height, width),
+        num_classes=len(card.classes),
+        width=card.width,
+        options=card.options,
+    )
     for buffer in net.buffers():
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)  # as if the norms had seen images
@@ -71,7 +78,27 @@ def test_the_metadata_hold_all_that_a_use_of_the_weights_needs(tmp_path: Path) -
         "classes": ["cat", "dog", "œuf"],
         "mean": [0.4, 0.5, 0.6],
         "std": [0.2, 0.25, 0.3],
+        "options": {},
     }
+
+
+def test_a_nets_options_are_saved_with_its_weights(tmp_path: Path) -> None:
+    options = {"widths": [8, 12], "depth": [1, 2], "residual": True, "patch": 3, "activation": "silu", "logit_scale": 0.125}
+    card = replace(CARD, net="whitened", options=options)
+    path, net = written(tmp_path, card)
+    loaded = load(path)
+    assert loaded.card == card
+    assert len(list(loaded.net.parameters())) == len(list(net.parameters()))
+    images = torch.rand(2, 3, 20, 24)
+    assert torch.equal(loaded.net(images), net(images))
+
+
+def test_a_file_of_before_nets_had_options_still_loads(tmp_path: Path) -> None:
+    path, net = written(tmp_path)
+    card = asdict(CARD)
+    del card["options"]
+    save_file(net.state_dict(), path, metadata={"format": FORMAT, "card": json.dumps(card)})
+    assert load(path).card == CARD
 
 
 def test_a_run_folder_stands_for_its_model(tmp_path: Path) -> None:

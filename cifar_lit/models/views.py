@@ -1,0 +1,44 @@
+"""Test-time views: one answer from several looks at an image, as the CIFAR speed records report it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cifar_lit.errors import UsageError, nearest
+
+VIEWS = ("none", "mirror", "full")
+
+
+def check_views(views: str) -> None:
+    """Raises UsageError for what is none of `VIEWS`."""
+    if views not in VIEWS:
+        raise UsageError(f"model.tta must be one of {', '.join(VIEWS)}, not {views!r}.{nearest(str(views), VIEWS)}")
+
+
+def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
+    """Logits (B, classes) of float images (B, C, height, width), averaged over views; at least float32 where there are several.
+
+    none: the images as they are. mirror: and left-right mirrored, half each. full: both of these a quarter each, and an eighth
+    each the images moved by one pixel down and right, by one up and left, and the mirrors of these two; what comes in at the
+    edge is reflected. As in K. Jordan's airbench (2024). Raises UsageError for other `views`.
+    """
+    check_views(views)
+    if views == "none":
+        logits: Tensor = net(images)
+        return logits
+    mean = _with_mirror(net, images)
+    if views == "mirror":
+        return mean
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    down_right = _with_mirror(net, padded[:, :, :height, :width])
+    up_left = _with_mirror(net, padded[:, :, 2:, 2:])
+    return mean / 2 + (down_right + up_left) / 4
+
+
+def _with_mirror(net: nn.Module, images: Tensor) -> Tensor:
+    logits = net(images)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.type(exact) + net(images.flip(3)).type(exact)) / 2

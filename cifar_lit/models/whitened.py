@@ -1,0 +1,213 @@
+"""`whitened`: the net of the CIFAR speed records, at any widths and depths, with a first layer computed from the images.
+
+The layout is that of K. Jordan's airbench (2024) and of D. Page's and T. Balsam's nets before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cifar_lit.errors import UsageError, nearest
+from cifar_lit.models.seeds import scaled
+from cifar_lit.models.whitening import whitening_filters
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+HEAD_POOLS = ("max", "avg")
+NORM_EPS = 1e-12  # the records': none but for a channel without any variance
+
+
+@dataclass(frozen=True)
+class WhitenedOptions:
+    """What `model.net_options` says of a whitened net; raises UsageError for values that cannot be meant.
+
+    widths: channels of each group of convolutions; each group halves the sides of its images.
+    depth: 3×3 convolutions in each group, one number for all or a list of one a group.
+    residual: in each group, the output of the first convolution is added before the last activation.
+    patch: side of the patches that are whitened, in pixels; the first layer has 2 · channels · patch² filters.
+    stride: of the first layer; 2 with patches of 4 pixels starts at half the resolution, for a fraction of the time.
+    activation: gelu, silu or relu.
+    head_pool: what the last group's places are made one by: max or avg.
+    norm_momentum: share of a new batch in the norms' running statistics.
+    logit_scale: factor of the logits (1/9 in airbench's recipe for SGD). None: one over the last width, and the head's weights
+        start with a standard deviation of 1 (its recipe for Muon).
+    """
+
+    widths: list[int] = field(default_factory=lambda: [64, 256, 256])
+    depth: int | list[int] = 2
+    residual: bool = False
+    patch: int = 2
+    stride: int = 1
+    activation: str = "gelu"
+    head_pool: str = "max"
+    norm_momentum: float = 0.4
+    logit_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        many = isinstance(self.widths, list) and len(self.widths) > 0
+        _check("widths", self.widths, many and all(map(_counts, self.widths)), "a list of whole numbers above 0, one a group")
+        depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
+        wanted = f"a whole number above 0, or a list of {len(self.widths)}, one a group"
+        _check("depth", self.depth, len(depths) == len(self.widths) and all(map(_counts, depths)), wanted)
+        _check("residual", self.residual, isinstance(self.residual, bool), "true or false")
+        if self.residual and max(depths) == 1:
+            raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
+        _check("patch", self.patch, _counts(self.patch), "a whole number of pixels above 0")
+        _check("stride", self.stride, _counts(self.stride), "a whole number of pixels above 0")
+        if self.stride > self.patch:
+            raise UsageError(f"model.net_options.stride {self.stride} would skip pixels: it can be {self.patch} (patch) at most")
+        for name, choices in (("activation", tuple(ACTIVATIONS)), ("head_pool", HEAD_POOLS)):
+            value = getattr(self, name)
+            _check(name, value, value in choices, f"one of {', '.join(choices)}", nearest(str(value), choices))
+        momentum, scale = self.norm_momentum, self.logit_scale
+        _check("norm_momentum", momentum, _number(momentum) and 0 < momentum <= 1, "above 0 and at most 1")
+        _check("logit_scale", scale, scale is None or (_number(scale) and 0 < scale < float("inf")), "a number above 0, or null")
+
+    @property
+    def depths(self) -> list[int]:
+        """Convolutions of each group."""
+        return self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
+
+    @property
+    def padding(self) -> int:
+        """Of the first layer: none for 2×2 patches, as in the records; with a stride, such that sides are divided by it."""
+        return (self.patch - 1) // 2 if self.stride == 1 else (self.patch - self.stride + 1) // 2
+
+    @property
+    def least(self) -> int:
+        """The least height and width of images: a pixel is left after every group's halving."""
+        return max(self.patch, (2 ** len(self.widths) - 1) * self.stride + self.patch - 2 * self.padding)
+
+
+OPTIONS = tuple(option.name for option in fields(WhitenedOptions))
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(name: str, value: Any, meant: bool, wanted: str, hint: str = "") -> None:
+    if not meant:
+        raise UsageError(f"model.net_options.{name} must be {wanted}, not {value!r}.{hint}")
+
+
+def whitened(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> WhitenedNet:
+    """The whitened net with random weights; `options` are those of `WhitenedOptions`, `width` multiplies its widths.
+
+    It takes images of any size from `least_side(**options)` on, at several sizes in one training too, so that `image_size` is
+    for the caller's check alone. `WhitenedNet.initialise` computes its first layer.
+    """
+    settings = WhitenedOptions(**options)
+    return WhitenedNet(channels, [scaled(units, width) for units in settings.widths], num_classes, settings)
+
+
+def least_side(**options: Any) -> int:
+    """The least height and width of images that a net of these options can take."""
+    return WhitenedOptions(**options).least
+
+
+class WhitenedNet(nn.Module):
+    """Whitening convolution, groups of convolutions, global pooling, linear head without bias.
+
+    Float images (B, channels, height, width) to float logits (B, num_classes): both ends compute in the weights' precision even
+    under autocast, the whitening because its filters span orders of magnitude, the head because bfloat16 would tie classes.
+
+    whiten: its weight is computed, not trained; its bias is trained. groups: a `Group` a width. head: the linear layer.
+    whitened: bool (), a buffer, whether `initialise` was called; saved with the weights, so that it is not called on them again.
+    """
+
+    whitened: Tensor
+
+    def __init__(self, channels: int, widths: list[int], num_classes: int, options: WhitenedOptions) -> None:
+        super().__init__()
+        patch, inputs = options.patch, 2 * channels * options.patch**2
+        self.whiten = nn.Conv2d(channels, inputs, patch, stride=options.stride, padding=options.padding)
+        self.whiten.weight.requires_grad_(False)
+        nn.init.zeros_(self.whiten.bias)  # type: ignore[arg-type]
+        self.register_buffer("whitened", torch.tensor(False))
+        self.activation = ACTIVATIONS[options.activation]
+        groups: list[Group] = []
+        for outputs, depth in zip(widths, options.depths, strict=True):
+            groups.append(Group(inputs, outputs, depth, options))
+            inputs = outputs
+        self.groups = nn.Sequential(*groups)
+        self.head = nn.Linear(inputs, num_classes, bias=False)
+        self.pool = options.head_pool
+        self.logit_scale = 1 / inputs if options.logit_scale is None else options.logit_scale
+        if options.logit_scale is None:
+            with torch.no_grad():
+                self.head.weight.div_(self.head.weight.std())
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of normalised images."""
+        with _weights_precision(images):
+            maps = self.whiten(images.type(self.whiten.weight.dtype))
+        maps = self.groups(self.activation(_rounded_for_autocast(maps)))
+        pooled = F.max_pool2d(maps, maps.shape[2:]) if self.pool == "max" else maps.mean((2, 3))
+        with _weights_precision(images):
+            logits: Tensor = self.head(pooled.flatten(1).type(self.head.weight.dtype))
+            return logits * self.logit_scale
+
+    @torch.no_grad()
+    def initialise(self, images: Tensor) -> None:
+        """Computes the first layer's filters from float images (N, channels, height, width): normalised, not augmented.
+
+        The records take the first 5,000 of the training set. Each call gives the same filters for the same images.
+        """
+        if images.ndim != 4 or images.shape[1] != self.whiten.in_channels or not len(images):
+            raise ValueError(f"images must be (N, {self.whiten.in_channels}, height, width), not {tuple(images.shape)}")
+        self.whiten.weight.copy_(whitening_filters(images, self.whiten.kernel_size[0]))
+        self.whitened.fill_(True)
+
+
+class Group(nn.Module):
+    """Convolution, 2×2 maximum, norm, activation; then convolution, norm, activation for each further convolution.
+
+    (B, inputs, height, width) to (B, outputs, height // 2, width // 2). The convolutions start as the identity on as many
+    channels as they can, and with torch's own weights on the others; the norms' scale stays at 1, their bias is trained.
+    """
+
+    def __init__(self, inputs: int, outputs: int, depth: int, options: WhitenedOptions) -> None:
+        super().__init__()
+        sources = [inputs] + [outputs] * (depth - 1)
+        self.convs = nn.ModuleList(nn.Conv2d(source, outputs, 3, padding=1, bias=False) for source in sources)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(outputs, eps=NORM_EPS, momentum=options.norm_momentum) for _ in sources)
+        self.activation = ACTIVATIONS[options.activation]
+        self.residual = options.residual and depth > 1
+        for conv, norm, source in zip(self.convs, self.norms, sources, strict=True):
+            nn.init.dirac_(conv.weight.data[:source])  # type: ignore[index]
+            norm.weight.requires_grad_(False)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """The maps of half the sides, rounded down."""
+        maps = F.max_pool2d(self.convs[0](maps), 2)
+        skipped = maps = self.activation(self.norms[0](maps))
+        for place in range(1, len(self.convs)):
+            maps = self.norms[place](self.convs[place](maps))
+            if self.residual and place == len(self.convs) - 1:
+                maps = maps + skipped
+            maps = self.activation(maps)
+        return maps
+
+
+def _weights_precision(images: Tensor) -> AbstractContextManager[Any]:
+    """Where autocast does not lower the precision; there is none to switch off on torch's meta device."""
+    kind = images.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def _rounded_for_autocast(maps: Tensor) -> Tensor:
+    """`maps` as autocast hands them on: the activation at full resolution then moves half the memory."""
+    kind = maps.device.type
+    lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return maps.type(torch.get_autocast_dtype(kind)) if lower else maps
