@@ -1,70 +1,175 @@
-"""The loops that people write by hand, to be compared with."""
+"""The loops that people write by hand, to be compared with. Each yields after every turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import ToTensor
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.loaders import Batch
 from cifar_lit.data.module import ImageData
+from cifar_lit.errors import UsageError
+from cifar_lit.training.classifier import ImageClassifier
+
+AUTOCAST = {"32-true": False, "bf16-mixed": True}  # the precisions that the bare loop knows
 
 
 class PilImages(Dataset[tuple[Tensor, int]]):
-    """Images as torchvision's data sets give them: a PIL image made from an array at each access, then ToTensor."""
+    """Images as torchvision's data sets give them: a PIL image made from an array at each access, then a transform.
 
-    def __init__(self, images: ImageSet) -> None:
+    images: all of a set; rows: int64, which of them and in which order, all if not given.
+    transform: from the PIL image to a tensor (C, H, W); ToTensor if not given.
+    """
+
+    def __init__(self, images: ImageSet, rows: Tensor | None = None, transform: Callable[[Any], Tensor] | None = None) -> None:
         self.arrays, self.labels = images.images.numpy(), images.labels.tolist()
-        self.transform = ToTensor()
+        self.rows = list(range(len(images))) if rows is None else rows.tolist()
+        self.transform = transform or ToTensor()
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        array = self.arrays[index]
-        return self.transform(Image.fromarray(array if array.shape[2] == 3 else array[:, :, 0])), self.labels[index]
+        row = self.rows[index]
+        array = self.arrays[row]
+        return self.transform(Image.fromarray(array if array.shape[2] == 3 else array[:, :, 0])), self.labels[row]
 
 
-def tutorial_loop(images: ImageSet, net: nn.Module, batch_size: int, lr: float, shuffle: bool) -> Callable[[], None]:
-    """The loop of the five tutorials, a step at each call: PIL images, a DataLoader without workers, float32, SGD."""
-    loader = DataLoader(PilImages(images), batch_size=batch_size, shuffle=shuffle)
-    batches = _forever(lambda: iter(loader))
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    loss_function = nn.CrossEntropyLoss()
+@dataclass(frozen=True)
+class TutorialLoop:
+    """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.
 
-    def step() -> None:
-        pixels, labels = next(batches)
-        loss = loss_function(net(pixels), labels)
+    split: rows of `images` to train and to evaluate on. mean, std: of the channels, for normalisation after ToTensor.
+    """
+
+    images: ImageSet
+    split: tuple[Tensor, Tensor]
+    net: nn.Module
+    batch_size: int
+    lr: float
+    momentum: float = 0.0
+    mean: Sequence[float] = (0.0,)
+    std: Sequence[float] = (1.0,)
+    shuffle: bool = True
+
+    def _loader(self, rows: Tensor, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:
+        plain = not any(self.mean) and all(value == 1 for value in self.std)
+        transform = ToTensor() if plain else Compose([ToTensor(), Normalize(self.mean, self.std)])
+        return DataLoader(PilImages(self.images, rows, transform), batch_size=self.batch_size, shuffle=shuffle)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def _step(self, optimizer: torch.optim.Optimizer, pixels: Tensor, labels: Tensor, device: torch.device) -> int:
+        pixels, labels = pixels.to(device), labels.to(device)
+        loss = F.cross_entropy(self.net(pixels), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        return len(labels)
 
-    return step
+    def steps(self, device: torch.device) -> Iterator[int]:
+        """Trains, and yields after each step with the number of its images."""
+        self.net.to(device).train()
+        loader, optimizer = self._loader(self.split[0], self.shuffle), self._optimizer()
+        while True:
+            for pixels, labels in loader:
+                yield self._step(optimizer, pixels, labels, device)
+
+    def epochs(self, device: torch.device) -> Iterator[int]:
+        """Trains, and yields after each epoch and the evaluation that ends it with the number of training images."""
+        net = self.net.to(device)
+        loader, held_out = self._loader(self.split[0], self.shuffle), self._loader(self.split[1], False)
+        optimizer = self._optimizer()
+        while True:
+            net.train()
+            trained = sum(self._step(optimizer, pixels, labels, device) for pixels, labels in loader)
+            net.eval()
+            loss_sum, hits = 0.0, 0
+            with torch.no_grad():
+                for pixels, labels in held_out:
+                    logits, labels = net(pixels.to(device)), labels.to(device)
+                    loss_sum += F.cross_entropy(logits, labels).item()
+                    hits += int((logits.argmax(1) == labels).sum())
+            yield trained
 
 
-def bare_loop(data: ImageData, net: nn.Module, lr: float, precision: str) -> Callable[[], None]:
-    """The shortest loop over the same batches as ours, in the same precision: what a Trainer adds is added to this."""
+def ready_epochs(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
+    """Epoch after epoch, each as its batches on the device, normalised, as the Trainer feeds them to the model."""
+    data = copy(data)  # with a loader of its own, over the same images
     loader = data.train_dataloader()
-    batches = _forever(lambda: iter(loader))
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-
-    def step() -> None:
-        batch = data.on_after_batch_transfer(next(batches), 0)
-        optimizer.zero_grad()
-        with torch.autocast(batch.images.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = F.cross_entropy(net(batch.images), batch.labels)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    for epoch in count():
+        loader.set_epoch(epoch)
+        yield _ready_batches(data, loader, device)
 
 
-def _forever(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    while True:
-        yield from make()
+def _ready_batches(data: ImageData, loader: Any, device: torch.device) -> Iterator[Batch]:
+    for part in loader:
+        ready = data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0)
+        yield from [ready] if isinstance(ready, Batch) else ready.batches()  # one, or several handed over at once
+
+
+class BareLoop:
+    """The shortest loop that does what a model's training steps do: what a Trainer adds is added to this.
+
+    Net, batches, precision, optimizer, schedule and average are those of `model`, from its weights of this moment on,
+    in copies of their own. net: the copy that is trained. loss: of the last step, a float tensor on the device.
+    average: of the net's weights, where the model's settings ask for one.
+    Raises UsageError for a precision that it does not know.
+    """
+
+    def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
+        if trainer.precision not in AUTOCAST:
+            raise UsageError(f"the bare loop computes in {' or '.join(AUTOCAST)}, not in {trainer.precision}: set --precision")
+        self.autocast = AUTOCAST[trainer.precision]
+        self.data, self.device, self.settings = data, model.device, model.hparams
+        twin = ImageClassifier(**model.hparams)
+        self.net = twin.net = deepcopy(model.net).train()
+        if self.settings["compile"]:
+            self.net.compile()
+        twin.trainer = trainer  # which tells the schedule how long the training is
+        self.optimizer, self.schedule, self.every = _optimization(twin.configure_optimizers())
+        self.loss = torch.zeros(())
+        self.average: AveragedModel | None = None
+
+    def steps(self) -> Iterator[int]:
+        """Trains, and yields after each step with the number of its images."""
+        net, optimizer, schedule = self.net, self.optimizer, self.schedule
+        smoothing, decay = self.settings["label_smoothing"], self.settings["ema_decay"]
+        if decay:
+            average = self.average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+        for epoch in ready_epochs(self.data, self.device):
+            for images, labels, *_ in epoch:
+                optimizer.zero_grad(set_to_none=True)
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+                    loss = F.cross_entropy(net(images), labels, label_smoothing=smoothing)
+                loss.backward()
+                optimizer.step()
+                if schedule and self.every == "step":
+                    schedule.step()
+                if decay:
+                    average.update_parameters(net)
+                self.loss = loss.detach()
+                yield len(labels)
+            if schedule and self.every == "epoch":
+                schedule.step()
+
+
+def _optimization(configured: Any) -> tuple[torch.optim.Optimizer, Any, str]:
+    """Optimizer, schedule (None for a constant rate) and its interval, from what `configure_optimizers` returns."""
+    if not isinstance(configured, dict):
+        return configured, None, "step"
+    schedule = configured.get("lr_scheduler", {})
+    return configured["optimizer"], schedule.get("scheduler"), schedule.get("interval", "step")

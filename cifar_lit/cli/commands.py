@@ -19,7 +19,7 @@ commands
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
   devices    what this machine has; `devices --net NAME` lists a net's parameters
-  bench      measurements against hand-written loops: `bench step`, `bench tutorial`
+  bench      measurements, such as `bench step`; `bench --help` lists them
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
@@ -93,9 +93,6 @@ def _recipes(words: list[str]) -> None:
 
 
 def _bench(words: list[str]) -> None:
-    from cifar_lit.cli.quiet import quieten
-
-    quieten()
     from cifar_lit.bench.commands import bench
 
     bench(words)

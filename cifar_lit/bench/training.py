@@ -1,0 +1,149 @@
+"""What is measured: a recipe's model and data, fitted by the Trainer with everything on that a run has on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import rich
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.machine import choose_devices, choose_precision, look
+from cifar_lit.cli.run import Run
+from cifar_lit.data.module import ImageData
+from cifar_lit.errors import UsageError
+from cifar_lit.results.run_folder import RunFolder
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.profiling import NoProfiler
+
+LINEAR = "linear"  # a net of a single layer, which only measurements know
+
+
+class Subject(NamedTuple):
+    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it."""
+
+    model: ImageClassifier
+    data: ImageData
+    accelerator: str
+    devices: Any
+    precision: str
+    trainer: dict[str, Any]
+
+
+def add_training_arguments(parser: ArgumentParser, recipe: str | None) -> None:
+    """The flags that choose what is trained, and where; `recipe` is what is trained if none is given."""
+    parser.add_argument("--recipe", type=str | None, default=recipe, help="a packaged recipe, or a YAML file of your own")
+    parser.add_argument(
+        "--net", type=str | None, default=None, help=f"another net than the recipe's; {LINEAR!r} is a single layer"
+    )
+    parser.add_argument("--lr", type=float | None, default=None, help="another learning rate than the recipe's")
+    parser.add_argument("--batch-size", type=int | None, default=None, help="images a step; the recipe's if not given")
+    parser.add_argument("--precision", type=str | None, default=None, help="such as 32-true; this machine's best if not given")
+    add_data_arguments(parser)
+
+
+def add_data_arguments(parser: ArgumentParser, dataset: str | None = None) -> None:
+    """The flags that choose images and device."""
+    parser.add_argument("--dataset", type=str | None, default=dataset, help="the recipe's, or shapes, if not given")
+    parser.add_argument("--data-dir", dest="root", type=str | None, default=None, help="where archives are, or own images")
+    parser.add_argument("--count", type=int, default=20_000, help="training images that `shapes` draws")
+    parser.add_argument("--accelerator", type=str, default="auto", help="cpu, gpu or mps; the Trainer's choice if not given")
+
+
+WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0}}
+
+
+def subject(settings: Namespace) -> Subject:
+    """The training that the flags of `add_training_arguments` choose; writes what they left open into `settings`.
+
+    Model and data are as in the recipe, its rate and schedule too; of its Trainer only precision and logging interval
+    are taken. Without a recipe: plain SGD on raw images. Raises UsageError for names and settings that do not exist.
+    """
+    found: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
+    model, data, trainer = (dict(found.get(section) or {}) for section in ("model", "data", "trainer"))
+    given = {"dataset": settings.dataset, "root": settings.root, "batch_size": settings.batch_size}
+    data |= {name: value for name, value in given.items() if value is not None}
+    data |= {"count": settings.count} if data.get("dataset") == "shapes" else {}
+    given = {"net": settings.net, "lr": settings.lr}
+    model |= {name: value for name, value in given.items() if value is not None}
+
+    machine = look()
+    accelerator, devices = choose_devices(machine, settings.accelerator, 1)
+    precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
+    images, classifier = build(model, data)
+    settings.net = model.get("net", classifier.hparams["net"])
+    settings.lr, settings.precision = classifier.hparams["lr"], precision
+    settings.dataset, settings.batch_size = images.dataset, images.batch_size
+    kept = {"log_every_n_steps": trainer["log_every_n_steps"]} if "log_every_n_steps" in trainer else {}
+    return Subject(classifier, images, accelerator, devices, precision, kept)
+
+
+def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
+    """Data and model from a recipe's sections; the net's weights are always the same."""
+    try:
+        images = ImageData(**data)
+        torch.manual_seed(0)
+        shape = {"input_shape": images.input_shape, "num_classes": images.class_count}
+        linear = model.get("net") == LINEAR
+        classifier = ImageClassifier(**{**model, **shape, **({"net": "signs_mlp"} if linear else {})})
+    except TypeError as error:  # a setting that neither of them has
+        raise UsageError(f"this recipe cannot be measured: {error}") from None
+    if linear:
+        channels, height, width = images.input_shape
+        classifier.net = nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, images.class_count))
+    return images, classifier
+
+
+def fit(what: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
+    """Fits with the bar, TensorBoard, metrics and checkpoints of a run, in a folder that is gone afterwards.
+
+    Returns the precision that the Trainer computed in, which is not always the one that was asked for.
+    """
+    torch.set_float32_matmul_precision("high")  # as a run does
+    with tempfile.TemporaryDirectory() as folder, _unseen():
+        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, trains=True)
+        settings: dict[str, Any] = {
+            "accelerator": what.accelerator,
+            "devices": what.devices,
+            "precision": what.precision,
+            "max_epochs": max_epochs,
+            "callbacks": [*callbacks, *run.callbacks(validates=validates, bar=True)],
+            "logger": run.loggers(None),
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+            "profiler": NoProfiler(),
+        }
+        if not validates:
+            settings["limit_val_batches"] = 0
+        trainer = pl.Trainer(**settings, **what.trainer)
+        try:
+            trainer.fit(what.model, datamodule=what.data)
+        finally:
+            run.folder.release()
+        return str(trainer.precision)
+
+
+def epochs_for(what: Subject, steps: int) -> int:
+    """How many epochs of a training hold so many steps."""
+    size = what.data.batch_size
+    return -(-steps // max(1, len(what.data.split[0]) // size))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Lets everything be drawn as on a terminal, but where nobody sees it."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        rich.reconfigure(file=nowhere, force_terminal=True)
+        try:
+            yield
+        finally:
+            rich.reconfigure()

@@ -1,0 +1,174 @@
+"""The loops that ours is compared with do the work that is claimed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_subjects import small_subject
+from torch import Tensor, nn
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from cifar_lit.bench.interleave import Interleave, InterleaveEpochs
+from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
+from cifar_lit.bench.training import fit
+from cifar_lit.data.shapes import shapes
+from cifar_lit.models.table import build_net
+
+CPU = torch.device("cpu")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum and decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "schedule by step": {"schedule": "one_cycle", "label_smoothing": 0.2},
+    "schedule by epoch": {"schedule": "cosine", "schedule_every": "epoch"},
+    "batch norm and AdamW": {"net": "shapenet", "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "schedule": "triangular"},
+}
+STEPS, ROUNDS = 3, 4  # 15 steps with the warm-up: two epochs of 7 steps, and one
+
+
+class Weights(Callback):
+    """Keeps what the net came to."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.steps = trainer.global_step
+        self.state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}  # type: ignore[operator]
+
+
+def measured(model: dict[str, Any], precision: str = "32-true", **data: Any) -> tuple[BareLoop, dict[str, Tensor]]:
+    """The bare loop and the weights of ours, after as many steps of both from the same weights."""
+    what = small_subject(model, {"crop": 2, "flip": "random", **data}, precision)
+    loops: list[BareLoop] = []
+
+    def start(trainer: pl.Trainer, model: Any) -> Any:
+        loops.append(BareLoop(trainer, model, what.data))
+        return loops[0].steps()
+
+    ours = Weights()
+    turns = Interleave(start, STEPS, ROUNDS)
+    fit(what, turns, ours, max_epochs=4)
+    assert sum(turn.steps for turn in turns.rounds) == STEPS * ROUNDS
+    assert ours.steps == STEPS * (ROUNDS + 1)
+    return loops[0], ours.state
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_bare_loop_comes_to_the_weights_of_the_trainer(name: str) -> None:
+    loop, ours = measured(SETTINGS[name])
+    assert loop.loss > 0
+    for key, value in loop.net.state_dict().items():
+        torch.testing.assert_close(value, ours[key], rtol=0, atol=1e-5)
+
+
+def test_the_bare_loop_computes_in_the_trainers_precision() -> None:
+    settings = SETTINGS["momentum and decay"]
+    loop, ours = measured(settings, "bf16-mixed")
+    full, _ = measured(settings, "32-true")
+    distances = [
+        sum(float((value - other[key]).abs().sum()) for key, value in loop.net.state_dict().items())
+        for other in (ours, full.net.state_dict())
+    ]
+    assert distances[0] < 0.01 * distances[1]
+
+
+def test_the_bare_loop_trains_on_the_trainers_batches() -> None:
+    loop, _ = measured({})
+    other, _ = measured({}, seed=1)
+    assert not torch.equal(other.net.state_dict()["0.weight"], loop.net.state_dict()["0.weight"])
+
+
+def test_the_bare_loop_averages_weights_where_the_recipe_does() -> None:
+    what = small_subject({"ema_decay": 0.5, "lr": 0.2})
+    loops: list[BareLoop] = []
+
+    def start(trainer: pl.Trainer, model: Any) -> Any:
+        loops.append(BareLoop(trainer, model, what.data))
+        return loops[0].steps()
+
+    fit(what, Interleave(start, 7, 1), max_epochs=2)
+    averaged = loops[0].average
+    assert averaged is not None
+    for key, value in averaged.module.state_dict().items():  # the Trainer leaves its average in the model
+        torch.testing.assert_close(value, what.model.net.state_dict()[key], rtol=0, atol=1e-5)
+        assert not torch.equal(value, loops[0].net.state_dict()[key])
+
+
+def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it() -> None:
+    def weights(*callbacks: Callback) -> dict[str, Tensor]:
+        what = small_subject({"momentum": 0.9})
+        fit(what, *callbacks, max_epochs=1)
+        return what.model.net.state_dict()
+
+    beside = small_subject()
+    alone = weights()
+    accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).steps(), 2, 2000))
+    assert all(torch.equal(alone[name], accompanied[name]) for name in alone)
+
+
+def test_pil_images_are_as_to_tensor_gives_them() -> None:
+    images = shapes(True, image_size=16, num_classes=2, count=32)
+    pixels, label = PilImages(images)[3]
+    assert torch.equal(pixels, images.images[3].permute(2, 0, 1) / 255)
+    assert label == images.labels[3]
+    chosen = PilImages(images, torch.tensor([7, 3]), Compose([ToTensor(), Normalize([0.5] * 3, [0.25] * 3)]))
+    assert len(chosen) == 2
+    torch.testing.assert_close(chosen[1][0], (pixels - 0.5) / 0.25)
+
+
+def tutorial_loop(net: nn.Module, **settings: Any) -> TutorialLoop:
+    images = shapes(True, image_size=16, num_classes=2, count=32)
+    split = torch.arange(24), torch.arange(24, 32)
+    return TutorialLoop(images, split, net, batch_size=8, lr=0.1, shuffle=False, **settings)
+
+
+def test_the_tutorials_loop_makes_the_steps_of_the_tutorial() -> None:
+    torch.manual_seed(0)
+    net = build_net("lenet", channels=3, image_size=16, num_classes=2)
+    by_hand = build_net("lenet", channels=3, image_size=16, num_classes=2)
+    by_hand.load_state_dict(net.state_dict())
+    images = shapes(True, image_size=16, num_classes=2, count=32)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    for start in (0, 8, 16, 0):  # after the third step a new epoch
+        rows = torch.arange(start, start + 8)
+        pixels = (images.images[rows].permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(by_hand(pixels), images.labels[rows]).backward()
+        optimizer.step()
+    steps = tutorial_loop(net, momentum=0.9, mean=[0.5] * 3, std=[0.25] * 3).steps(CPU)
+    assert [next(steps) for _ in range(4)] == [8] * 4
+    for ours, theirs in zip(net.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+class Counting(nn.Module):
+    """Counts the images that it is shown, in training and out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 16 * 16, 2)
+        self.seen = {True: 0, False: 0}
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.seen[self.training] += len(pixels)
+        logits: Tensor = self.head(pixels.flatten(1))
+        return logits
+
+
+def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> None:
+    net = Counting()
+    epochs = tutorial_loop(net).epochs(CPU)
+    assert [next(epochs), next(epochs)] == [24, 24]
+    assert net.seen == {True: 48, False: 16}
+
+
+def test_epochs_in_turn_hold_a_validation_each() -> None:
+    what = small_subject()
+    seen: list[int] = []
+    turns = InterleaveEpochs(lambda trainer, model: (seen.append(trainer.global_step) or 100 for _ in range(9)))
+    fit(what, turns, max_epochs=3, validates=True)
+    assert seen == [7, 14, 21]
+    assert [(turn.steps, turn.images) for turn in turns.rounds] == [(7, 100)] * 3
+    assert what.model.score is not None
+    assert what.model.score.images == 20
