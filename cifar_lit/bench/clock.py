@@ -33,6 +33,8 @@ class Stopwatch(Callback):
     One call of `training_step` may stand for several optimizer steps: they are counted by `global_step`.
     """
 
+    takes_chunks = True
+
     def __init__(self, warmup: int, steps: int, laps: int, between: Callable[[int], None] = lambda lap: None) -> None:
         self._steps, self._wanted, self._between = [warmup, *[steps] * laps], laps, between
         self._started_at_step, self._images, self._started = 0, 0, 0.0

@@ -31,6 +31,8 @@ class Interleave(Callback):
     with the first call that completes it, and the plain loop makes as many.
     """
 
+    takes_chunks = True
+
     def __init__(self, start: StartLoop, steps: int, rounds: int) -> None:
         self._start, self._steps, self._wanted = start, steps, rounds
         self._plain: Iterator[int] | None = None
@@ -69,6 +71,8 @@ class InterleaveEpochs(Callback):
 
     start: makes the plain loop, which yields after every epoch with its evaluation, with the number of training images.
     """
+
+    takes_chunks = True
 
     def __init__(self, start: StartLoop) -> None:
         self._start = start

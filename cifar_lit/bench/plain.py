@@ -117,8 +117,7 @@ def ready_epochs(data: ImageData, device: torch.device) -> Iterator[Iterator[Bat
 
 def _ready_batches(data: ImageData, loader: Any, device: torch.device) -> Iterator[Batch]:
     for part in loader:
-        ready = data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0)
-        yield from [ready] if isinstance(ready, Batch) else ready.batches()  # one, or several handed over at once
+        yield from data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0).batches()
 
 
 class BareLoop:
