@@ -19,6 +19,8 @@ BENCHES = {
     "scaling": "one recipe and global batch on 1, 2, … devices: time, speed-up, accuracy",
     "cold": "from the start of the process to the tested net, and what that time is made of",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
+    "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
+    "table": "the results in JSON files as Markdown",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -37,6 +39,15 @@ class Clock(Callback):
     def training_seconds(self) -> float:
         """Wall time of the fit so far without its validations."""
         return self.seconds - self._validation
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not counted: for a measurement that looks at a running fit and must not be charged to it."""
+        self._total, self._started = self.seconds, None
+        try:
+            yield
+        finally:
+            self._started = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock; set-up is over."""
