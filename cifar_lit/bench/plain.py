@@ -117,7 +117,8 @@ def ready_epochs(data: ImageData, device: torch.device) -> Iterator[Iterator[Bat
 
 def _ready_batches(data: ImageData, loader: Any, device: torch.device) -> Iterator[Batch]:
     for part in loader:
-        yield from data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0).batches()
+        chunk: Any = data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0)
+        yield from chunk.batches()
 
 
 class BareLoop:

@@ -174,7 +174,8 @@ class ChunkMaker:
         if not 0 <= number < len(self):
             raise IndexError(number)
         first = number * self._chunk
-        sizes, shares = (tuple(values[first : first + self._chunk]) for values in (self._sizes, self._shares))
+        sizes = tuple(self._sizes[first : first + self._chunk])
+        shares = tuple(self._shares[first : first + self._chunk])
         start = sum(self._sizes[:first])
         rows = self._rows[start : start + sum(sizes)]
         images = take(self._source.images, rows, self._plan, self._cutout, self._fill)

@@ -251,10 +251,10 @@ class ImageData(pl.LightningDataModule):
     @property
     def side(self) -> int | None:
         """The side in pixels of this epoch's training images; None for their full size."""
-        epochs = self.trainer.max_epochs if self.trainer else None
-        if not self.resolutions or epochs is None or epochs < 1:
+        trainer = self.trainer
+        if trainer is None or trainer.max_epochs is None or trainer.max_epochs < 1:
             return None
-        return side_at(self.resolutions, self.trainer.current_epoch, epochs)
+        return side_at(self.resolutions, trainer.current_epoch, trainer.max_epochs)
 
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""

@@ -23,7 +23,7 @@ def ahead(maker: ChunkMaker, workers: int, pin_memory: bool) -> Iterator[Chunk]:
             cast("Dataset[Chunk]", maker),
             batch_size=None,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
             pin_memory=pin_memory,
             multiprocessing_context=context,
         )

@@ -57,8 +57,8 @@ class Clock(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the images of the global batches."""
-        sizes, shares = getattr(batch, "sizes", None), getattr(batch, "shares", None)
-        parts = zip(sizes, shares, strict=True) if sizes else [(len(batch.labels), batch.share)]
+        several = hasattr(batch, "sizes")
+        parts = zip(batch.sizes, batch.shares, strict=True) if several else [(len(batch.labels), batch.share)]
         self.images += sum(round(size * trainer.world_size / share) for size, share in parts)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
