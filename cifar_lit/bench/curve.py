@@ -37,6 +37,8 @@ class AccuracyCurve(Checkpoint):
     points: what was found. spent: seconds that the tests took.
     """
 
+    takes_chunks = True
+
     def __init__(self, clock: Clock, every: int = 0) -> None:
         self._clock, self._every = clock, every
         self._loader: Any = None

@@ -28,7 +28,7 @@ from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.profiling import NoProfiler
 
 RESUME_VARIABLE = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
-DEFAULT_RECIPES = {"gpu": "resnet18", "cpu": "tudui"}
+DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 10,

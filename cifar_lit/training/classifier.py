@@ -9,15 +9,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError
 from cifar_lit.models.table import build_net
 from cifar_lit.models.views import check_views, view_logits
 from cifar_lit.training.averaging import WeightAverage
 from cifar_lit.training.initialise import initialise_from_images
 from cifar_lit.training.metrics import Evaluation, Score
-from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings
+from cifar_lit.training.optimizers import CHECKED, GROUP_SETTINGS, REST_MOMENTUM, build_optimizer, check_optimizer
+from cifar_lit.training.resuming import saved_state, take_up
 from cifar_lit.training.schedules import Schedule, check_schedule, check_training
-from cifar_lit.training.step import Sums, TrainingStep, Updates, taken_over
+from cifar_lit.training.step import Sums, TrainingStep, Updates, can_capture, taken_over
 
 
 class ImageClassifier(pl.LightningModule):
@@ -30,11 +30,16 @@ class ImageClassifier(pl.LightningModule):
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
-        optimizer: sgd or adamw.
-        lr: highest learning rate.
-        momentum: of SGD.
-        nesterov: Nesterov's form of SGD's momentum.
-        weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW.
+        optimizer: sgd, adamw, or muon (filters orthogonalised; SGD for the rest).
+        lr: highest learning rate; of the filters under muon.
+        momentum: of SGD; of the filters under muon.
+        nesterov: Nesterov's form of that momentum.
+        weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW. Under muon the share that
+            what is not a filter loses in a step at the highest rate.
+        bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
+        rest_momentum: under muon, of the SGD part.
+        rescale_filters: under muon, bring each filter tensor to the norm √outputs at every step.
+        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs; null for as the others.
         schedule: constant, cosine, one_cycle or triangular.
         schedule_every: step or epoch, how often the rate changes.
         warmup_epochs: epochs of linear rise before the schedule proper (may be a fraction).
@@ -59,6 +64,11 @@ class ImageClassifier(pl.LightningModule):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        bias_lr: float | None = None,
+        head_lr: float | None = None,
+        rest_momentum: float = REST_MOMENTUM,
+        rescale_filters: bool = True,
+        whiten_epochs: float | None = None,
         schedule: str = "constant",
         schedule_every: str = "step",
         warmup_epochs: float = 0.0,
@@ -73,7 +83,7 @@ class ImageClassifier(pl.LightningModule):
         self.automatic_optimization = False  # `TrainingStep` makes many steps a call
         input_shape = list(input_shape or (3, 32, 32))
         self.save_hyperparameters()
-        check_optimizer(optimizer, lr, momentum, nesterov)
+        check_optimizer(optimizer, **{name: self.hparams[name] for name in CHECKED})
         check_schedule(schedule, final_lr)
         check_training(label_smoothing, schedule, schedule_every, warmup_epochs, ema_decay)
         check_views(tta)
@@ -93,7 +103,7 @@ class ImageClassifier(pl.LightningModule):
         self.progress: dict[str, float] = {}  # what the bar shows
         self.sums = Sums(self.device)  # since the last log line, of this device and on it
         self.epoch_sums = [0.0, 0.0, 0.0]  # loss, hits and images of all devices in the epoch so far
-        self._logged_step = 0
+        self.logged_step = 0
         self._updates = Updates()
         self._step: TrainingStep | None = None
 
@@ -125,15 +135,10 @@ class ImageClassifier(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
         h = self.hparams
-        optimizer = build_optimizer(
-            self.net,
-            h["optimizer"],
-            h["lr"],
-            momentum=h["momentum"],
-            nesterov=h["nesterov"],
-            weight_decay=h["weight_decay"],
-        )
-        if h["schedule"] == "constant" and not h["warmup_epochs"]:
+        settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
+        # a captured step reads its rates from the device
+        optimizer = build_optimizer(self.net, h["optimizer"], h["lr"], **settings, capturable=self.will_capture)
+        if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
             return optimizer
         self.trainer.fit_loop.setup_data()
         steps_per_epoch = max(1, -(-self.batches_per_epoch() // self._updates.accumulate))
@@ -141,8 +146,14 @@ class ImageClassifier(pl.LightningModule):
         steps = float(limit) if limit > 0 else float(steps_per_epoch * max(1, epochs or 1))
         unit = steps_per_epoch if h["schedule_every"] == "epoch" else 1.0
         warmup = h["warmup_epochs"] * steps_per_epoch / unit
-        schedule = Schedule(optimizer, h["schedule"], steps / unit, warmup, h["final_lr"])
+        whitening = h["whiten_epochs"] * steps_per_epoch / unit if h["whiten_epochs"] is not None else None
+        schedule = Schedule(optimizer, h["schedule"], steps / unit, warmup, h["final_lr"], whitening=whitening)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
+
+    @property
+    def will_capture(self) -> bool:
+        """Whether steps are to be recorded as graphs of the device."""
+        return can_capture(self, self._updates)
 
     def batches_per_epoch(self) -> int:
         """Training batches of an epoch; the Trainer itself counts what the loader hands over, which may be several."""
@@ -157,7 +168,7 @@ class ImageClassifier(pl.LightningModule):
         sums = self.sums
         self.sums = Sums(self.device, float(sums.loss), float(sums.hits), sums.images)
         initialise_from_images(self)
-        self._step = TrainingStep(self, self._updates, self.hparams["capture"])
+        self._step = TrainingStep(self, self._updates, self.will_capture)
 
     def on_fit_end(self) -> None:
         """Lets go of what was made for this fit."""
@@ -182,21 +193,21 @@ class ImageClassifier(pl.LightningModule):
 
     @property
     def _log_is_due(self) -> bool:
-        steps = self.global_step - self._logged_step
+        steps = self.global_step - self.logged_step
         return self.sums.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def _log_window(self) -> None:
         if self._step is not None:
             self._step.check()
-        self._logged_step = self.global_step
-        loss, hits, images = sums = self._window_sums()
+        self.logged_step = self.global_step
+        loss, hits, images = sums = self.window_sums()
         self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
         self.sums.clear()
         rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.progress.update(loss=loss / images, accuracy=hits / images)
         self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate})
 
-    def _window_sums(self) -> list[float]:
+    def window_sums(self) -> list[float]:
         """Loss, hits and images since the last log line, over all devices."""
         sums = torch.stack((self.sums.loss, self.sums.hits, self.sums.hits.new_tensor(self.sums.images)))
         return self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
@@ -220,35 +231,14 @@ class ImageClassifier(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what an exact resume needs beyond Lightning's states: sums of the epoch, and the last score."""
-        if self._log_is_due:  # a callback saves before `on_train_batch_end`; the row must not wait for the next step
+        if self._log_is_due:  # a callback saves before it is logged; the row must not wait for the next step
             self._log_window()
-        checkpoint["cifar_lit"] = {
-            "window_sums": self._window_sums(),
-            "epoch_sums": list(self.epoch_sums),
-            "logged_step": self._logged_step,
-            "score": self.score._asdict() if self.score else None,
-        }
+        checkpoint["cifar_lit"] = saved_state(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes up what `on_save_checkpoint` added, and lets this model's settings win over the checkpoint's."""
-        if self._trainer is None or self._trainer.state.fn != "fit":
-            return  # loaded for use, by `load_from_checkpoint` or for a test
-        before = checkpoint.get("hyper_parameters", {})
-        for name in ("net", "width", "net_options", "input_shape", "num_classes"):
-            if (before.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
-                raise UsageError(
-                    f"this run's {name} is {before[name]}, not {self.hparams[name]}: leave the settings of net and images "
-                    "as they were, or start a new run"
-                )
-        override_optimizer_settings(checkpoint, self.hparams, self.net)
-        state = checkpoint.get("cifar_lit")
-        if state:
-            if self.trainer.global_rank == 0:  # the sums of all devices go on in the first one
-                loss, hits, images = state["window_sums"]
-                self.sums = Sums(self.device, loss, hits, int(images))
-            self.epoch_sums = list(state["epoch_sums"])
-            self._logged_step = state["logged_step"]
-            self.score = Score(**state["score"]) if state["score"] else None
+        if self._trainer is not None and self._trainer.state.fn == "fit":  # else loaded for use, or for a test
+            take_up(self, checkpoint)
 
     # ---- evaluation
 

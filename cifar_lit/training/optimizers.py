@@ -1,41 +1,135 @@
-"""Optimizers by name, with weight decay on weights only."""
+"""Optimizers by name, over groups of parameters by what they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.training.muon import Muon
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "muon")
+REST_MOMENTUM = 0.85  # of airbench94_muon's SGD part
+
+# The settings of `parameter_groups`, under the names that ImageClassifier's hyper-parameters have.
+GROUP_SETTINGS = (
+    *("optimizer", "lr", "momentum", "nesterov", "weight_decay"),
+    *("bias_lr", "head_lr", "rest_momentum", "rescale_filters"),
+)
+CHECKED = (*GROUP_SETTINGS[1:], "whiten_epochs")  # and those that `check_optimizer` takes besides the name
+# How a group's step is computed is for the machine to say, not for a checkpoint from another one.
+MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
 
 
-def parameter_groups(net: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: weights of two and more dimensions with decay, biases and norms' parameters without it.
+def parameter_groups(
+    net: nn.Module,
+    optimizer: str,
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    bias_lr: float | None = None,
+    head_lr: float | None = None,
+    rest_momentum: float = REST_MOMENTUM,
+    rescale_filters: bool = True,
+) -> list[dict[str, Any]]:
+    """The trainable parameters of `net` in groups, each with its `role`, rate and settings; empty groups are left out.
 
-    Decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
+    sgd and adamw: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too) without it: decay
+    on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
+
+    muon, which follows airbench94_muon (K. Jordan, 2024):
+
+    - "filters", what has two dimensions or more but the head: Muon at `lr` with `momentum` and `nesterov`;
+    - "biases", of norms too: SGD at `bias_lr`;
+    - "head", the last parameter of two dimensions in order of definition: SGD at `head_lr`;
+    - "whitening", `net.whiten.bias` where there is one: SGD at `bias_lr`; a group of its own as its rate has an end of its own.
+
+    Rates not given are `lr`. All are for the mean loss of a batch. airbench sums it, so that its 0.053 for biases at batch
+    2,000 is 106 here; Muon's own rate does not depend on it. SGD here is Nesterov's with `rest_momentum`.
+
+    Under muon `weight_decay` is the share of itself that a parameter loses in a step at the highest rate, less as the
+    schedule falls, whatever its group's rate. Filters have none while `rescale_filters` sets their norm. airbench's is
+    2e-6 · batch, but within the gradient, where momentum makes it 1 / (1 − 0.85) as much: 0.027 here at batch 2,000.
     """
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups: list[dict[str, object]] = [
-        {"params": weights, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+    if optimizer != "muon":
+        groups: list[dict[str, Any]] = [
+            {"role": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+            {"role": "biases", "params": others, "lr": lr, "weight_decay": 0.0},
+        ]
+        if optimizer == "sgd":
+            groups = [{**group, "momentum": momentum, "nesterov": nesterov} for group in groups]
+        return [group for group in groups if group["params"]]
+    head = [weight for weight in weights if weight.ndim == 2][-1:]
+    whitening = [bias for bias in others if bias is getattr(getattr(net, "whiten", None), "bias", None)]
+    filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
+    rest = {"orthogonal": False, "momentum": rest_momentum, "nesterov": True}
+    bias_lr = lr if bias_lr is None else bias_lr
+    groups = [
+        {"role": "filters", "params": _without(weights, head), "lr": lr, **filters},
+        {"role": "biases", "params": _without(others, whitening), "lr": bias_lr, **rest},
+        {"role": "head", "params": head, "lr": lr if head_lr is None else head_lr, **rest},
+        {"role": "whitening", "params": whitening, "lr": bias_lr, **rest},
     ]
+    for group in groups:
+        # the optimizer multiplies by the rate, which holds the schedule's factor and the highest rate
+        group["weight_decay"] = 0.0 if group.get("rescale") else weight_decay / group["lr"]
     return [group for group in groups if group["params"]]
 
 
-def check_optimizer(name: str, lr: float, momentum: float, nesterov: bool) -> None:
+def _without(parameters: list[nn.Parameter], left_out: list[nn.Parameter]) -> list[nn.Parameter]:
+    """`parameters` but `left_out`, compared by what they are, not by their values."""
+    return [parameter for parameter in parameters if all(parameter is not other for other in left_out)]
+
+
+def check_optimizer(
+    name: str,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    *,
+    weight_decay: float = 0.0,
+    bias_lr: float | None = None,
+    head_lr: float | None = None,
+    rest_momentum: float = REST_MOMENTUM,
+    rescale_filters: bool = True,
+    whiten_epochs: float | None = None,
+) -> None:
     """Raises UsageError when an optimizer of these settings cannot be meant."""
     if name not in OPTIMIZERS:
         raise UsageError(f"model.optimizer must be one of {', '.join(OPTIMIZERS)}, not {name!r}.{nearest(name, OPTIMIZERS)}")
     if not lr > 0:
         raise UsageError(f"the learning rate must be above 0, not {lr:g}: set --lr")
+    for setting, value in (("momentum", momentum), ("rest_momentum", rest_momentum)):
+        if not 0 <= value < 1:
+            raise UsageError(f"model.{setting} must be 0 or more and below 1, not {value:g}")
     if nesterov and momentum == 0:
         raise UsageError("model.nesterov needs model.momentum above 0")
+    if not weight_decay >= 0:
+        raise UsageError(f"model.weight_decay must be 0 or more, not {weight_decay:g}")
+    optional = {"bias_lr": bias_lr, "head_lr": head_lr, "whiten_epochs": whiten_epochs}
+    for setting, number in optional.items():
+        if number is not None and not number > 0:
+            raise UsageError(f"model.{setting} must be above 0, or null for none of its own, not {number:g}")
+    if name == "muon":
+        if weight_decay >= 1:
+            raise UsageError(f"model.weight_decay is a share per step under muon, below 1, not {weight_decay:g}")
+        return
+    given = {setting: "null" for setting, number in optional.items() if number is not None}
+    if rest_momentum != REST_MOMENTUM:
+        given["rest_momentum"] = f"{REST_MOMENTUM:g}"
+    if not rescale_filters:
+        given["rescale_filters"] = "true"
+    for setting, none in given.items():
+        raise UsageError(f"model.{setting} goes only with model.optimizer muon: leave it out, or set --model.{setting} {none}")
 
 
 def build_optimizer(
@@ -43,23 +137,80 @@ def build_optimizer(
     name: str,
     lr: float,
     *,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
     fused: bool = True,
+    capturable: bool = False,
+    products: str = "bfloat16",
+    **settings: Any,
 ) -> Optimizer:
-    """The optimizer over all trainable parameters of `net`; `fused` does a step in one kernel, on CPUs too."""
-    groups = parameter_groups(net, weight_decay)
+    """The optimizer over all trainable parameters of `net`, which is where it will be trained.
+
+    Args:
+        net: the net.
+        name: one of OPTIMIZERS.
+        lr: the highest rate.
+        fused: do a step of sgd or adamw in one kernel, on CPUs too; only so do they heed `found_inf`. Muon always does.
+        capturable: keep each group's rate in a 0-dim float32 tensor of its own beside the parameters, where a captured
+            step reads it anew; state dicts hold plain numbers all the same, and loading writes into those tensors.
+        products: dtype of Muon's products, bfloat16 or float32; the latter where a CPU computes the former slowly.
+        **settings: as of `parameter_groups`.
+    """
+    groups = parameter_groups(net, name, lr, **settings)
+    if capturable:
+        for group in groups:
+            group["lr"] = group["params"][0].new_tensor(group["lr"], dtype=torch.float32)
     one_kernel = True if fused else None  # None lets torch choose among the others
-    if name == "sgd":
-        return SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=one_kernel)
-    return AdamW(groups, lr=lr, fused=one_kernel)
+    optimizer: Optimizer
+    if name == "muon":
+        optimizer = Muon(groups, lr, steps=3, products=products)
+    elif name == "adamw":
+        optimizer = AdamW(groups, lr, fused=one_kernel, capturable=capturable)
+    else:
+        optimizer = SGD(groups, lr, fused=one_kernel)
+        _make_buffers(optimizer)
+    _keep_machine_settings(optimizer)
+    return optimizer
+
+
+def _make_buffers(sgd: SGD) -> None:
+    """Starts momentum at 0, which counts as none.
+
+    torch would make the buffers in the first step, but leave them unwritten if `found_inf` skips just that one.
+    """
+    for group in sgd.param_groups:
+        if group["momentum"]:
+            for parameter in group["params"]:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _keep_machine_settings(optimizer: Optimizer) -> None:
+    """Makes state dicts independent of the machine: with plain rates, and without a say in how a step is computed."""
+    kept = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
+    tensors = [group["lr"] if isinstance(group["lr"], Tensor) else None for group in optimizer.param_groups]
+
+    def plain_rates(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["lr"] = float(group["lr"])
+
+    def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        groups = state["param_groups"]
+        if len(groups) != len(kept):
+            return state  # torch says what is wrong
+        return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, kept, strict=True)]}
+
+    def rates_in_place(optimizer: Optimizer) -> None:
+        for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
+            if tensor is not None:
+                group["lr"] = tensor.fill_(group["lr"])
+
+    optimizer.register_state_dict_post_hook(plain_rates)
+    optimizer.register_load_state_dict_pre_hook(own_settings)
+    optimizer.register_load_state_dict_post_hook(rates_in_place)
 
 
 def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:
     """Writes `settings` over those that a checkpoint's optimizer and schedule would bring back with their states.
 
-    A resumed optimizer keeps its momentum buffers and step counts, but runs at the rate, momentum and decay asked for.
+    A resumed optimizer keeps its momentum buffers and step counts, but runs at the rates, momentum and decay asked for.
     Raises UsageError for another optimizer, which cannot take those buffers over.
     """
     before = checkpoint.get("hyper_parameters", {})
@@ -70,18 +221,18 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
             f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from: "
             "leave model.optimizer as it was, or start a new run"
         )
-    decays = [group["weight_decay"] for group in parameter_groups(net, settings["weight_decay"])]
-    scale = settings["lr"] / before["lr"]
+    old, new = (
+        parameter_groups(net, **{name: source[name] for name in GROUP_SETTINGS if name in source})
+        for source in (before, settings)
+    )
+    scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):
-        for group, decay in zip(optimizer["param_groups"], decays, strict=False):
-            group["weight_decay"] = decay
+        for group, asked, scale in zip(optimizer["param_groups"], new, scales, strict=False):
             for rate in ("lr", "initial_lr"):
                 if rate in group:
                     group[rate] *= scale
-            for name in ("momentum", "nesterov"):
-                if name in group:
-                    group[name] = settings[name]
+            group.update({name: value for name, value in asked.items() if name not in ("params", "lr")})
     for schedule in checkpoint.get("lr_schedulers", []):
         for rates in ("base_lrs", "_last_lr"):
             if rates in schedule:
-                schedule[rates] = [rate * scale for rate in schedule[rates]]
+                schedule[rates] = [rate * scale for rate, scale in zip(schedule[rates], scales, strict=False)]

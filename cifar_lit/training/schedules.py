@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,14 +39,53 @@ def schedule_factor(name: str, done: float, total: float, warmup: float, final: 
 class Schedule(LambdaLR):
     """A torch scheduler whose factor is `schedule_factor`; step it per optimizer step or per epoch, as `total` counts.
 
-    Raises UsageError for an unknown name, or a warm-up that is as long as the training.
+    Rates may be tensors, which are written in place without waiting for the device; state dicts hold plain numbers.
+
+    Args:
+        optimizer: its groups' rates are the highest ones.
+        name: one of SCHEDULES.
+        total: steps (or epochs) of the training.
+        warmup: see `schedule_factor`.
+        final: see `schedule_factor`.
+        whitening: after how many steps (or epochs) the rate of the group with the role "whitening" has fallen to 0, in a
+            straight line from its highest; None for the schedule of the others.
+
+    Raises UsageError for an unknown name, a warm-up that is as long as the training, or `whitening` without such a group.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0.0, final: float = 0.0) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        total: float,
+        warmup: float = 0.0,
+        final: float = 0.0,
+        *,
+        whitening: float | None = None,
+    ) -> None:
         check_schedule(name, final)
         if warmup < 0 or warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} leaves nothing of {total:g} to train: lower model.warmup_epochs")
-        super().__init__(optimizer, lambda done: schedule_factor(name, done, total, warmup, final))
+
+        def factor(done: float) -> float:
+            return max(0.0, schedule_factor(name, done, total, warmup, final))  # a captured step must see no negative rate
+
+        factors: list[Callable[[int], float]] = [factor] * len(optimizer.param_groups)
+        if whitening is not None:
+            end = whitening
+            whitened = [index for index, group in enumerate(optimizer.param_groups) if group.get("role") == "whitening"]
+            if not whitened:
+                raise UsageError("this net has no whitening layer with a bias to train: set --model.whiten_epochs null")
+            for index in whitened:
+                factors[index] = lambda done: max(0.0, 1 - done / end)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))  # never a tensor: it could be the rate's own
+        super().__init__(optimizer, factors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with plain numbers for the rates."""
+        state = super().state_dict()
+        return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
 def check_schedule(name: str, final: float) -> None:

@@ -74,10 +74,25 @@ def taken_over(trainer: Any) -> Updates:
     return updates
 
 
+def can_capture(model: ImageClassifier, updates: Updates) -> bool:
+    """Whether the steps of a fit can be recorded as graphs of the device: it has such, and nothing looks in between."""
+    trainer: Any = model.trainer
+    alone = trainer.world_size == 1 and updates.accumulate == 1 and _scaler(trainer) is None and not _listened(trainer)
+    return bool(model.hparams["capture"] and alone and graphs_of(trainer.strategy.root_device))
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _listened(trainer: Any) -> bool:
+    return any(getattr(type(one), hook) is not getattr(Callback, hook) for one in trainer.callbacks for hook in HOOKS)
+
+
 class TrainingStep:
     """Runs the optimizer steps of a fit.
 
-    model: attached to its Trainer. capture: record a step as a graph of the device, where it has such.
+    model: attached to its Trainer. capture: record each step as a graph of the device.
     """
 
     def __init__(self, model: ImageClassifier, updates: Updates, capture: bool) -> None:
@@ -88,14 +103,12 @@ class TrainingStep:
         self._optimizer = trainer.optimizers[0]
         schedulers = trainer.lr_scheduler_configs
         self._schedule = schedulers[0].scheduler if schedulers and schedulers[0].interval == "step" else None
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaler = _scaler(trainer)
         self._weights = [parameter for parameter in model.net.parameters() if parameter.requires_grad]
         self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self._waiting = 0  # batches whose gradients have been added up since the last update
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._listened = any(getattr(type(one), hook) is not getattr(Callback, hook) for one in callbacks for hook in HOOKS)
-        alone = trainer.world_size == 1 and updates.accumulate == 1 and self._scaler is None and not self._listened
-        self._graphs = graphs_of(model.device) if capture and alone else None
+        self._listened = _listened(trainer)
+        self._graphs = graphs_of(model.device) if capture else None
         self._captured: dict[Any, Captured] = {}
         self._first = self._progress.total.completed
         if self._graphs:
