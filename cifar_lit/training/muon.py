@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +46,7 @@ class Muon(Optimizer):
     Args:
         params: parameters, or groups of them, each with any of the settings below.
         lr: the rate, 0 or more.
-        momentum: 0 … 1.
+        momentum: 0 or more, below 1.
         nesterov: Nesterov's form of the momentum.
         weight_decay: decoupled; each step takes the share lr · weight_decay off.
         orthogonal: whether a group gets Muon (True) or SGD (False).
@@ -98,7 +98,7 @@ class Muon(Optimizer):
         if not isinstance(group["lr"], Tensor) and not group["lr"] >= 0:
             raise ValueError(f"lr must be 0 or more, not {group['lr']}")
         if not 0 <= group["momentum"] < 1 or not group["weight_decay"] >= 0 or group["steps"] < 1:
-            raise ValueError("momentum must be in 0 … 1, weight_decay 0 or more, steps 1 or more")
+            raise ValueError("momentum must be in 0 … 1 without the 1, weight_decay 0 or more, steps 1 or more")
         if group["adjust"] not in ADJUSTMENTS or group["products"] not in PRODUCTS:
             raise ValueError(f"adjust must be one of {list(ADJUSTMENTS)}, products one of {list(PRODUCTS)}")
         if group["orthogonal"] and any(parameter.ndim < 2 for parameter in group["params"]):
@@ -133,9 +133,9 @@ class Muon(Optimizer):
             keep = keep * (1 - skipped) + skipped
         torch._foreach_mul_(buffers, keep)
         torch._foreach_add_(buffers, grads)
-        updates: Sequence[Tensor] = buffers
+        updates = buffers
         if group["nesterov"]:
-            updates = torch._foreach_add(grads, buffers, alpha=group["momentum"])
+            updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
         if group["orthogonal"]:
             updates = _orthogonal_updates(updates, group)
             if group["rescale"]:
@@ -172,7 +172,7 @@ def orthogonalized(
     return x.mT if tall else x
 
 
-def _orthogonal_updates(updates: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+def _orthogonal_updates(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """`updates` made orthogonal and adjusted, in their own shapes and dtypes, with one batch for each shape of matrix."""
     made: list[Tensor] = list(updates)
     for (rows, columns), members in _by_shape(tuple((len(update), update.numel() // len(update)) for update in updates)):
@@ -204,5 +204,5 @@ def _rescale(parameters: list[Tensor], skipped: Tensor | None, eps: float = 1e-7
     torch._foreach_mul_(factors, [len(parameter) ** 0.5 for parameter in parameters])
     if skipped is not None:
         torch._foreach_mul_(factors, 1 - skipped)
-        torch._foreach_add_(factors, skipped)
+        torch._foreach_add_(factors, [skipped] * len(factors))
     torch._foreach_mul_(parameters, factors)

@@ -222,8 +222,7 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
             "leave model.optimizer as it was, or start a new run"
         )
     old, new = (
-        parameter_groups(net, **{name: source[name] for name in GROUP_SETTINGS if name in source})
-        for source in (before, settings)
+        parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known}) for known in (before, settings)
     )
     scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):

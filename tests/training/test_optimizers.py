@@ -8,7 +8,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.table import build_net
-from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings, parameter_groups
+from cifar_lit.training.optimizers import (
+    OPTIMIZERS,
+    build_optimizer,
+    check_optimizer,
+    override_optimizer_settings,
+    parameter_groups,
+)
 
 
 def net() -> nn.Module:
@@ -65,16 +71,18 @@ def test_decay_pulls_on_weights_and_leaves_biases_and_norms_alone(name: str) -> 
         torch.testing.assert_close(dict(model.named_parameters())[key], before[key] * (1 - 0.1 * 0.5))
 
 
-def test_every_trainable_parameter_is_in_exactly_one_group() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_trainable_parameter_is_in_exactly_one_group(name: str) -> None:
     model = net()
     frozen = next(model.parameters())
     frozen.requires_grad = False
-    grouped = [id(parameter) for group in parameter_groups(model, 0.1) for parameter in group["params"]]  # type: ignore[attr-defined]
+    grouped = [id(parameter) for group in parameter_groups(model, name, 0.1) for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter is not frozen)
 
 
-def test_a_net_of_one_kind_of_parameter_has_one_group() -> None:
-    assert len(parameter_groups(nn.Linear(3, 2, bias=False), 0.1)) == 1
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_net_of_one_kind_of_parameter_has_one_group(name: str) -> None:
+    assert len(parameter_groups(nn.Linear(3, 2, bias=False), name, 0.1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,6 +93,7 @@ def test_a_net_of_one_kind_of_parameter_has_one_group() -> None:
         (("sgd", -1.0, 0.0, False), "above 0, not -1"),
         (("sgd", float("nan"), 0.0, False), "above 0, not nan"),
         (("sgd", 0.1, 0.0, True), "nesterov needs model.momentum"),
+        (("muon", 0.1, 1.0, False), "momentum must be 0 or more and below 1, not 1"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: tuple[Any, ...], line: str) -> None:

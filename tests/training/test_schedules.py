@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,61 @@ def test_the_warm_up_is_part_of_the_training(name: str) -> None:
     factors = [schedule_factor(name, done, 20, 5, 0.0) for done in range(6)]
     assert factors == sorted(factors)
     assert (factors[0], factors[5]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("final", [0.0, 0.05])
+def test_first_and_last_step_have_the_ends_of_the_schedule_and_no_rate_is_below_zero(name: str, final: float) -> None:
+    found = rates(Schedule(optimizer(2.0), name, 7, warmup=2, final=final), 12)
+    assert found[0] == pytest.approx(2 * final)
+    assert found[2] == 2.0
+    assert found[7:] == pytest.approx([2.0 if name == "constant" else 2 * final] * 6)
+    assert min(found) >= 0
+
+
+def whitened(kind: Callable[[float], Any] = float) -> SGD:
+    """Two groups with rates of their own, the second with the whitening's role."""
+    others, whitening = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
+    return SGD(
+        [{"params": others, "lr": kind(2.0)}, {"params": whitening, "lr": kind(3.0), "role": "whitening"}], lr=1.0, fused=True
+    )
+
+
+@pytest.mark.parametrize("end", [4, 2.5, 20])
+def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float) -> None:
+    schedule = Schedule(whitened(), "cosine", 8, warmup=2, whitening=end)
+    found = []
+    for _ in range(11):
+        found.append([float(rate) for rate in schedule.get_last_lr()])
+        schedule.optimizer.step()
+        schedule.step()
+    assert [first for first, _ in found] == pytest.approx([2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)])
+    assert [second for _, second in found] == pytest.approx([max(0.0, 3 * (1 - step / end)) for step in range(11)])
+
+
+def test_without_an_end_of_its_own_the_whitening_follows_the_others() -> None:
+    schedule = Schedule(whitened(), "triangular", 4)
+    schedule.optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([1.5, 2.25])
+
+
+def test_an_end_for_a_whitening_that_the_net_has_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="whiten_epochs null"):
+        Schedule(optimizer(), "cosine", 10, whitening=3)
+
+
+def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> None:
+    tensors, numbers = whitened(torch.tensor), whitened()
+    own = [group["lr"] for group in tensors.param_groups]
+    schedules = [Schedule(each, "triangular", 6, warmup=2, final=0.1, whitening=3) for each in (tensors, numbers)]
+    for _ in range(8):
+        for schedule in schedules:
+            schedule.optimizer.step()
+            schedule.step()
+        assert [float(rate) for rate in own] == pytest.approx(schedules[1].get_last_lr())
+        assert all(group["lr"] is rate for group, rate in zip(tensors.param_groups, own, strict=True))
+    assert [group["initial_lr"] for group in tensors.param_groups] == [2.0, 3.0]
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:

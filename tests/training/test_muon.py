@@ -1,0 +1,291 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from cifar_lit.training.muon import Muon, orthogonalized
+
+MATRICES = [(24, 72), (72, 24), (16, 16), (24, 72), (3, 100)]
+FILTERS = [(8, 3, 3, 3), (16, 8, 3, 3), (16, 8, 3, 3), (64, 4, 2, 2), (12, 5)]
+VECTORS = [(7,), (), (4, 5)]
+
+
+def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+
+
+def give_gradients(params: list[Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int = 4, first: int = 0) -> list[Tensor]:
+    """The parameters after steps on the same random gradients, numbered from `first`."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for seed in range(first, first + steps):
+        give_gradients(params, seed)
+        optimizer.step()
+    return params
+
+
+def assert_alike(first: list[Tensor], second: list[Tensor], tolerance: float = 0.0) -> None:
+    assert len(first) == len(second)
+    for ours, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def both_kinds(lr: Any = 0.1, **settings: Any) -> Muon:
+    """Filters under Muon with all options, and the rest under SGD with decay."""
+    muon = {"params": parameters(FILTERS), "rescale": True, "weight_decay": 0.05, "momentum": 0.6}
+    sgd = {"params": parameters(VECTORS), "orthogonal": False, "weight_decay": 0.1, "momentum": 0.85}
+    rates = [lr.clone() if isinstance(lr, Tensor) else lr for _ in range(2)]
+    return Muon([{**muon, "lr": rates[0]}, {**sgd, "lr": rates[1]}], 0.1, steps=3, **settings)
+
+
+def everything(optimizer: Muon) -> list[Tensor]:
+    """Copies of parameters and buffers."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [tensor.detach().clone() for one in params for tensor in (one, optimizer.state[one]["momentum_buffer"])]
+
+
+@pytest.mark.parametrize(("nesterov", "momentum", "tolerance"), [(True, 0.75, 1e-6), (False, 0.5, 1e-6), (True, 0.95, 2e-3)])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_on_matrices_it_is_torchs_muon(nesterov: bool, momentum: float, tolerance: float, adjust: str, steps: int) -> None:
+    """Momenta that are sums of few powers of two round alike in bfloat16 in torch's averaging form and in ours."""
+    shared: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.2}
+    before = parameters(MATRICES)
+    ours = stepped(Muon(parameters(MATRICES), adjust=adjust, steps=steps, **shared))
+    theirs = stepped(torch.optim.Muon(parameters(MATRICES), adjust_lr_fn=adjust, ns_steps=steps, **shared))
+    moved = [float((after - was).detach().norm()) for after, was in zip(theirs, before, strict=True)]
+    apart = [float((mine - torchs).detach().norm()) for mine, torchs in zip(ours, theirs, strict=True)]
+    assert min(moved) > 0.1
+    assert all(gap <= 10 * tolerance * way for gap, way in zip(apart, moved, strict=True)), (apart, moved)
+
+
+@pytest.mark.parametrize("shape", [(24, 72), (72, 24), (32, 32)])
+def test_the_direction_of_a_step_is_the_nearest_orthogonal_one(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    matrices = left @ torch.diag_embed(values.clamp(min=values.max() / 20)) @ right  # 5 steps lift no less than that to 1
+    made = orthogonalized(matrices, steps=5)
+    found = left.mT @ made @ right.mT
+    values = torch.linalg.svdvals(made)
+    assert values.min() > 0.65 and values.max() < 1.25
+    torch.testing.assert_close(found, torch.diag_embed(torch.diagonal(found, dim1=1, dim2=2)))  # the singular vectors stay
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not orthogonalized(torch.zeros(2, 4, 6)).any()
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "float32"])
+def test_a_batch_of_filters_moves_as_each_would_alone(products: str) -> None:
+    together = stepped(Muon(parameters(FILTERS), 0.1, products=products, rescale=True))
+    alone = parameters(FILTERS)
+    optimizers = [Muon([parameter], 0.1, products=products, rescale=True) for parameter in alone]
+    for seed in range(4):
+        give_gradients(alone, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_alike(together, list(alone), 5e-3 if products == "bfloat16" else 1e-5)
+
+
+def test_a_filter_is_the_matrix_of_its_outputs() -> None:
+    flat = [Parameter(parameter.detach().reshape(len(parameter), -1)) for parameter in parameters(FILTERS)]
+    filters, matrices = Muon(parameters(FILTERS), 0.1, rescale=True), Muon(flat, 0.1, rescale=True)
+    for seed in range(3):
+        give_gradients(filters.param_groups[0]["params"], seed)
+        for parameter, matrix in zip(filters.param_groups[0]["params"], flat, strict=True):
+            matrix.grad = parameter.grad.reshape(matrix.shape)
+        filters.step(), matrices.step()
+    assert_alike([parameter.reshape(len(parameter), -1) for parameter in filters.param_groups[0]["params"]], list(flat))
+
+
+def test_channels_last_filters_move_as_contiguous_ones_and_keep_their_format() -> None:
+    last = [
+        Parameter(parameter.detach().contiguous(memory_format=torch.channels_last) if parameter.ndim == 4 else parameter.detach())
+        for parameter in parameters(FILTERS)
+    ]
+    optimizer = Muon(last, 0.1, rescale=True, products="float32")
+    assert_alike(stepped(optimizer), stepped(Muon(parameters(FILTERS), 0.1, rescale=True, products="float32")), 1e-6)
+    for parameter in last:
+        assert optimizer.state[parameter]["momentum_buffer"].stride() == parameter.stride()
+
+
+def test_rescaling_brings_a_filter_to_the_root_of_its_outputs_before_it_moves() -> None:
+    params = parameters(FILTERS)
+    before = [parameter.detach().clone() for parameter in params]
+    optimizer = Muon(params, 0.0, rescale=True)
+    give_gradients(params, 0)
+    optimizer.step()
+    for parameter, was in zip(params, before, strict=True):
+        assert parameter.norm().item() == pytest.approx(len(parameter) ** 0.5, rel=1e-5)
+        torch.testing.assert_close(parameter / parameter.norm(), was / was.norm())
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.85, True), (0.9, False), (0.0, False)])
+def test_the_other_groups_are_torchs_sgd(momentum: float, nesterov: bool) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov}
+    assert_alike(
+        stepped(Muon(parameters(VECTORS), orthogonal=False, **settings)), stepped(SGD(parameters(VECTORS), **settings)), 1e-6
+    )
+
+
+def test_decay_takes_its_share_outside_of_the_gradient() -> None:
+    for orthogonal, shapes in ((False, VECTORS), (True, FILTERS)):
+        params = parameters(shapes)
+        before = [parameter.detach().clone() for parameter in params]
+        optimizer = Muon(params, 0.5, orthogonal=orthogonal, weight_decay=0.1)
+        for parameter in params:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.step()
+        assert_alike(list(params), [was * 0.95**2 for was in before], 1e-6)
+
+
+def test_a_rate_in_a_tensor_is_the_same_rate_and_read_anew_at_each_step() -> None:
+    tensors, numbers = both_kinds(torch.tensor(0.1)), both_kinds(0.1)
+    stepped(tensors), stepped(numbers)
+    for group in tensors.param_groups:
+        group["lr"].fill_(0.03)
+    for group in numbers.param_groups:
+        group["lr"] = 0.03
+    assert_alike(stepped(tensors, first=4), stepped(numbers, first=4), 1e-6)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_rate_below_zero_counts_as_zero(kind: Callable[[float], Any]) -> None:
+    optimizer = both_kinds(kind(0.1))
+    params = stepped(optimizer)
+    optimizer.param_groups[0]["rescale"] = False
+    before = [parameter.detach().clone() for parameter in params]
+    for group in optimizer.param_groups:
+        group["lr"] = kind(-0.1)
+    assert_alike(stepped(optimizer), before)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_a_step_with_found_inf_changes_nothing(shape: tuple[int, ...], lr: Any, value: float) -> None:
+    optimizer = both_kinds(lr)
+    params = stepped(optimizer)
+    before = everything(optimizer)
+    optimizer.found_inf = torch.ones(shape)
+    for parameter in params:
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    assert_alike(everything(optimizer), before)
+
+
+def test_a_first_step_with_found_inf_leaves_no_trace_in_those_that_follow() -> None:
+    optimizer = both_kinds()
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in params:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    optimizer.found_inf = torch.tensor(0.0)
+    assert_alike(stepped(optimizer), stepped(both_kinds()), 1e-6)
+
+
+def test_parameters_without_gradient_are_left_out() -> None:
+    optimizer, whole = both_kinds(), both_kinds()
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in params]
+    expected = stepped(whole, 1)
+    give_gradients(params, 0)
+    for parameter in params[::2]:
+        parameter.grad = None
+    optimizer.step()
+    assert_alike(params[::2], before[::2])
+    assert_alike(params[1::2], expected[1::2], 5e-3)  # another batch, other roundings in bfloat16
+    assert all(parameter not in optimizer.state for parameter in params[::2])
+
+
+def test_it_goes_on_from_its_state_as_if_never_stopped() -> None:
+    whole = both_kinds()
+    through = stepped(whole, 6)
+    first = both_kinds()
+    half = [parameter.detach().clone() for parameter in stepped(first, 3)]
+    second = both_kinds(lr=7.0, momentum=0.0)
+    second.load_state_dict(first.state_dict())
+    for parameter, value in zip([one for group in second.param_groups for one in group["params"]], half, strict=True):
+        parameter.data.copy_(value)
+    assert_alike(stepped(second, 3, first=3), through)
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    """Tensors without content refuse every question about their values, and to meet tensors of another device."""
+    with FakeTensorMode():
+        filters, others = ([Parameter(torch.ones(shape, device="cuda:0")) for shape in shapes] for shapes in (FILTERS, VECTORS))
+        rates = [torch.tensor(0.1, device="cuda:0") for _ in range(2)]
+        groups = [
+            {"params": filters, "lr": rates[0], "rescale": True, "weight_decay": 0.1},
+            {"params": others, "lr": rates[1], "orthogonal": False, "weight_decay": 0.1},
+        ]
+        optimizer = Muon(groups, 0.1)
+        for parameter in (*filters, *others):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.found_inf = torch.zeros(1, device="cuda:0")
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_captured_step_is_the_eager_one() -> None:
+    eager, captured = both_kinds(torch.tensor(0.1)), both_kinds(torch.tensor(0.1))
+    for optimizer in (eager, captured):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"].cuda()
+            for parameter in group["params"]:
+                parameter.data = parameter.data.cuda()
+        optimizer.found_inf = torch.zeros(1, device="cuda")
+        stepped(optimizer, 1)
+    graph = torch.cuda.CUDAGraph()
+    params = [parameter for group in captured.param_groups for parameter in group["params"]]
+    kept = [parameter.grad for parameter in params]
+    with torch.cuda.graph(graph):
+        captured.step()
+    for step, (rate, found) in enumerate([(0.1, 0.0), (0.03, 1.0), (-0.1, 0.0)], start=1):
+        for optimizer in (eager, captured):
+            assert optimizer.found_inf is not None
+            optimizer.found_inf.fill_(found)
+            for group in optimizer.param_groups:
+                group["lr"].fill_(rate)
+        theirs = stepped(eager, 1, first=step)
+        for grad, other in zip(kept, theirs, strict=True):
+            assert grad is not None and other.grad is not None
+            grad.copy_(other.grad)
+        graph.replay()
+        assert_alike(params, theirs, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"lr": -0.1}, "lr must be 0 or more"),
+        ({"momentum": 1.0}, "momentum must be in"),
+        ({"weight_decay": -1.0}, "weight_decay 0 or more"),
+        ({"steps": 0}, "steps 1 or more"),
+        ({"adjust": "torchs"}, "match_rms_adamw"),
+        ({"products": "float16"}, "bfloat16"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Muon(parameters(FILTERS), **{"lr": 0.1, **settings})
+
+
+def test_a_vector_cannot_be_made_orthogonal() -> None:
+    with pytest.raises(ValueError, match="orthogonal=False"):
+        Muon(parameters(VECTORS), 0.1)
