@@ -67,7 +67,7 @@ TYPED: list[tuple[str, str]] = [
     (f"{S} --trainer.deterministic wran", "trainer.deterministic must be one of true, false, warn, not wran. Did you mean warn?"),
     (f"{S} --precision bf17-mixed", "--precision (trainer.precision) must be one of …, not bf17-mixed. Did you mean bf16-mixed?"),
     (f"{S} --model.schedule cosin", "model.schedule must be one of constant, cosine, …, not 'cosin'. Did you mean cosine?"),
-    (f"{S} --model.optimizer adam", "model.optimizer must be one of sgd, adamw, not 'adam'. Did you mean adamw?"),
+    (f"{S} --model.optimizer adam", "model.optimizer must be one of sgd, adamw, muon, not 'adam'. Did you mean adamw?"),
     (f"{S} --data.flip randm", "data.flip must be one of none, random, alternating, not 'randm'. Did you mean random?"),
     (f"{S} --trainer.callbacks EarlyStoping", "trainer.callbacks: no class is called EarlyStoping; give its full path, …"),
     (f"{S} --trainer.callbacks EarlyStopping --trainer.callbacks.mod=x", "trainer.callbacks: EarlyStopping has no setting mod"),

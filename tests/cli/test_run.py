@@ -120,7 +120,7 @@ def test_the_next_commands_can_be_typed_as_they_stand(answer: Typed, run: Path) 
 
 def test_the_start_card_tells_what_runs(answer: Typed) -> None:
     card = dict(re.findall(r"^(\w+) {2,}(.*)$", answer.out, re.MULTILINE))
-    assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16"
+    assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in the memory of cpu"
     assert card["devices"] == "1 × cpu"
     assert card["precision"] == "32-true"
     assert card["batch"].startswith("32 = 1 × 32 ")

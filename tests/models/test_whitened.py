@@ -267,3 +267,17 @@ def test_channels_last_gives_the_same_logits() -> None:
         expected = net(some_images(seed=9))
         last = net.to(memory_format=torch.channels_last)(some_images(seed=9).to(memory_format=torch.channels_last))
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fixed_first_layer_gives_the_same_logits_and_asks_for_no_gradient() -> None:
+    torch.manual_seed(0)
+    trained = build_net("whitened", channels=3, image_size=16, num_classes=4, options={"widths": [8, 8]})
+    fixed = build_net("whitened", channels=3, image_size=16, num_classes=4, options={"widths": [8, 8], "whiten_bias": False})
+    fixed.load_state_dict(trained.state_dict())
+    images = torch.randn(4, 3, 16, 16)
+    assert torch.equal(trained(images), fixed(images))
+    fixed(images).sum().backward()
+    assert {name for name, parameter in fixed.named_parameters() if parameter.grad is None} == {
+        *("whiten.weight", "whiten.bias"),
+        *(name for name, _ in fixed.named_parameters() if "norms" in name and name.endswith("weight")),
+    }
