@@ -37,7 +37,10 @@ class AccuracyCurve(Checkpoint):
     points: what was found. spent: seconds that the tests took.
     """
 
-    takes_chunks = True
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether it does not count steps."""
+        return self._every == 0
 
     def __init__(self, clock: Clock, every: int = 0) -> None:
         self._clock, self._every = clock, every

@@ -33,7 +33,7 @@ def run(settings: Namespace) -> None:
     what = subject(settings)
     turns = Interleave(lambda trainer, model: BareLoop(trainer, model, what.data).steps(), settings.steps, settings.rounds)
     # no longer than that, so that schedules (of rates, of image sizes) run through whole while they are measured
-    settings.precision = fit(what, turns, max_epochs=epochs_for(what, settings.steps * (settings.rounds + 1)))
+    settings.precision = fit(what, turns, max_epochs=epochs_for(what, settings.steps, settings.rounds))
     if len(turns.rounds) < 2:
         raise Failure(f"only {len(turns.rounds)} rounds were counted before the training was over: raise --rounds")
     figures = comparison("step", settings, turns.rounds, "bare loop")

@@ -20,6 +20,7 @@ from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.cli.machine import choose_devices, choose_precision, look
 from cifar_lit.cli.run import Run
 from cifar_lit.data.module import ImageData
+from cifar_lit.data.placement import CPU_CHUNK, DEVICE_CHUNK
 from cifar_lit.errors import UsageError
 from cifar_lit.results.run_folder import RunFolder
 from cifar_lit.training.classifier import ImageClassifier
@@ -132,10 +133,13 @@ def fit(what: Subject, *callbacks: Callback, max_epochs: int, validates: bool = 
         return str(trainer.precision)
 
 
-def epochs_for(what: Subject, steps: int) -> int:
-    """How many epochs of a training hold so many steps."""
+def epochs_for(what: Subject, steps: int, rounds: int) -> int:
+    """How many epochs hold a warm-up and `rounds` rounds, each of at least `steps` steps and up to a call's more."""
     size = what.data.batch_size
-    return -(-steps // max(1, len(what.data.split[0]) // size))
+    on_cpu = what.accelerator == "cpu" or (what.accelerator == "auto" and not look().gpus)
+    call = what.data.chunk or max(1, (CPU_CHUNK if on_cpu else DEVICE_CHUNK) // size)
+    an_epoch = max(1, len(what.data.split[0]) // size)
+    return -(-(steps + min(call, an_epoch)) * (rounds + 1) // an_epoch)
 
 
 @contextmanager
