@@ -14,6 +14,7 @@ if [ -n "${TINY:-}" ]; then
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
     : "${INPUT:=--batch-size 50 --batches 2 --rounds 2}" "${PROFILE:=--warmup 2 --steps 3}"
     : "${DEVICES:=--batch-sizes 4 --widths 1 --warmup 2 --steps 3 --rounds 2}"
+    : "${HAND:=--epochs 1}"
     : "${EXTRA:=--epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1}"
 fi
 accelerator=${ACCELERATOR:-gpu}
@@ -44,6 +45,7 @@ train() { # FILE RECIPE RUNS FLAGS…
     measure step step --recipe "$fast" "${images[@]}" ${TURNS:-} # decodes the images, too
     measure profile profile --recipe "$fast" "${images[@]}" ${PROFILE:-}
     train fast "$fast" "${RUNS:-40}"
+    measure hand hand --recipe "$fast" "${images[@]}" --runs "${RUNS:-40}" ${HAND:-} # the same by a bare loop
     train faster "$faster" "${RUNS_FASTER:-3}"
     train tutorial "$tutorial" 3 --epochs "${EPOCHS_TUTORIAL:-10}"
     measure cold cold --runs "${RUNS_COLD:-2}" --recipe "$fast" "${images[@]}" --devices 1 ${EXTRA:-}

@@ -18,6 +18,7 @@ BENCHES = {
     "devices": "the CPU against each GPU over batch sizes and widths: time an epoch, images/s, speed-up",
     "scaling": "one recipe and global batch on 1, 2, … devices: time, speed-up, accuracy",
     "cold": "from the start of the process to the tested net, and what that time is made of",
+    "hand": "a recipe's whole training by a bare loop: its time and accuracy, to be compared with `recipe`",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
     "table": "the results in JSON files as Markdown",

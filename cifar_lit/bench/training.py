@@ -30,7 +30,10 @@ LINEAR = "linear"  # a net of a single layer, which only measurements know
 
 
 class Subject(NamedTuple):
-    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it."""
+    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it.
+
+    epochs: the recipe's.
+    """
 
     model: ImageClassifier
     data: ImageData
@@ -38,6 +41,7 @@ class Subject(NamedTuple):
     devices: Any
     precision: str
     trainer: dict[str, Any]
+    epochs: int = 1
 
 
 def add_training_arguments(parser: ArgumentParser, recipe: str | None) -> None:
@@ -63,7 +67,7 @@ def add_data_arguments(parser: ArgumentParser, dataset: str | None = None) -> No
 WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0}}
 
 
-def subject(settings: Namespace) -> Subject:
+def subject(settings: Namespace, seed: int = 0) -> Subject:
     """The training that the flags of `add_training_arguments` choose; writes what they left open into `settings`.
 
     Model and data are as in the recipe, its rate and schedule too; of its Trainer only precision and logging interval
@@ -80,19 +84,19 @@ def subject(settings: Namespace) -> Subject:
     machine = look()
     accelerator, devices = choose_devices(machine, settings.accelerator, 1)
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
-    images, classifier = build(model, data)
+    images, classifier = build(model, {**data, "seed": seed}, seed)
     settings.net = model.get("net", classifier.hparams["net"])
     settings.lr, settings.precision = classifier.hparams["lr"], precision
     settings.dataset, settings.batch_size = images.dataset, images.batch_size
     kept = {"log_every_n_steps": trainer["log_every_n_steps"]} if "log_every_n_steps" in trainer else {}
-    return Subject(classifier, images, accelerator, devices, precision, kept)
+    return Subject(classifier, images, accelerator, devices, precision, kept, int(trainer.get("max_epochs", 1)))
 
 
-def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
-    """Data and model from a recipe's sections; the net's weights are always the same."""
+def build(model: dict[str, Any], data: dict[str, Any], seed: int = 0) -> tuple[ImageData, ImageClassifier]:
+    """Data and model from a recipe's sections; the net's weights follow from the seed."""
     try:
         images = ImageData(**data)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         shape = {"input_shape": images.input_shape, "num_classes": images.class_count}
         linear = model.get("net") == LINEAR
         classifier = ImageClassifier(**{**model, **shape, **({"net": "signs_mlp"} if linear else {})})

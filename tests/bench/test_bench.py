@@ -19,6 +19,7 @@ TURNS = ["--steps", "2", "--rounds", "3"]
 LINES = {
     "step": ["step", *SMALL, *TURNS],
     "step of a recipe": ["step", "--recipe", "tudui", *SMALL, *TURNS],
+    "hand": ["hand", *SMALL, "--runs", "2", "--epochs", "1"],
     "tutorial": ["tutorial", *SMALL, *TURNS],
     "tutorial by epochs": ["tutorial", *SMALL, "--epochs", "2"],
     "input": ["input", *SMALL, "--batches", "2", "--rounds", "2"],
