@@ -58,6 +58,12 @@ class Chunk(NamedTuple):
             start += size
 
 
+def count_batches(images: int, batch_size: int, world: int) -> int:
+    """Training batches of an epoch on `world` devices; see `TrainLoader` for the last one."""
+    full, rest = divmod(images, batch_size)
+    return full + (rest >= 2 * world or full == 0)
+
+
 class TrainLoader:
     """Training batches of one device, `chunk` of them at a time: order and augmentation follow from (seed, epoch, image).
 
@@ -103,8 +109,7 @@ class TrainLoader:
     @property
     def batch_count(self) -> int:
         """Batches of an epoch."""
-        full, rest = divmod(len(self.indices), self.batch_size)
-        return full + (rest >= 2 * self.world or full == 0)
+        return count_batches(len(self.indices), self.batch_size, self.world)
 
     def __len__(self) -> int:
         return -(-self.batch_count // self.chunk)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise, take
 from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.loaders import Batch, Chunk, EvalLoader, TrainLoader
+from cifar_lit.data.loaders import Batch, Chunk, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.placement import check_placement, choose_placement, chunk_size, free_memory, on_device
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
@@ -162,8 +162,12 @@ class ImageData(pl.LightningDataModule):
         """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
         self._resumed = state_dict or None
         size = state_dict.get("batch_size", self.batch_size)
-        if size != self.batch_size and 0 < state_dict["position"] < len(self.split[0]) // size:
+        if size != self.batch_size and self._stopped_in_mid_epoch(size):
             raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
+
+    def _stopped_in_mid_epoch(self, batch_size: int) -> bool:
+        position = (self._resumed or {}).get("position", 0)
+        return 0 < position < count_batches(len(self.split[0]), batch_size, self._world)
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +214,7 @@ class ImageData(pl.LightningDataModule):
         """Batches a chunk; an epoch that was stopped in its middle goes on as it was counted before it."""
         wanted = self.chunk or chunk_size(self.trainer, self.batch_size, self.device)
         before = (self._resumed or {}).get("chunk", wanted)
-        if before == wanted or not 0 < self._resumed["position"] < len(self.split[0]) // self.batch_size:  # type: ignore[index]
+        if before == wanted or not self._stopped_in_mid_epoch(self.batch_size):
             return wanted
         if wanted == 1 and not self.chunk:
             raise UsageError(

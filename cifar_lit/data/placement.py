@@ -89,4 +89,5 @@ def _counts(callback: Callback) -> bool:
     if isinstance(callback, ModelCheckpoint):
         return bool(callback._every_n_train_steps)
     hooks = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step", "on_after_backward")
-    return any(getattr(type(callback), hook, None) is not getattr(Callback, hook) for hook in hooks)
+    # of the object, as LambdaCallback's hooks are not its class's
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for hook in hooks)

@@ -176,8 +176,9 @@ class OrderlyStop(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops in the middle of an epoch."""
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        """Stops in the middle of an epoch, where no gradients wait for others: they would be lost."""
+        step = getattr(pl_module, "_step", None)
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (step and step.waiting):
             return
         if number := self._agreed(trainer, pl_module):
             assert self._last.dirpath is not None

@@ -191,7 +191,7 @@ class ImageClassifier(pl.LightningModule):
             self._step.run(part, last)
             if last or self._log_is_due:
                 self._log_window()
-        return self.sums.last
+        return self.sums.last.clone()  # which is written over by the next call's
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs what is left when the training ends in the middle of an epoch."""
@@ -204,8 +204,6 @@ class ImageClassifier(pl.LightningModule):
         return self.sums.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def _log_window(self) -> None:
-        if self._step is not None:
-            self._step.check()
         self.logged_step = self.global_step
         loss, hits, images = sums = self.window_sums()
         self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
@@ -215,7 +213,9 @@ class ImageClassifier(pl.LightningModule):
         self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate})
 
     def window_sums(self) -> list[float]:
-        """Loss, hits and images since the last log line, over all devices."""
+        """Loss, hits and images since the last log line, over all devices; raises NotFiniteLoss when they are not finite."""
+        if self._step is not None:
+            self._step.check()
         sums = torch.stack((self.sums.loss, self.sums.hits, self.sums.hits.new_tensor(self.sums.images)))
         return self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
 

@@ -8,6 +8,7 @@ replayed from then on, which leaves next to nothing to do for the host.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -66,12 +67,20 @@ class Updates(NamedTuple):
     accumulate: int = 1
 
 
+_TAKEN: WeakKeyDictionary[Any, Updates] = WeakKeyDictionary()
+
+
 def taken_over(trainer: Any) -> Updates:
-    """The Trainer's settings of that, which it refuses where it does not optimize itself: it is left with none."""
-    clip, algorithm = trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm
-    updates = Updates(float(clip), str(algorithm or "").lower().endswith("value"), trainer.accumulate_grad_batches)
-    trainer.gradient_clip_val, trainer.accumulate_grad_batches = None, 1
-    return updates
+    """The Trainer's settings of that, which it refuses where it does not optimize itself: it is left with none.
+
+    It may be asked again, by a validation before the fit or by a second fit, and answers the same.
+    """
+    if trainer not in _TAKEN:
+        clip, algorithm = trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm
+        by_value = str(algorithm or "").lower().endswith("value")
+        _TAKEN[trainer] = Updates(float(clip), by_value, trainer.accumulate_grad_batches)
+        trainer.gradient_clip_val, trainer.accumulate_grad_batches = None, 1
+    return _TAKEN[trainer]
 
 
 def can_capture(model: ImageClassifier, updates: Updates) -> bool:
@@ -86,7 +95,9 @@ def _scaler(trainer: Any) -> Any:
 
 
 def _listened(trainer: Any) -> bool:
-    return any(getattr(type(one), hook) is not getattr(Callback, hook) for one in trainer.callbacks for hook in HOOKS)
+    """Whether a callback does something in one of `HOOKS`; asked of objects, as LambdaCallback's are not its class's."""
+    every = ((getattr(one, hook), getattr(Callback, hook)) for one in trainer.callbacks for hook in HOOKS)
+    return any(getattr(own, "__func__", None) is not empty for own, empty in every)
 
 
 class TrainingStep:
@@ -106,11 +117,11 @@ class TrainingStep:
         self._scaler = _scaler(trainer)
         self._weights = [parameter for parameter in model.net.parameters() if parameter.requires_grad]
         self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        self._waiting = 0  # batches whose gradients have been added up since the last update
+        self.waiting = 0  # batches whose gradients are added up since the last update; they are in no checkpoint
         self._listened = _listened(trainer)
         self._graphs = graphs_of(model.device) if capture else None
         self._captured: dict[Any, Captured] = {}
-        self._first = self._progress.total.completed
+        self._made = 0  # updates of this fit
         if self._graphs:
             self._optimizer.found_inf = model.sums.broken  # type: ignore[attr-defined]
 
@@ -134,8 +145,7 @@ class TrainingStep:
     def check(self) -> None:
         """Raises NotFiniteLoss if a captured step has met one; waits for the device."""
         if self.captures and float(self._model.sums.broken):
-            missed = self._progress.total.completed - self._first - int(self._model.sums.steps)
-            self._progress.total.completed -= missed
+            self._progress.total.completed -= self._made - int(self._model.sums.steps)
             raise self._not_finite("not finite")
 
     # ---- what a step is made of
@@ -154,10 +164,10 @@ class TrainingStep:
             raise self._not_finite(f"{float(plain.detach())}")
         with torch.autocast(loss.device.type, enabled=False):
             self._model.manual_backward(loss / self._accumulate if self._accumulate > 1 else loss)
-            self._waiting += 1
-            if self._waiting < self._accumulate and not last:
+            self.waiting += 1
+            if self.waiting < self._accumulate and not last:
                 return
-            self._waiting = 0
+            self.waiting = 0
             if self._scaler is not None and (self._clip or self._listened):
                 self._scaler.unscale_(self._optimizer)
             self._call("on_before_optimizer_step", self._optimizer)
@@ -190,6 +200,7 @@ class TrainingStep:
         """An optimizer step was made: the Trainer's `global_step` counts it, and the rates go on."""
         self._progress.increment_ready()
         self._progress.increment_completed()
+        self._made += 1
         if self._schedule is not None:
             self._schedule.step()
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from cifar_lit.data.module import ImageData
 from cifar_lit.training.checkpoints import WholeCheckpoints
@@ -65,7 +65,13 @@ def fitted(
     return done
 
 
-def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
+    """A net whose weights show which random numbers were drawn, and whose buffers show which batches it saw."""
+    features = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4))
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
     """A copy of a net's state."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from small_runs import Rows, classifier, fitted, same, shapes_data, weights
-from torch import nn
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import NETS, Entry
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("dropout_net")
 
 STEPS = 7  # an epoch, of which there are three
 
@@ -27,15 +27,6 @@ def _signals_given_back() -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before
-
-
-@pytest.fixture(autouse=True)
-def _net_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-        features = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4))
-        return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
-
-    monkeypatch.setitem(NETS, "dropout", Entry(build, least=8))
 
 
 class Press(Callback):

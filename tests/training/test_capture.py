@@ -1,0 +1,249 @@
+"""Steps that are recorded once and replayed: the same training as step by step, and the same end of a diverged one."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, weights
+from stand_in import Graphs, stand_in
+
+from cifar_lit.data.loaders import Batch
+from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop
+from cifar_lit.training.capture import WARM_UP, Captured, graphs_of
+from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.step import NotFiniteLoss
+
+pytestmark = pytest.mark.usefixtures("dropout_net")
+
+BATCHES = 7  # of an epoch: six of 16 images and one of 4
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return stand_in(monkeypatch)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "momentum": ({"momentum": 0.9, "weight_decay": 1e-3}, {}, {}),
+    "Nesterov, clipped by norm": ({"momentum": 0.9, "nesterov": True}, {}, {"gradient_clip_val": 0.05}),
+    "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "adamw": ({"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
+    "norms and dropout": ({"net": "dropout", "momentum": 0.9}, {"chunk": 1}, {}),
+    "smaller images first": ({"net": "dropout"}, {"resolutions": {8: 0.4, 12: 0.2}}, {"max_epochs": 5}),
+    "bfloat16": ({"momentum": 0.9}, {}, {"precision": "bf16-mixed"}),
+    "an average": ({"momentum": 0.9, "ema_decay": 0.9}, {}, {}),
+}
+SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a schedule by the step": ({"momentum": 0.9, "schedule": "one_cycle"}, {}, {}),
+    "a schedule by the epoch": ({"schedule": "cosine", "schedule_every": "epoch"}, {}, {}),
+    "adamw by the step": ({"optimizer": "adamw", "lr": 0.01, "schedule": "triangular"}, {}, {}),
+}
+
+
+def outcome(name: str, *more: Callback, capture: bool) -> tuple[Any, ...]:
+    model_settings, data_settings, settings = {**SETTINGS, **SCHEDULES}[name]
+    rows, clock, model = Rows(), Clock(), classifier(capture=capture, **model_settings)
+    data = shapes_data(crop=2, flip="random", **{"chunk": 3, **data_settings})
+    done = fitted(model, data, clock, *more, **{"logger": rows, "log_every_n_steps": 4, "max_epochs": 6, **settings})
+    return weights(model), rows.rows, done.global_step, clock.images
+
+
+def assert_the_same(name: str, graphs: Graphs) -> None:
+    expected, *counted = outcome(name, graphs, capture=False)
+    assert graphs.recorded == 0
+    found, *counted_too = outcome(name, graphs, capture=True)
+    assert same(found, expected)
+    assert counted_too == counted
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_recorded_steps_train_and_log_as_single_ones_do_bit_for_bit(name: str, graphs: Graphs) -> None:
+    assert_the_same(name, graphs)
+    if name == "smaller images first":  # 2 + 1 + 2 epochs; only the full batches come often enough
+        assert graphs.recorded == 3
+        assert graphs.replays == 2 * 6 + 6 + 2 * 6 - 3 * WARM_UP
+    else:  # the batches of 16, and in the fourth epoch those of 4
+        assert graphs.recorded == 2
+        assert graphs.replays == 6 * BATCHES - 2 * WARM_UP
+
+
+def test_a_recorded_step_reads_its_rates_anew_where_they_are_tensors(graphs: Graphs) -> None:
+    class Tensors(Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = torch.tensor(group["lr"])
+
+    expected, *counted = outcome("a schedule by the step", capture=False)
+    found, *counted_too = outcome("a schedule by the step", Tensors(), graphs, capture=True)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+    assert counted_too[1:] == counted[1:]
+
+
+@pytest.mark.xfail(strict=True, reason="rates are floats until the optimizers take tensors")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_in_recorded_steps(name: str, graphs: Graphs) -> None:
+    expected, rows, *counted = outcome(name, graphs, capture=False)
+    found, rows_too, *counted_too = outcome(name, graphs, capture=True)
+    assert graphs.rates_are_tensors()
+    assert counted_too == counted
+    for weight, tensor in expected.items():
+        torch.testing.assert_close(found[weight], tensor, rtol=1e-4, atol=1e-6, msg=weight)
+    for (step, values), (usual_step, usual) in zip(rows_too, rows, strict=True):
+        assert (step, values) == (usual_step, pytest.approx(usual, rel=1e-4))
+
+
+class Hooked(Callback):
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings"), [([Hooked()], {}), ([], {"accumulate_grad_batches": 2})], ids=["hooks", "accumulation"]
+)
+def test_what_a_recorded_step_cannot_do_is_done_step_by_step(callbacks: list[Any], settings: Any, graphs: Graphs) -> None:
+    fitted(classifier(), shapes_data(), graphs, *callbacks, **settings)
+    assert graphs.recorded == 0
+
+
+def test_without_a_device_that_records_nothing_is_recorded() -> None:
+    assert graphs_of(torch.device("cpu")) is None
+
+
+def test_a_recorded_step_gets_each_batch_where_the_first_one_was(graphs: Graphs) -> None:
+    seen: list[tuple[float, int, float, int]] = []
+
+    def step(images: torch.Tensor, labels: torch.Tensor, share: float) -> None:
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        seen.append((float(images.mean()), int(labels[0]), share, images.data_ptr()))
+
+    graphs._optimizers = [torch.optim.SGD([torch.zeros(1)])]
+    captured = Captured(graphs, step)
+    for number in range(6):
+        images = torch.full((2, 3, 4, 4), float(number)).contiguous(memory_format=torch.channels_last)
+        captured.run(Batch(images, torch.tensor([number, 0]), torch.zeros(2), 0.5))
+    assert [entry[:3] for entry in seen] == [(float(number), number, 0.5) for number in range(6)]
+    assert len({place for *_, place in seen[WARM_UP:]}) == 1
+
+
+# ---- a loss that is not finite
+
+
+def broken_data(step: int, **settings: Any) -> Any:
+    """Data whose batch of that step (from 0, in the first epochs) holds a NaN, whatever chunk it comes in."""
+    data = shapes_data(**settings)
+    normalised = data.on_after_batch_transfer
+
+    def broken(batch: Any, dataloader_idx: int) -> Any:
+        result = normalised(batch, dataloader_idx)
+        if hasattr(batch, "sizes"):
+            loader: Any = data._train_loader
+            first = loader.epoch * BATCHES + loader.position - len(batch.sizes)
+            if first <= step < first + len(batch.sizes):
+                result.images[sum(batch.sizes[: step - first])] = math.nan
+        return result
+
+    data.on_after_batch_transfer = broken  # type: ignore[method-assign]
+    return data
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "momentum": {"momentum": 0.9},
+    "Nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+    "adamw": {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("capture", [True, False], ids=["recorded", "single"])
+@pytest.mark.parametrize(("step", "clip"), [(0, None), (4, 0.05), (9, None), (26, 0.05)])
+def test_a_loss_that_is_not_finite_leaves_the_weights_as_they_were_and_names_its_step(
+    step: int, capture: bool, name: str, clip: float | None, graphs: Graphs, tmp_path: Path
+) -> None:
+    expected = classifier(capture=False, **OPTIMIZERS[name])
+    settings: dict[str, Any] = {"gradient_clip_val": clip, "max_epochs": 5, "log_every_n_steps": 100}
+    fitted(expected, shapes_data(), **{**settings, "max_epochs": -1}, max_steps=step)
+    best, last, rows, model = best_checkpoint(), last_checkpoint(), Rows(), classifier(capture=capture, **OPTIMIZERS[name])
+    best.dirpath = last.dirpath = str(tmp_path)
+    used = trainer(graphs, best, last, enable_checkpointing=True, logger=rows, **settings)
+    with pytest.raises(NotFiniteLoss, match=rf"the loss is (nan|not finite) at step {step} of epoch {step // BATCHES}$"):
+        used.fit(model, datamodule=broken_data(step, chunk=4))
+    assert same(weights(model), weights(expected))
+    assert used.global_step == step
+    for path in tmp_path.iterdir():
+        assert read_checkpoint(path)["global_step"] <= step // BATCHES * BATCHES
+    assert all(math.isfinite(loss) for loss in rows.of("train/loss").values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_of_an_optimizer_stay_as_they_were_too(name: str, graphs: Graphs) -> None:
+    expected, found = [], []
+    for step, data, states in ((9, shapes_data(), expected), (99, broken_data(9, chunk=4), found)):
+        used = trainer(graphs, max_steps=step, max_epochs=-1)
+        try:
+            used.fit(classifier(**OPTIMIZERS[name]), datamodule=data)
+        except NotFiniteLoss:
+            assert step == 99
+        for state in used.optimizers[0].state_dict()["state"].values():
+            states += [value for value in state.values() if value is not None]
+    assert len(expected) == len(found) and (name == "sgd" or expected)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_checkpoint_asked_for_between_log_lines_is_refused_when_the_loss_was_not_finite(graphs: Graphs, tmp_path: Path) -> None:
+    class Save(Callback):
+        takes_chunks = True
+
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "asked.ckpt")
+
+    with pytest.raises(NotFiniteLoss, match="at step 1 of epoch 0"):
+        fitted(classifier(), broken_data(1, chunk=4), graphs, Save(), log_every_n_steps=100)
+    assert not list(tmp_path.iterdir())
+
+
+class Press(Callback):
+    """Stops the training after the chunk in which a step ends."""
+
+    takes_chunks = True
+
+    def __init__(self, stop: OrderlyStop, step: int) -> None:
+        self._stop, self._step = stop, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step <= self._step < trainer.global_step + len(batch.sizes):
+            self._stop._receive(2, None)
+
+
+@pytest.mark.parametrize("step", [12, 18])
+def test_a_resumed_recorded_training_ends_alike_and_names_the_step_at_which_it_diverges(
+    step: int, graphs: Graphs, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 4, "log_every_n_steps": 3}
+
+    def run(data: Any, *callbacks: Callback, resume: bool = False) -> Any:
+        last, model = last_checkpoint(), classifier(momentum=0.9)
+        last.dirpath = str(tmp_path)
+        stop = OrderlyStop(last)
+        more = [] if resume or callbacks else [Press(stop, 9)]
+        path = tmp_path / "last.ckpt" if resume else None
+        fitted(model, data, graphs, last, *more, *callbacks, *([stop] if more else []), resume=path, **settings)
+        return weights(model)
+
+    expected = run(shapes_data(chunk=3), Clock())
+    with pytest.raises(Interrupted):
+        run(shapes_data(chunk=3))
+    assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 10
+    kept = (tmp_path / "last.ckpt").read_bytes()
+    assert same(run(shapes_data(chunk=3), resume=True), expected)
+    (tmp_path / "last.ckpt").write_bytes(kept)
+    with pytest.raises(NotFiniteLoss, match=rf"at step {step} of epoch {step // BATCHES}$"):
+        run(broken_data(step, chunk=3), resume=True)
