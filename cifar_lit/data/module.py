@@ -202,7 +202,7 @@ class ImageData(pl.LightningDataModule):
             fill=fill,
             rank=self._rank,
             world=self._world,
-            chunk=self._chunk(),
+            chunk=self._chunk(where),
             workers=self.workers if where == "host" else 0,
             pin_memory=where == "host" and self.device.type != "cpu",
         )
@@ -210,9 +210,11 @@ class ImageData(pl.LightningDataModule):
             loader.load_state_dict(self._resumed)
         return loader
 
-    def _chunk(self) -> int:
+    def _chunk(self, where: str) -> int:
         """Batches a chunk; an epoch that was stopped in its middle goes on as it was counted before it."""
-        wanted = self.chunk or chunk_size(self.trainer, self.batch_size, self.device)
+        # what workers hand over goes through shared memory, of which a container may have 64 MB
+        made_on = torch.device("cpu") if where == "host" else self.device
+        wanted = self.chunk or chunk_size(self.trainer, self.batch_size, made_on)
         before = (self._resumed or {}).get("chunk", wanted)
         if before == wanted or not self._stopped_in_mid_epoch(self.batch_size):
             return wanted

@@ -20,9 +20,10 @@ LEAST_SIDE = 4
 
 def check_resolutions(resolutions: Mapping[int, float], height: int, width: int) -> None:
     """Raises UsageError when a schedule of sizes cannot be meant for images of this size."""
+    least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # narrow images keep as many pixels across
     for side, share in resolutions.items():
-        if not LEAST_SIDE <= side <= min(height, width):
-            raise UsageError(f"data.resolutions names {side} pixels: use {LEAST_SIDE} … {min(height, width)} for these images")
+        if not least <= side <= height:
+            raise UsageError(f"data.resolutions names {side} pixels: use {least} … {height} for these images")
         if not 0 < share <= 1:
             raise UsageError(f"data.resolutions gives {side} pixels a share of {share:g} of the epochs: use above 0, up to 1")
     if sum(resolutions.values()) > 1 + 1e-9:
@@ -30,7 +31,7 @@ def check_resolutions(resolutions: Mapping[int, float], height: int, width: int)
 
 
 def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | None:
-    """The side of the images in an epoch of `epochs`, in pixels; None for their full size.
+    """The side (the height, of images that are no squares) in an epoch of `epochs`, in pixels; None for their full size.
 
     resolutions: share of all epochs by side, in the order of training. Ends are rounded to whole epochs.
     """

@@ -34,7 +34,7 @@ def ahead(maker: ChunkMaker, workers: int, pin_memory: bool) -> Iterator[Chunk]:
             worker_init_fn=_leave_signals_to_the_training,
             generator=torch.Generator(),  # its seed would be drawn from what dropout draws from
         )
-    chunks: Any = iter(loader)
+        chunks: Any = iter(loader)
     # Python terminates and awaits what is left of its children at its end; these have to be told in another way.
     atexit.register(chunks._shutdown_workers)
     try:

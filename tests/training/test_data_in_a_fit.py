@@ -4,7 +4,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
-from small_runs import classifier, fitted, shapes_data, trainer
+from small_runs import classifier, fitted, same, shapes_data, trainer, weights
 
 from cifar_lit.data.augment import epoch_order
 from cifar_lit.training.checkpoints import last_checkpoint
@@ -79,3 +79,14 @@ def test_nothing_to_validate_on_is_no_obstacle() -> None:
     done = fitted(classifier(), shapes_data(val_size=0, count=96), seen, max_epochs=1)
     assert done.global_step == 6
     assert seen.evaluated == []
+
+
+@pytest.mark.usefixtures("dropout_net")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_images_that_stay_on_the_host_train_the_same_net(workers: int) -> None:
+    ends = []
+    for settings in ({"placement": "device"}, {"placement": "host", "workers": workers}):
+        model = classifier(net="dropout", momentum=0.9)
+        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, chunk=3, **settings))
+        ends.append(weights(model))
+    assert same(*ends)
