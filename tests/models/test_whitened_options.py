@@ -16,7 +16,7 @@ def made(options: dict[str, Any], width: float = 1.0) -> nn.Module:
 def test_no_options_are_all_defaults() -> None:
     defaults = {
         "widths": [64, 256, 256], "depth": 2, "residual": False, "patch": 2, "stride": 1, "activation": "gelu",
-        "head_pool": "max", "norm_momentum": 0.4, "logit_scale": None,
+        "whiten_bias": True, "head_pool": "max", "norm_momentum": 0.4, "logit_scale": None,
     }  # fmt: skip
     assert set(defaults) == set(NETS["whitened"].options)
     assert repr(made({})) == repr(made(defaults)) == repr(build_net("whitened", channels=3, image_size=32, num_classes=5))
