@@ -27,6 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 # 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
 STEPS_PER_EPOCH = 13
 SETTINGS = [
+    *("--recipe", "tudui"),  # not the machine's default, which differs
     *("--dataset", "shapes", "--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8"),
     *("--data.crop", "2", "--data.flip", "random", "--data.mean", "0.5", "--data.std", "0.25", "--data.eval_batch_size", "5"),
     *("--net", "lenet", "--lr", "0.02", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--epochs", "3"),

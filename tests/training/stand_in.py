@@ -6,8 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cifar_lit.training import capture, classifier, step
 
@@ -17,6 +19,16 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         assert isinstance(other, Stream)
+
+
+class NoLooks(TorchDispatchMode):
+    """Refuses what a device cannot record: the host's looks at values, and what has a size that follows from values."""
+
+    SYNCHRONISES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket not in self.SYNCHRONISES, f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
 
 
 class Graphs(Callback):
@@ -61,7 +73,8 @@ class Graphs(Callback):
             now = [{name: group[name] for name in numbers} for group, numbers in zip(groups, frozen, strict=True)]
             for group, numbers in zip(groups, frozen, strict=True):
                 group.update(numbers)
-            function()
+            with NoLooks():
+                function()
             for group, numbers in zip(groups, now, strict=True):
                 group.update(numbers)
 

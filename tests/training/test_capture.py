@@ -29,40 +29,43 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "momentum": ({"momentum": 0.9, "weight_decay": 1e-3}, {}, {}),
+    "muon": ({"optimizer": "muon", "net": "shapenet", "momentum": 0.6, "schedule": "triangular"}, {}, {"max_epochs": 6}),
     "Nesterov, clipped by norm": ({"momentum": 0.9, "nesterov": True}, {}, {"gradient_clip_val": 0.05}),
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "adamw": ({"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
+    "adamw": ({"optimizer": "adamw", "lr": 2**-7, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
     "norms and dropout": ({"net": "dropout", "momentum": 0.9}, {"chunk": 1}, {}),
     "smaller images first": ({"net": "dropout"}, {"resolutions": {8: 0.4, 12: 0.2}}, {"max_epochs": 5}),
     "bfloat16": ({"momentum": 0.9}, {}, {"precision": "bf16-mixed"}),
     "an average": ({"momentum": 0.9, "ema_decay": 0.9}, {}, {}),
-}
-SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a schedule by the step": ({"momentum": 0.9, "schedule": "one_cycle"}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_every": "epoch"}, {}, {}),
-    "adamw by the step": ({"optimizer": "adamw", "lr": 0.01, "schedule": "triangular"}, {}, {}),
+    "adamw by the step": ({"optimizer": "adamw", "lr": 2**-7, "schedule": "triangular"}, {}, {}),
 }
 
 
 def outcome(name: str, *more: Callback, capture: bool) -> tuple[Any, ...]:
-    model_settings, data_settings, settings = {**SETTINGS, **SCHEDULES}[name]
-    rows, clock, model = Rows(), Clock(), classifier(capture=capture, **model_settings)
+    model_settings, data_settings, settings = SETTINGS[name]
+    rows, clock, model = Rows(), Clock(), classifier(**{"capture": capture, "lr": 2**-4, **model_settings})
     data = shapes_data(crop=2, flip="random", **{"chunk": 3, **data_settings})
     done = fitted(model, data, clock, *more, **{"logger": rows, "log_every_n_steps": 4, "max_epochs": 6, **settings})
     return weights(model), rows.rows, done.global_step, clock.images
 
 
-def assert_the_same(name: str, graphs: Graphs) -> None:
-    expected, *counted = outcome(name, graphs, capture=False)
-    assert graphs.recorded == 0
-    found, *counted_too = outcome(name, graphs, capture=True)
-    assert same(found, expected)
-    assert counted_too == counted
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-def test_recorded_steps_train_and_log_as_single_ones_do_bit_for_bit(name: str, graphs: Graphs) -> None:
-    assert_the_same(name, graphs)
+def test_recorded_steps_train_and_log_as_single_ones_do(name: str, graphs: Graphs) -> None:
+    """To the last bit at a constant rate; else rates, which are float32 tensors there, are rounded."""
+    expected, rows, *counted = outcome(name, graphs, capture=False)
+    assert graphs.recorded == 0
+    found, rows_too, *counted_too = outcome(name, graphs, capture=True)
+    assert graphs.rates_are_tensors()
+    assert counted_too == counted
+    if "schedule" not in SETTINGS[name][0]:
+        assert same(found, expected)
+        assert rows_too == rows
+    for weight, tensor in expected.items():
+        torch.testing.assert_close(found[weight], tensor, rtol=1e-4, atol=1e-5, msg=weight)
+    for (step, values), (usual_step, usual) in zip(rows_too, rows, strict=True):
+        assert (step, values) == (usual_step, pytest.approx(usual, rel=1e-4, abs=1e-8))
     if name == "smaller images first":  # 2 + 1 + 2 epochs; only the full batches come often enough
         assert graphs.recorded == 3
         assert graphs.replays == 2 * 6 + 6 + 2 * 6 - 3 * WARM_UP
@@ -71,30 +74,16 @@ def test_recorded_steps_train_and_log_as_single_ones_do_bit_for_bit(name: str, g
         assert graphs.replays == 6 * BATCHES - 2 * WARM_UP
 
 
-def test_a_recorded_step_reads_its_rates_anew_where_they_are_tensors(graphs: Graphs) -> None:
-    class Tensors(Callback):
+def test_a_number_that_a_graph_would_have_frozen_is_found_by_the_stand_in(graphs: Graphs) -> None:
+    class Numbers(Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             for group in trainer.optimizers[0].param_groups:
-                group["lr"] = torch.tensor(group["lr"])
+                group["lr"] = float(group["lr"])
 
-    expected, *counted = outcome("a schedule by the step", capture=False)
-    found, *counted_too = outcome("a schedule by the step", Tensors(), graphs, capture=True)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
-    assert counted_too[1:] == counted[1:]
-
-
-@pytest.mark.xfail(strict=True, reason="rates are floats until the optimizers take tensors")
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_in_recorded_steps(name: str, graphs: Graphs) -> None:
-    expected, rows, *counted = outcome(name, graphs, capture=False)
-    found, rows_too, *counted_too = outcome(name, graphs, capture=True)
-    assert graphs.rates_are_tensors()
-    assert counted_too == counted
-    for weight, tensor in expected.items():
-        torch.testing.assert_close(found[weight], tensor, rtol=1e-4, atol=1e-6, msg=weight)
-    for (step, values), (usual_step, usual) in zip(rows_too, rows, strict=True):
-        assert (step, values) == (usual_step, pytest.approx(usual, rel=1e-4))
+    expected, *_ = outcome("a schedule by the step", capture=False)
+    found, *_ = outcome("a schedule by the step", Numbers(), graphs, capture=True)
+    assert not graphs.rates_are_tensors()
+    assert max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) > 1e-3
 
 
 class Hooked(Callback):
@@ -115,18 +104,21 @@ def test_without_a_device_that_records_nothing_is_recorded() -> None:
 
 
 def test_a_recorded_step_gets_each_batch_where_the_first_one_was(graphs: Graphs) -> None:
-    seen: list[tuple[float, int, float, int]] = []
+    seen: list[tuple[torch.Tensor, torch.Tensor, float, int]] = []
 
     def step(images: torch.Tensor, labels: torch.Tensor, share: float) -> None:
         assert images.is_contiguous(memory_format=torch.channels_last)
-        seen.append((float(images.mean()), int(labels[0]), share, images.data_ptr()))
+        seen.append((images.clone(), labels.clone(), share, images.data_ptr()))
 
     graphs._optimizers = [torch.optim.SGD([torch.zeros(1)])]
     captured = Captured(graphs, step)
     for number in range(6):
         images = torch.full((2, 3, 4, 4), float(number)).contiguous(memory_format=torch.channels_last)
         captured.run(Batch(images, torch.tensor([number, 0]), torch.zeros(2), 0.5))
-    assert [entry[:3] for entry in seen] == [(float(number), number, 0.5) for number in range(6)]
+    for number, (images, labels, share, _) in enumerate(seen):
+        assert (images == number).all()
+        assert (labels.tolist(), share) == ([number, 0], 0.5)
+    assert len(seen) == 6
     assert len({place for *_, place in seen[WARM_UP:]}) == 1
 
 
@@ -152,10 +144,11 @@ def broken_data(step: int, **settings: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "momentum": {"momentum": 0.9},
-    "Nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
-    "adamw": {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+    "sgd": {"lr": 2**-4},
+    "momentum": {"lr": 2**-4, "momentum": 0.9},
+    "Nesterov": {"lr": 2**-4, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+    "muon": {"lr": 2**-4, "optimizer": "muon", "momentum": 0.6},
+    "adamw": {"optimizer": "adamw", "lr": 2**-7, "weight_decay": 0.1},
 }
 
 
@@ -247,3 +240,10 @@ def test_a_resumed_recorded_training_ends_alike_and_names_the_step_at_which_it_d
     (tmp_path / "last.ckpt").write_bytes(kept)
     with pytest.raises(NotFiniteLoss, match=rf"at step {step} of epoch {step // BATCHES}$"):
         run(broken_data(step, chunk=3), resume=True)
+
+
+def test_a_look_at_a_value_is_found_by_the_stand_in(graphs: Graphs) -> None:
+    graphs._optimizers = [torch.optim.SGD([torch.zeros(1)])]
+    for look in (lambda: torch.ones(1).item(), lambda: bool(torch.ones(1) > 0), lambda: torch.ones(3).nonzero()):
+        with pytest.raises(AssertionError, match="waits for the device"):
+            graphs.capture(graphs, look, 1)()
