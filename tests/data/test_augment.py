@@ -1,6 +1,9 @@
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageDraw, ImageOps
 from torchvision.transforms.v2 import functional as oracle
 
 from cifar_lit.data.augment import Augmentation, epoch_order, normalise, take
@@ -34,6 +37,45 @@ def test_crop_and_flip_of_each_image_equal_torchvisions(images):
         assert torch.equal(batch[position], moved_by_torchvision(images[index], plan[index], 3))
 
 
+def moved_by_pil(image, dy, dx, flip, crop):
+    """One image (H, W, C) as PIL cuts the window out and mirrors it."""
+    height, width, channels = image.shape
+    padded = np.pad(image.numpy(), ((crop, crop), (crop, crop), (0, 0)), mode="reflect")
+    window = Image.fromarray(padded.squeeze() if channels == 1 else padded).crop(
+        (crop + dx, crop + dy, crop + dx + width, crop + dy + height)
+    )
+    return torch.from_numpy(np.array(ImageOps.mirror(window) if flip else window)).view(height, width, channels)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop", [0, 1, 4, 6])
+def test_every_offset_of_a_crop_with_both_flips_equals_pils(images, crop, channels):
+    offsets = range(-crop, crop + 1)
+    moves = [(dy, dx, flip, 0, 0) for dy, dx, flip in product(offsets, offsets, (0, 1))]
+    shown = images[torch.arange(len(moves)) % 40][..., :channels].contiguous()
+    batch = take(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32))
+    for image, found, (dy, dx, flip, *_) in zip(shown, batch, moves, strict=True):
+        assert torch.equal(found, moved_by_pil(image, dy, dx, flip, crop)), (dy, dx, flip)
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 6])
+def test_a_cutout_at_every_place_equals_pils_rectangle_on_the_moved_image(images, side):
+    places = list(product(range(9), range(7)))
+    moves = [((row + column) % 3 - 1, column % 3 - 1, row % 2, row, column) for row, column in places]
+    shown, fill = images[torch.arange(len(moves)) % 40], torch.tensor([7, 0, 255], dtype=torch.uint8)
+    batch = take(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32), side, fill)
+    for image, found, (dy, dx, flip, row, column) in zip(shown, batch, moves, strict=True):
+        expected = Image.fromarray(moved_by_pil(image, dy, dx, flip, 1).numpy())
+        top, left = row - side // 2, column - side // 2
+        ImageDraw.Draw(expected).rectangle((left, top, left + side - 1, top + side - 1), fill=(7, 0, 255))
+        assert torch.equal(found, torch.from_numpy(np.array(expected))), (row, column)
+
+
+def test_every_place_of_a_cutout_is_drawn():
+    plan = Augmentation(cutout=4).plan(5000, 9, 7, seed=0, epoch=0)
+    assert {tuple(place) for place in plan[:, 3:].tolist()} == set(product(range(9), range(7)))
+
+
 def test_every_shift_within_the_padding_is_drawn_and_none_beyond():
     plan = Augmentation(crop=2).plan(5000, 32, 32, seed=0, epoch=0)
     for column in (0, 1):
@@ -56,6 +98,22 @@ def test_alternating_flip_shows_both_sides_of_every_image_in_two_epochs():
     assert torch.equal(first, 1 - second)
     assert torch.equal(first, third)
     assert 400 < first.sum() < 600
+
+
+def test_alternating_flips_mirror_what_the_epoch_before_showed(images):
+    augmentation = Augmentation(flip="alternating")
+    shown = [take(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
+    for before, after in zip(shown, shown[1:], strict=False):
+        assert torch.equal(after, before.flip(2))
+    mirrored = [not torch.equal(now, image) for now, image in zip(shown[0], images, strict=True)]
+    assert 8 < sum(mirrored) < 32
+    assert not torch.equal(*(augmentation.plan(40, 9, 7, seed=seed, epoch=0)[:, 2] for seed in (2, 3)))
+
+
+def test_flips_at_random_are_drawn_anew_in_every_epoch():
+    flips = [Augmentation(flip="random").plan(1000, 8, 8, seed=0, epoch=epoch)[:, 2] for epoch in range(3)]
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        assert 400 < (flips[first] == flips[second]).sum() < 600
 
 
 def test_cutout_paints_a_square_of_the_given_side_and_colour():
