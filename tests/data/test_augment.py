@@ -1,4 +1,4 @@
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_alternating_flip_shows_both_sides_of_every_image_in_two_epochs():
 def test_alternating_flips_mirror_what_the_epoch_before_showed(images):
     augmentation = Augmentation(flip="alternating")
     shown = [take(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
-    for before, after in zip(shown, shown[1:], strict=False):
+    for before, after in pairwise(shown):
         assert torch.equal(after, before.flip(2))
     mirrored = [not torch.equal(now, image) for now, image in zip(shown[0], images, strict=True)]
     assert 8 < sum(mirrored) < 32

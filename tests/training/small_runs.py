@@ -1,5 +1,6 @@
 """Trainings of a second or less in the test's own process, and a logger that remembers."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 from cifar_lit.data.module import ImageData
+from cifar_lit.training.callbacks import OrderlyStop
 from cifar_lit.training.checkpoints import WholeCheckpoints
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -40,6 +42,37 @@ def shapes_data(**settings: Any) -> ImageData:
     """100 drawn images to train on and 20 to validate on, in steps of 16 (the last of 4)."""
     defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
     return ImageData("shapes", **{**defaults, **settings})
+
+
+def broken_data(step: int, **settings: Any) -> ImageData:
+    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN, whatever chunk it comes in."""
+    data = shapes_data(**settings)
+    prepared = data.on_after_batch_transfer
+
+    def broken(batch: Any, dataloader_idx: int) -> Any:
+        result = prepared(batch, dataloader_idx)
+        if hasattr(batch, "sizes"):
+            loader: Any = data._train_loader
+            first = loader.epoch * loader.batch_count + loader.position - len(batch.sizes)
+            if first <= step < first + len(batch.sizes):
+                result.images[sum(batch.sizes[: step - first])] = math.nan
+        return result
+
+    data.on_after_batch_transfer = broken  # type: ignore[method-assign]
+    return data
+
+
+class StopAt(Callback):
+    """Asks for an orderly stop in the chunk with which a step (from 1) is done."""
+
+    takes_chunks = True
+
+    def __init__(self, stop: OrderlyStop, step: int) -> None:
+        self._stop, self._step = stop, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < self._step <= trainer.global_step + len(batch.sizes):
+            self._stop._receive(2, None)
 
 
 def classifier(**settings: Any) -> ImageClassifier:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import Rows, StopAt, broken_data, classifier, fitted, same, shapes_data, trainer, weights
 from stand_in import Graphs, stand_in
 
 from cifar_lit.data.loaders import Batch
@@ -125,24 +125,6 @@ def test_a_recorded_step_gets_each_batch_where_the_first_one_was(graphs: Graphs)
 # ---- a loss that is not finite
 
 
-def broken_data(step: int, **settings: Any) -> Any:
-    """Data whose batch of that step (from 0, in the first epochs) holds a NaN, whatever chunk it comes in."""
-    data = shapes_data(**settings)
-    normalised = data.on_after_batch_transfer
-
-    def broken(batch: Any, dataloader_idx: int) -> Any:
-        result = normalised(batch, dataloader_idx)
-        if hasattr(batch, "sizes"):
-            loader: Any = data._train_loader
-            first = loader.epoch * BATCHES + loader.position - len(batch.sizes)
-            if first <= step < first + len(batch.sizes):
-                result.images[sum(batch.sizes[: step - first])] = math.nan
-        return result
-
-    data.on_after_batch_transfer = broken  # type: ignore[method-assign]
-    return data
-
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 2**-4},
     "momentum": {"lr": 2**-4, "momentum": 0.9},
@@ -203,19 +185,6 @@ def test_a_checkpoint_asked_for_between_log_lines_is_refused_when_the_loss_was_n
     assert not list(tmp_path.iterdir())
 
 
-class Press(Callback):
-    """Stops the training after the chunk in which a step ends."""
-
-    takes_chunks = True
-
-    def __init__(self, stop: OrderlyStop, step: int) -> None:
-        self._stop, self._step = stop, step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step <= self._step < trainer.global_step + len(batch.sizes):
-            self._stop._receive(2, None)
-
-
 @pytest.mark.parametrize("step", [12, 18])
 def test_a_resumed_recorded_training_ends_alike_and_names_the_step_at_which_it_diverges(
     step: int, graphs: Graphs, tmp_path: Path
@@ -226,7 +195,7 @@ def test_a_resumed_recorded_training_ends_alike_and_names_the_step_at_which_it_d
         last, model = last_checkpoint(), classifier(momentum=0.9)
         last.dirpath = str(tmp_path)
         stop = OrderlyStop(last)
-        more = [] if resume or callbacks else [Press(stop, 9)]
+        more = [] if resume or callbacks else [StopAt(stop, 10)]
         path = tmp_path / "last.ckpt" if resume else None
         fitted(model, data, graphs, last, *more, *callbacks, *([stop] if more else []), resume=path, **settings)
         return weights(model)

@@ -14,6 +14,7 @@ pytestmark = [
 
 # The quickstart's images, net and schedule, for fewer epochs.
 SHAPES = [
+    *("--recipe", "resnet18"),  # not the default, which whitens and changes sizes
     *("--dataset", "shapes", "--data.count", "8000", "--data.val_size", "500", "--batch-size", "128", "--net", "shapenet"),
     *("--lr", "0.1", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--data.crop", "2", "--devices", "1"),
 ]

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from small_runs import Rows, classifier, fitted, same, shapes_data, weights
+from small_runs import Rows, StopAt, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.training.callbacks import Interrupted, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import last_checkpoint, read_checkpoint
@@ -44,22 +42,9 @@ def test_sizes_train_the_same_net_however_batches_are_handed_over() -> None:
     assert not same(ends[0], weights(full))
 
 
-class Stop(Callback):
-    """Asks for an orderly stop in the first chunk of an epoch."""
-
-    takes_chunks = True
-
-    def __init__(self, stop: OrderlyStop, epoch: int) -> None:
-        self._stop, self._epoch = stop, epoch
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == self._epoch and batch_idx == 0:
-            self._stop._receive(2, None)
-
-
 @pytest.mark.parametrize("epoch", [0, 1, 2, 3])
 def test_a_run_stopped_while_images_are_small_goes_on_at_their_size(epoch: int, tmp_path: Path) -> None:
-    def run(folder: str, stop_in: int = -1, resume: bool = False) -> tuple[Any, list[Any], list[int]]:
+    def run(folder: str, stop_at: int = 0, resume: bool = False) -> tuple[Any, list[Any], list[int]]:
         rows, last, sides = Rows(), last_checkpoint(), []
         last.dirpath = str(tmp_path / folder)
         stop, model = OrderlyStop(last), classifier(net="dropout", momentum=0.9, schedule="triangular")
@@ -68,13 +53,13 @@ def test_a_run_stopped_while_images_are_small_goes_on_at_their_size(epoch: int, 
         options: dict[str, Any] = {"logger": rows, "max_epochs": 5, "enable_checkpointing": True}
         torch.manual_seed(7 if resume else 0)
         try:
-            fitted(model, data, RandomState(), last, Stop(stop, stop_in), stop, resume=path, **options)
+            fitted(model, data, RandomState(), last, StopAt(stop, stop_at), stop, resume=path, **options)
         except Interrupted:
-            assert stop_in >= 0
+            assert stop_at
         return weights(model), rows.rows, sides
 
     expected, rows, sides = run("whole")
-    _, first, before = run("parts", stop_in=epoch)
+    _, first, before = run("parts", stop_at=epoch * BATCHES + 1)
     assert read_checkpoint(tmp_path / "parts" / "last.ckpt")["global_step"] == epoch * BATCHES + 3
     found, rest, after = run("parts", resume=True)
     assert same(found, expected)

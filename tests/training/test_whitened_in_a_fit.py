@@ -119,7 +119,7 @@ def test_a_second_fit_of_a_net_keeps_its_first_layer() -> None:
 def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:
     rows = torch.arange(4)
     loader = DataLoader([Batch(torch.zeros(4, 3, 16, 16), rows, rows)], batch_size=None, collate_fn=lambda batch: batch)
-    with pytest.raises(UsageError, match="^whitened is initialised from training images: fit it with a datamodule$"):
+    with pytest.raises(UsageError, match=r"^whitened is initialised from training images: fit it with a datamodule$"):
         trainer(max_epochs=1).fit(classifier(**SMALL), loader)
     trainer(max_epochs=1).fit(classifier(), loader)
 
@@ -130,7 +130,9 @@ def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:
 def views_by_hand(net: nn.Module, images: Tensor, views: str) -> Tensor:
     """From the definition: each look at the images with its weight."""
     padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-    looks = {"mirror": [(images, 0.5)], "full": [(images, 0.25), (padded[..., :-2, :-2], 0.125), (padded[..., 2:, 2:], 0.125)]}[views]
+    looks = {"mirror": [(images, 0.5)], "full": [(images, 0.25), (padded[..., :-2, :-2], 0.125), (padded[..., 2:, 2:], 0.125)]}[
+        views
+    ]
     return torch.stack([weight * (net(look) + net(look.flip(3))) for look, weight in looks]).sum(0)
 
 
