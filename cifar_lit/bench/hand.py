@@ -18,6 +18,7 @@ from cifar_lit.bench.plain import BareLoop
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.bench.summary import mean_text
 from cifar_lit.bench.training import add_training_arguments, fit, subject
+from cifar_lit.bench.training_run import images_held
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -66,19 +67,15 @@ def run(settings: Namespace) -> None:
     if settings.runs < 1 or (settings.epochs is not None and settings.epochs < 1):
         raise UsageError("a measurement takes at least --runs 1, of --epochs 1")
     seconds, accuracies = [], []
-    images = None
-    for seed in range(settings.runs):
-        what = subject(settings, seed)
-        if images is not None:  # decoded and held once
-            what.data.__dict__["train_images"], what.data.__dict__["test_images"] = images
-        images = what.data.train_images, what.data.test_images
-        whole = WholeLoop()
-        settings.precision = fit(what, whole, max_epochs=settings.epochs or what.epochs)
-        seconds.append(whole.seconds)
-        accuracies.append(whole.accuracy)
-        print(f"seed {seed}: test accuracy {whole.accuracy:.4f} in {whole.seconds:.2f} s", file=sys.stderr, flush=True)
-        del what
-        gc.collect()
+    with images_held():
+        for seed in range(settings.runs):
+            what, whole = subject(settings, seed), WholeLoop()
+            settings.precision = fit(what, whole, max_epochs=settings.epochs or what.epochs)
+            seconds.append(whole.seconds)
+            accuracies.append(whole.accuracy)
+            print(f"seed {seed}: test accuracy {whole.accuracy:.4f} in {whole.seconds:.2f} s", file=sys.stderr, flush=True)
+            del what
+            gc.collect()
     timed = seconds[1:] or seconds
     found, times = mean_interval(accuracies), spread(timed)
     figures = {

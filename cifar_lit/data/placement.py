@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,7 +49,7 @@ def free_memory(device: torch.device) -> int | None:
 def _reclaimable() -> int:
     """Bytes of the file cache, which the system gives back when asked for memory."""
     try:
-        with open("/proc/meminfo") as file:  # noqa: PTH123 (not a path of the user's)
+        with Path("/proc/meminfo").open() as file:
             for line in file:
                 if line.startswith("Cached:"):
                     return int(line.split()[1]) * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,9 +64,7 @@ class Captured:
         module.current_stream().wait_stream(stream)
 
 
-_POOLS: dict[int, Any] = {}
-
-
+@cache
 def _pool(module: Any) -> Any:
     """One pool of memory for all captures of a process: they never run at the same time."""
-    return _POOLS.setdefault(id(module), module.graph_pool_handle())
+    return module.graph_pool_handle()

@@ -125,11 +125,6 @@ class TrainingStep:
         if self._graphs:
             self._optimizer.found_inf = model.sums.broken  # type: ignore[attr-defined]
 
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured in graphs of the device."""
-        return self._graphs is not None
-
     def run(self, batch: Any, last: bool) -> None:
         """One batch; `last` of its epoch. Raises NotFiniteLoss, at once or, when captured, from `check`."""
         self._model.sums.images += len(batch.labels)
@@ -144,14 +139,14 @@ class TrainingStep:
 
     def check(self) -> None:
         """Raises NotFiniteLoss if a captured step has met one; waits for the device."""
-        if self.captures and float(self._model.sums.broken):
+        if self._graphs is not None and float(self._model.sums.broken):
             self._progress.total.completed -= self._made - int(self._model.sums.steps)
             raise self._not_finite("not finite")
 
     # ---- what a step is made of
 
     def _loss(self, images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """The loss to go back from, and whether each image was a hit; counts both."""
+        """The mean loss, and the same weighted with `share`, to go back from; counts loss and hits."""
         logits = self._model.forward(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         with torch.no_grad():
