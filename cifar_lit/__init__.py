@@ -1,6 +1,6 @@
 """cifar-lit: train image classifiers on CIFAR-10 and on one's own small images, with PyTorch Lightning.
 
-`cifar_lit.load(run)` returns the trained net of a run folder. Nothing heavy is imported until it is asked for.
+`cifar_lit.load(run)` returns the trained classifier of a run folder. Nothing heavy is imported until it is asked for.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cifar_lit.results.weights import load
+    from cifar_lit.use.classifier import load
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
@@ -16,7 +16,7 @@ __all__ = ["__version__", "load"]
 
 def __getattr__(name: str) -> Any:
     if name == "load":
-        from cifar_lit.results.weights import load
+        from cifar_lit.use.classifier import load
 
         return load
     raise AttributeError(f"module 'cifar_lit' has no attribute {name!r}")

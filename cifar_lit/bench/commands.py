@@ -34,7 +34,7 @@ def bench(words: list[str]) -> None:
             print(f"  {name:<10} {what}")
         print("\nEach prints a table; --json FILE writes its figures too. `cifar-lit bench NAME --help` lists its flags.")
         return
-    name, rest = words[0], [word for word in words[1:] if word != "--debug"]  # which is for whoever tells of a failure
+    name, rest = words[0], words[1:]
     if name not in BENCHES:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     from cifar_lit.cli.quiet import quieten

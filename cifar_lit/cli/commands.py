@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
@@ -19,6 +19,11 @@ commands
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
   devices    what this machine has; `devices --net NAME` lists a net's parameters
+  classify   name what is on pictures, with a run's net; scripts/predict.py is the same
+  report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
+  compare    runs beside each other: the settings that differ, accuracies, a test of their difference
+  export     a run's net as ONNX, torch-export or safetensors, checked after writing
+  serve      a run's net as an HTTP service with a page for trying it
   bench      measurements, such as `bench step`; `bench --help` lists them
 
 flags of fit, train, validate, test and predict
@@ -37,6 +42,18 @@ Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, 
 `cifar-lit fit --help` lists them, `cifar-lit fit --recipe NAME --print_config` prints them as YAML.
 Recipes are weaker than --config files, and these are weaker than flags.
 """
+
+# Commands that are not the Trainer's: the function that takes the words after the name, and may return an exit code.
+OWN = {
+    "recipes": "cifar_lit.cli.listing:list_recipes",
+    "devices": "cifar_lit.cli.listing:list_devices",
+    "bench": "cifar_lit.bench.commands:bench",
+    "classify": "cifar_lit.cli.classify:classify",
+    "report": "cifar_lit.cli.report:report",
+    "compare": "cifar_lit.cli.compare:compare",
+    "export": "cifar_lit.cli.export:export",
+    "serve": "cifar_lit.cli.serve:serve",
+}
 
 
 def dispatch(words: list[str], default: str) -> int:
@@ -65,12 +82,12 @@ def _run(words: list[str], default: str) -> int:
         print(f"cifar-lit {__version__}")
         return 0
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (default, words)
-    own: dict[str, Callable[[list[str]], None]] = {"recipes": _recipes, "devices": _devices, "bench": _bench}
-    if name in own:
-        own[name](rest)
-        return 0
+    if name in OWN:
+        module, _, function = OWN[name].partition(":")
+        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+        return code or 0
     if name not in flags.TRAINING:
-        known = [*flags.TRAINING, *own]
+        known = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
     command = flags.parse(name, rest)
     if command.recipe:
@@ -84,24 +101,6 @@ def _run(words: list[str], default: str) -> int:
 
     run_command(command)
     return 0
-
-
-def _recipes(words: list[str]) -> None:
-    from cifar_lit.cli.listing import list_recipes
-
-    list_recipes(words)
-
-
-def _bench(words: list[str]) -> None:
-    from cifar_lit.bench.commands import bench
-
-    bench(words)
-
-
-def _devices(words: list[str]) -> None:
-    from cifar_lit.cli.listing import list_devices
-
-    list_devices(words)
 
 
 def _tell(error: BaseException, debug: bool) -> int:

@@ -66,7 +66,7 @@ def test_a_fast_dev_run_leaves_nothing_behind() -> None:
 def test_the_loaded_net_is_the_checkpoints(run: Path, data: ImageData) -> None:
     loaded = cifar_lit.load(run)
     assert loaded.classes == tuple(data.classes)
-    assert not loaded.training
+    assert not loaded.net.training
     images = data.test_images.images.permute(0, 3, 1, 2)
     net = build_net("lenet", channels=3, image_size=16, num_classes=4).eval()
     weights = read_checkpoint(run / "checkpoints/best.ckpt")["state_dict"]

@@ -44,7 +44,7 @@ def test_weights_from_the_gpu_are_loaded_where_there_is_none(tmp_path: Path) -> 
     checkpoint = read_checkpoint(only_run(tmp_path) / "checkpoints" / "last.ckpt")
     assert {tensor.device.type for tensor in checkpoint["state_dict"].values()} == {"cpu"}
     net = cifar_lit.load(only_run(tmp_path))
-    assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in net.net.parameters()} == {"cpu"}
     assert net(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
 
 

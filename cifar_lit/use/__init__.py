@@ -1,0 +1,1 @@
+"""Trained nets in use: classes of one's own images, exported files, a service."""
