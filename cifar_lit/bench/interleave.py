@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from cifar_lit.bench.apart import take
 from cifar_lit.bench.clock import read_clock
 
 # Starts the other training, given ours before its first step; it yields after each turn with the images of that turn.
@@ -56,7 +57,7 @@ class Interleave(Callback):
         assert self._plain is not None
         device = pl_module.device
         paused_at = read_clock(device)
-        images = sum(next(self._plain) for _ in range(steps))
+        images = take(self._plain, steps)
         ended_at = read_clock(device)
         if self._warm:
             self.rounds.append(Round(steps, images, paused_at - self._resumed_at, ended_at - paused_at))
@@ -97,7 +98,7 @@ class InterleaveEpochs(Callback):
     def _take_turn(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._plain is not None
         paused_at = read_clock(pl_module.device)
-        images = next(self._plain)
+        images = take(self._plain, 1)
         ended_at = read_clock(pl_module.device)
         steps = trainer.global_step - self._resumed_at_step
         self.rounds.append(Round(steps, images, paused_at - self._resumed_at, ended_at - paused_at))

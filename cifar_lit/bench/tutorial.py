@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from copy import deepcopy
 
+import lightning.pytorch as pl
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
+from cifar_lit.bench.apart import Apart
 from cifar_lit.bench.comparison import comparison, report
 from cifar_lit.bench.interleave import Interleave, InterleaveEpochs
 from cifar_lit.bench.plain import TutorialLoop
@@ -15,8 +18,9 @@ from cifar_lit.errors import UsageError
 
 WHAT = (
     "A tutorial's recipe under the Trainer against the tutorial's hand-written loop: PIL images, a DataLoader without workers, "
-    "float32, plain SGD. In turn by some steps of each; or, with --epochs, by whole epochs of each with the evaluation that ends "
-    "them, on the same training and validation images: training images over the wall time of the epoch with its validation."
+    "float32, plain SGD, in a process of its own. In turn by some steps of each; or, with --epochs, by whole epochs of each with "
+    "the evaluation that ends them, on the same training and validation images: training images over the wall time of the epoch "
+    "with its validation."
 )
 
 
@@ -41,13 +45,15 @@ def run(settings: Namespace) -> None:
         parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
     rate, momentum = model.hparams["lr"], model.hparams["momentum"]
     loop = TutorialLoop(data.train_images, data.split, net, data.batch_size, rate, momentum, *data.statistics)
-    turns: Interleave | InterleaveEpochs
     if settings.epochs:
-        turns = InterleaveEpochs(lambda trainer, model: loop.epochs(model.device))
-        settings.precision = fit(what, turns, max_epochs=settings.epochs, validates=True)
-        of = f"an epoch of {len(data.split[0]):,} images with the evaluation of {len(data.split[1]):,}"
+        kind, of = "epochs", f"an epoch of {len(data.split[0]):,} images with the evaluation of {len(data.split[1]):,}"
     else:
-        turns = Interleave(lambda trainer, model: loop.steps(model.device), settings.steps, settings.rounds)
-        settings.precision = fit(what, turns, max_epochs=100_000)
-        of = f"at least {settings.steps} steps each"
+        kind, of = "steps", f"at least {settings.steps} steps each"
+    with ExitStack() as stack:
+
+        def start(trainer: pl.Trainer, model: pl.LightningModule) -> Apart:
+            return stack.enter_context(closing(Apart(loop, kind, model.device)))
+
+        turns = InterleaveEpochs(start) if settings.epochs else Interleave(start, settings.steps, settings.rounds)
+        settings.precision = fit(what, turns, max_epochs=settings.epochs or 100_000, validates=settings.epochs > 0)
     report(comparison("tutorial", settings, turns.rounds, "the tutorial's loop, float32"), settings.json, of)

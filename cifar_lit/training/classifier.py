@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.models.table import build_net
 from cifar_lit.models.views import check_views, view_logits
 from cifar_lit.training.averaging import WeightAverage
@@ -170,7 +171,9 @@ class ImageClassifier(pl.LightningModule):
     # ---- training
 
     def on_fit_start(self) -> None:
-        """Brings the sums, new or from a checkpoint, to where the net is, and prepares net and step."""
+        """Brings the sums, new or from a checkpoint, to where the net is, and prepares net, step and memory."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         sums = self.sums
         self.sums = Sums(self.device, float(sums.loss), float(sums.hits), sums.images)
         initialise_from_images(self)

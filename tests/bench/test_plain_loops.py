@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +13,12 @@ from small_subjects import small_subject
 from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize, ToTensor
 
+from cifar_lit.bench.apart import Apart, take
 from cifar_lit.bench.interleave import Interleave, InterleaveEpochs
 from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
 from cifar_lit.bench.training import fit
 from cifar_lit.data.shapes import shapes
+from cifar_lit.errors import Failure
 from cifar_lit.models.table import build_net
 
 CPU = torch.device("cpu")
@@ -172,3 +175,20 @@ def test_epochs_in_turn_hold_a_validation_each() -> None:
     assert [(turn.steps, turn.images) for turn in turns.rounds] == [(7, 100)] * 3
     assert what.model.score is not None
     assert what.model.score.images == 20
+
+
+def test_a_loop_apart_makes_the_steps_of_the_same_loop_here() -> None:
+    def loop() -> TutorialLoop:
+        torch.manual_seed(0)
+        return tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2)))
+
+    here = loop().epochs(CPU)
+    with closing(Apart(loop(), "epochs", CPU)) as apart:
+        assert [next(apart), apart.take(2)] == [take(here, 1), take(here, 2)]
+
+
+def test_a_loop_that_fails_apart_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(1, 2)))
+    with pytest.raises(Failure, match="the process of the hand-written loop ended with exit code 1"):
+        Apart(loop, "epochs", CPU).take(1)
+    assert "mat1 and mat2 shapes cannot be multiplied" in capfd.readouterr().err
