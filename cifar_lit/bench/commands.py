@@ -21,6 +21,7 @@ BENCHES = {
     "hand": "a recipe's whole training by a bare loop: its time and accuracy, to be compared with `recipe`",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
+    "export": "a run's net as ONNX, int8 ONNX and torch-export: accuracy, agreement, size and time beside PyTorch",
     "table": "the results in JSON files as Markdown",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
 }
