@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import shlex
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, rea
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.use.classifier import load
+from cifar_lit.use.novelty import learn_novelty
 
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
@@ -101,7 +104,11 @@ class Run:
             h = model.hparams
             mean, std = data.statistics
             card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
-            save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
+            weights, path = model.net.state_dict(), self.folder.path / "model.safetensors"
+            save_weights(path, weights, card)
+            look = load(path, str(data.device)).look  # with the net as it will be used, whatever precision it was trained in
+            if learned := learn_novelty(look, data.train_images.images, *data.split):
+                save_weights(path, weights, replace(card, novelty=learned[1]), learned[0])
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
     def resume_command(self, script: str, command: str) -> str | None:
@@ -128,6 +135,7 @@ class Run:
             if test is None:
                 checkpoint = f"{run}/checkpoints/{'best' if self.best.best_model_path else 'last'}.ckpt"
                 console.say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
+            console.say(f"  cifar-lit classify {shlex.quote(run)} PICTURES")
             console.say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{run}'))\"")
 
 
