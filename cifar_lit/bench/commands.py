@@ -22,6 +22,8 @@ BENCHES = {
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
     "export": "a run's net as ONNX, int8 ONNX and torch-export: accuracy, agreement, size and time beside PyTorch",
+    "novelty": "ways to tell images that are unlike those of a training: AUROC, false alarms and misses of each",
+    "classify": "images/s of `classify` on a folder, and its peak memory, against decoding alone",
     "table": "the results in JSON files as Markdown",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 100_000_000  # decoded as RGBA, as many take 0.4 GB, and for a moment about three times that
 EXPLAINED = "explained"
 _TABLES = {"--csv": ".csv", "--jsonl": ".jsonl"}
+_VALUED = ("--top", "--sheet", "--max-pixels", "--device")
 
 
 def classify(words: list[str]) -> int:
@@ -88,7 +89,7 @@ def _settings(words: list[str]) -> Namespace:
     )
     parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
     parser.add_argument("--device", type=str, default="auto", help="where the net computes: auto, cpu or cuda")
-    settings = parsed(parser, _unambiguous(words))
+    settings = parsed(parser, _arranged(words))
     if not settings.paths:
         raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
     if settings.top < 1 or settings.max_pixels < 1:
@@ -98,20 +99,27 @@ def _settings(words: list[str]) -> Namespace:
     return settings
 
 
-def _unambiguous(words: list[str]) -> list[str]:
-    """Flags whose value may be left out, with it attached, so that the pictures after them are not taken for it."""
-    found: list[str] = []
+def _arranged(words: list[str]) -> list[str]:
+    """The flags, each with its value attached, then the run and the paths, which the parser wants in one piece.
+
+    Flags whose value may be left out are given one here, so that the pictures after them are not taken for it.
+    """
+    flags: list[str] = []
+    paths: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*found, word, *rest]
+            paths += rest
+            break
         if word in _TABLES:
             word += f"={rest.pop(0)}" if rest and rest[0].lower().endswith(_TABLES[word]) else "=-"
         elif word == "--explain":
             word += f"={EXPLAINED}"
-        found.append(word)
-    return found
+        elif word in _VALUED and rest:
+            word += f"={rest.pop(0)}"
+        (flags if word.startswith("-") and word != "-" else paths).append(word)
+    return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
 
 
 def _device(wanted: str) -> str:
