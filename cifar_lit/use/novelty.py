@@ -64,6 +64,6 @@ def choose(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor, str]:
 
 def novelty(embeddings: Tensor, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """Distances float32 (B,), 0 … 2, of embeddings (B, features) to the k-th nearest of the known ones; more is less alike."""
-    known = tensors["known"].float()
+    known = normalize(tensors["known"].float())  # kept in half precision
     nearness = (normalize(embeddings.float()) @ known.T).topk(settings["neighbour"], dim=1).values[:, -1]
     return (2 - 2 * nearness).clamp_min(0).sqrt()
