@@ -42,6 +42,10 @@ def bench(words: list[str]) -> None:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     from cifar_lit.cli.quiet import quieten
 
+    if name == "classify":
+        from cifar_lit.cli.classify import share_cores
+
+        share_cores()  # as the command itself does
     quieten()
     module = import_module(f"cifar_lit.bench.{name}")
     if hasattr(module, "main"):

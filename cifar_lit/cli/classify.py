@@ -37,6 +37,7 @@ _VALUED = ("--top", "--sheet", "--max-pixels", "--device")
 def classify(words: list[str]) -> int:
     """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
     settings = _settings(words)
+    share_cores()
     from cifar_lit.use.classifier import load
     from cifar_lit.use.paths import find_images
 
@@ -56,6 +57,14 @@ def classify(words: list[str]) -> int:
         line = f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why"
         print(line, file=sys.stderr, flush=True)
     return 1 if failed else 0
+
+
+def share_cores() -> None:
+    """Lets torch's threads sleep where they wait, which they do spinning: they take the cores that decode the next pictures.
+
+    Of use before torch is imported only. On two cores it doubled the images/s with a small net and pictures of 640 × 640.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _settings(words: list[str]) -> Namespace:
