@@ -177,7 +177,7 @@ class TrainingCLI(LightningCLI):
             self.notes["resume"] = shown(self.checkpoint)
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
-        self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
+        self.run = Run(folder, yaml.safe_load(text), text, self.notes, self.name)
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
         loggers = wanted.logger if isinstance(wanted.logger, list) else [wanted.logger]
@@ -221,6 +221,9 @@ class TrainingCLI(LightningCLI):
             return
         val = run.take_best_weights(model)
         test = self._evaluate("test") if self.command.name == "train" else None
+        if val and not test:
+            trainer.loggers = []  # which have this score already; what is wanted is the outcome of each image
+            self._evaluate("validate")
         self._finish(val, test, keep=True)
 
     def validate(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
@@ -255,7 +258,7 @@ class TrainingCLI(LightningCLI):
             ) from None
 
     def _evaluate(self, how: str) -> Any:
-        self.model.score = None
+        self.model.score = self.model.outcomes = None
         getattr(self.trainer, how)(self.model, datamodule=self.datamodule, verbose=False)
         return self.model.score
 
@@ -263,7 +266,8 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = self.run.metrics(self.trainer, self.model, self.datamodule, val, test)
-        self.run.write(metrics, self.model if keep else None, self.datamodule)
+        self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
+        self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
         self.run.print_end(metrics, test, self.datamodule)
 
 
