@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from cifar_lit.cli import console, ending
+from cifar_lit.cli import console
 from cifar_lit.data.module import ImageData
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.results.outcomes import fingerprint
@@ -134,6 +134,8 @@ class Run:
 
         outcomes: of each image of the test or, without one, of the validation. step: where it stands on TensorBoard's axis.
         """
+        from cifar_lit.cli import ending  # here, as all that draws takes its time to import
+
         for part, score in (("val", val), ("test", test)):
             if self._board and score and score.images:
                 found = outcomes if part == "test" or test is None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +94,9 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 def _pixels(figure: Figure) -> Tensor:
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # of a name that the font lacks: it is drawn as a box
+        canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
 
 
