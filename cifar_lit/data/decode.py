@@ -147,7 +147,7 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
         yield from map(work, chunks)
         return
     workers = min(cores, len(chunks), 32)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
     ahead: deque[Future[Pixels]] = deque()
     try:
         for chunk in chunks:
@@ -170,7 +170,7 @@ def _submit(pool: ProcessPoolExecutor, work: Callable[[Sequence[str]], Pixels], 
         sys.modules["__main__"] = main
 
 
-def _start_worker(pixel_limit: int | None) -> None:
+def start_worker(pixel_limit: int | None) -> None:
     """Sets up a decoding process: Pillow's limit as the parent has it, Ctrl-C left to the parent, no life without it."""
     Image.MAX_IMAGE_PIXELS = pixel_limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure
 from cifar_lit.models.table import build_net
-from cifar_lit.results.run_folder import written_whole
+from cifar_lit.results.run_folder import weights_file, written_whole
 
 FORMAT = "cifar-lit 1"
 NOVELTY = "novelty."  # begins the names of tensors that are not the net's, see `cifar_lit.use.novelty`
@@ -85,11 +85,7 @@ def load(path: str | Path) -> LoadedNet:
 
     Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "model.safetensors"
-    if not file.is_file():
-        raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    file = weights_file(path)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, Any] = opened.metadata() or {}
