@@ -20,6 +20,7 @@ BENCHES = {
     "cold": "from the start of the process to the tested net, and what that time is made of",
     "hand": "a recipe's whole training by a bare loop: its time and accuracy, to be compared with `recipe`",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
+    "serve": "a run's service under load: requests/s, p50 and p99 with 1 and 32 at a time, and its answers to bad inputs",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
     "export": "a run's net as ONNX, int8 ONNX and torch-export: accuracy, agreement, size and time beside PyTorch",
     "novelty": "ways to tell images that are unlike those of a training: AUROC, false alarms and misses of each",

@@ -157,10 +157,11 @@ def furnish(app: FastAPI, facts: Facts, limits: Limits, local: bool) -> None:
     """Gives LitServe's app our page, health and errors; of its own routes only POST /predict stays."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) == "/predict"]
     app.router.redirect_slashes = False
-    answers = {path: Response((PAGE / name).read_bytes(), 200, HEADERS, kind) for path, (name, kind) in FILES.items()}
+    contents = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
     async def page(request: Request) -> Response:
-        return answers[request.url.path]
+        content, kind = contents[request.url.path]
+        return Response(content, 200, HEADERS, kind)
 
     about = {
         "status": "ok",
