@@ -156,7 +156,10 @@ def _print(figures: dict[str, Any]) -> None:
         [
             (
                 count,
-                *(shown_spread(found[name], form) for name, form in (("requests/s", ",.0f"), ("p50 ms", ".2f"), ("p99 ms", ".2f"))),
+                *(
+                    shown_spread(found[name], form)
+                    for name, form in (("requests/s", ",.0f"), ("p50 ms", ".2f"), ("p99 ms", ".2f"))
+                ),
                 f"{found['requests']:,}",
             )
             for count, found in figures["clients"].items()
@@ -168,7 +171,12 @@ def _print(figures: dict[str, Any]) -> None:
         "bad inputs",
         ("", "status", "seconds", "answer"),
         [
-            (name, str(found["status"]), f"{found['seconds']:.3f}", found["answer"] + ("" if found["goes_on"] else " — AND THEN DEAD"))
+            (
+                name,
+                str(found["status"]),
+                f"{found['seconds']:.3f}",
+                found["answer"] + ("" if found["goes_on"] else " — AND THEN DEAD"),
+            )
             for name, found in figures["bad_inputs"].items()
         ],
         f"a slow client was given {one['body_seconds']:g} s (--body-seconds)",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from cifar_lit import __version__
 from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.results.run_folder import weights_file
@@ -32,7 +33,9 @@ def serve(words: list[str]) -> None:
     usual = Limits()
     parser = ArgumentParser(prog="cifar-lit serve", description=WHAT, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
-    parser.add_argument("--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's")
+    parser.add_argument(
+        "--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--accelerator", type=Literal["auto", "cpu", "gpu", "mps"], default="auto", help="what the net runs on")
     parser.add_argument("--max-mb", type=float, default=usual.body / 1e6, help="largest body of a request, in MB")
@@ -60,13 +63,13 @@ def serve(words: list[str]) -> None:
                 print(f"open to every machine that reaches {host}: there is no password and no encryption")
             print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
 
-        run(str(file), listening, local, settings.accelerator, limits, ready)
+        run(str(file), listening, local, settings.accelerator, limits, __version__, ready)
     print("stopped", flush=True)
 
 
 def _limits(settings: Namespace) -> Limits:
     for name in ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds"):
-        if not 0 < settings[name] < 1e12:  # neither nan nor inf
+        if not 0 < settings[name] < 1e12:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {settings[name]:g}")
     return Limits(
         body=round(settings.max_mb * 1e6),
@@ -85,7 +88,9 @@ def _bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError):
-        raise UsageError(f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too") from None
+        raise UsageError(
+            f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too"
+        ) from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a service that just ended leaves its port behind
         found.bind(address)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import get_context
@@ -30,19 +29,26 @@ _DIED = "the net's process ended (signal 9 would mean that the machine ran out o
 
 
 def serve(
-    path: str, listening: socket.socket, local: bool, accelerator: str, limits: Limits, ready: Callable[[Facts], None]
+    path: str,
+    listening: socket.socket,
+    local: bool,
+    accelerator: str,
+    limits: Limits,
+    version: str,
+    ready: Callable[[Facts], None],
 ) -> None:
     """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     path: a run's folder or its model.safetensors. listening: a bound socket. local: whether it is bound to this machine alone.
-    accelerator: "auto", "cpu", "gpu" or "mps". ready: called when requests are answered.
+    accelerator: "auto", "cpu", "gpu" or "mps". version: told by /health. ready: called when requests are answered.
     Raises UsageError and Failure when the net cannot be loaded, Failure when it cannot be loaded again after its process died.
     """
     signal.signal(signal.SIGTERM, _stop_at_once)
     with ExitStack() as stack:
         hear, tell = get_context("spawn").Pipe(duplex=False)
         api = NetAPI(path, accelerator, tell)
-        server = ls.LitServer(api, accelerator="cpu", timeout=False, disable_openapi_url=True)  # the net's process picks its device
+        # "cpu" keeps LitServe from looking for GPUs: the net's process picks its device. Its API pages would load scripts from afar.
+        server = ls.LitServer(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
         with no_signals():
             stack.enter_context(wrap_litserve_start(server))
             stack.callback(_kill, server)
@@ -51,7 +57,7 @@ def serve(
         stack.callback(decoders.close)
         app = server.app
         app.state.ready, app.state.reader = True, Reader(facts, decoders, limits)
-        furnish(app, facts, limits, local)
+        furnish(app, facts, limits, local, version)
         protocol = type("Protocol", (PatientProtocol,), {"seconds": limits.body_seconds})
         config = uvicorn.Config(
             app,
@@ -97,7 +103,9 @@ def _heard(hear: Connection, server: ls.LitServer) -> Facts:
 class _Service(uvicorn.Server):
     """uvicorn that says when it is ready, and that starts the net's process again when it died."""
 
-    def __init__(self, config: uvicorn.Config, server: ls.LitServer, api: NetAPI, hear: Connection, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, server: ls.LitServer, api: NetAPI, hear: Connection, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self.failure: Exception | None = None
         self._server, self._api, self._hear, self._ready = server, api, hear, ready
@@ -134,5 +142,3 @@ class _Service(uvicorn.Server):
     def _give_up(self, failure: Exception) -> None:
         self.failure = failure
         self.should_exit = True
-
-

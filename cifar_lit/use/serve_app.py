@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import cifar_lit
 from cifar_lit.use.serve_decode import Decoders
 from cifar_lit.use.serve_images import asked_for
 from cifar_lit.use.serve_limits import Limits, Refused, megabytes
@@ -33,6 +32,7 @@ HEADERS = {
 }
 BODIES = 16  # as many full-sized bodies are held at a time
 DEFAULT_TOP = 3
+AT_ONCE = 100_000  # bytes of a body that are taken apart in less time than a thread takes to be asked
 
 
 def error(status: int, text: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -63,7 +63,8 @@ class Reader:
                     raise Refused(503, "too much is being sent at once: send it again later")
             clock: asyncio.Timeout = request.scope["clock"]
             clock.reschedule(asyncio.get_running_loop().time() + self.limits.answer_seconds)
-            asked = await asyncio.to_thread(asked_for, request.headers.get("content-type", ""), bytes(body), self.limits)
+            question = (request.headers.get("content-type", ""), bytes(body), self.limits)
+            asked = asked_for(*question) if len(body) < AT_ONCE else await asyncio.to_thread(asked_for, *question)
             pixels: list[bytes] = []
             for start in range(0, len(asked.files), self.decoders.count):  # in turns, so that a batch leaves room for others
                 some = asked.files[start : start + self.decoders.count]
@@ -121,7 +122,9 @@ class Guard:
         except ClientDisconnect:
             return
         except TimeoutError:
-            answer = error(503, f"there was no answer within {self.limits.answer_seconds:g} s: the service is busy, try again later")
+            answer = error(
+                503, f"there was no answer within {self.limits.answer_seconds:g} s: the service is busy, try again later"
+            )
         except Exception as fault:
             print(f"cifar-lit: {scope['path']} failed: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
             answer = error(500, "the service failed on this request; its console says why")
@@ -134,7 +137,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
         if self.local and not _is_local(host):
-            raise Refused(400, f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name")
+            raise Refused(
+                400, f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
+            )
         if scope["method"] not in ("GET", "HEAD"):
             origin = headers.get(b"origin")
             if origin is not None and urlsplit(origin).netloc != host:
@@ -153,7 +158,7 @@ def _is_local(host: str) -> bool:
     return name in ("localhost", "::1") or name.endswith(".localhost") or (name.startswith("127.") and name.count(".") == 3)
 
 
-def furnish(app: FastAPI, facts: Facts, limits: Limits, local: bool) -> None:
+def furnish(app: FastAPI, facts: Facts, limits: Limits, local: bool, version: str) -> None:
     """Gives LitServe's app our page, health and errors; of its own routes only POST /predict stays."""
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) == "/predict"]
     app.router.redirect_slashes = False
@@ -170,7 +175,7 @@ def furnish(app: FastAPI, facts: Facts, limits: Limits, local: bool) -> None:
         "image_size": list(facts.size),
         "channels": facts.channels,
         "device": facts.device,
-        "version": cifar_lit.__version__,
+        "version": version,
         "limits": asdict(limits),
     }
 
@@ -186,9 +191,10 @@ def furnish(app: FastAPI, facts: Facts, limits: Limits, local: bool) -> None:
             return error(fault.status, fault.text)
         assert isinstance(fault, HTTPException)
         path, method = request.url.path[:80], request.method[:20]
+        allowed = sorted({word.strip() for word in (fault.headers or {}).get("Allow", "").split(",")} - {"HEAD"})
         texts = {
             404: f"there is nothing at {path}: POST /predict, GET /health, or the page at /",
-            405: f"{path} does not take {method}: use {(fault.headers or {}).get('Allow', 'another method')}",
+            405: f"{path} does not take {method}: use {' or '.join(allowed)}",
             500: "the net failed on this request; the service's console says why",
         }
         return error(fault.status_code, texts.get(fault.status_code, str(fault.detail)), fault.headers)

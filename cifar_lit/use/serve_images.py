@@ -64,7 +64,7 @@ def _form_files(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
     parts = (b"\r\n" + body).split(delimiter)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
         raise Refused(400, "the form is cut short or damaged: send it again")
-    files = []
+    files: list[tuple[str, bytes]] = []
     for part in parts[1:-1]:
         head, found, data = part.partition(b"\r\n\r\n")
         if not found:

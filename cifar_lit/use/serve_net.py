@@ -8,10 +8,12 @@ import io
 import logging
 import os
 import queue
+import signal
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import parent_process
+from multiprocessing import active_children, parent_process
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -74,10 +76,15 @@ class NetAPI(ls.LitAPI):
         loop: LitLoop = GreedyLoop()
         super().__init__(max_batch_size=MAX_REQUESTS, loop=loop)
         self.path, self.accelerator, self.told = path, accelerator, told
+        self.siblings: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the net's process: with the processes that were started before it, which is LitServe's for its queues."""
+        return {**self.__dict__, "siblings": [process.pid for process in active_children()]}
 
     def setup(self, device: str) -> None:
         """Loads the net, runs it once, and says so; runs in the net's process."""
-        _follow_parent()
+        _follow_parent(self.siblings)
         try:
             facts = self._loaded()
         except (UsageError, Failure) as error:
@@ -157,13 +164,16 @@ def _device(accelerator: str) -> str:
     return names[accelerator]
 
 
-def _follow_parent() -> None:
-    """Ends this process when its parent is gone; a killed one could not do it."""
+def _follow_parent(siblings: list[int]) -> None:
+    """Ends this process and its siblings when the parent is gone; a killed one could not do it, and they would keep its port."""
     parent = parent_process()
     if parent is not None:
 
         def follow() -> None:
             parent.join()
+            for process in siblings:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
             os._exit(1)
 
         threading.Thread(target=follow, daemon=True).start()
