@@ -61,16 +61,16 @@ def stops_well(service: Service, stop: Callable[[], None]) -> None:
     assert service.process.stdout.read() == "stopped\n"
 
 
-def test_it_says_what_it_serves_and_sigterm_stops_it_when_it_has_answered(net: Path) -> None:
+def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(net: Path) -> None:
     with running(net) as service:
         assert service.said == [
             "serving lenet (3×16×16, 4 classes) on cpu",
             f"page and POST /predict at http://127.0.0.1:{service.port} · Ctrl-C stops it",
         ]
-        stops_well(service, service.process.terminate)
+        stops_well(service, lambda: os.killpg(service.process.pid, signal.SIGINT))  # as a terminal sends it: to all of them
 
 
-def test_a_net_that_died_is_loaded_again_and_ctrl_c_stops_all_of_it(net: Path) -> None:
+def test_a_net_that_died_is_loaded_again_and_sigterm_stops_it(net: Path) -> None:
     with running(net, "--host", "0.0.0.0") as service:
         assert "no password" in service.said[1]
         assert service.ask("GET", "/health", headers={"Host": "a.name.of.mine"}).status == 200
@@ -81,7 +81,7 @@ def test_a_net_that_died_is_loaded_again_and_ctrl_c_stops_all_of_it(net: Path) -
         assert "send the request again" in refused.error
         assert until(lambda: service.ask("GET", "/health").status == 200)
         assert service.predict(picture(), JPEG).status == 200
-        stops_well(service, lambda: os.killpg(service.process.pid, signal.SIGINT))  # as a terminal sends it: to all of them
+        stops_well(service, service.process.terminate)
 
 
 def memory(process: int) -> int:
