@@ -47,7 +47,8 @@ def serve(
     with ExitStack() as stack:
         hear, tell = get_context("spawn").Pipe(duplex=False)
         api = NetAPI(path, accelerator, tell)
-        # "cpu" keeps LitServe from looking for GPUs: the net's process picks its device. Its API pages would load scripts from afar.
+        # "cpu" keeps LitServe from looking for GPUs: the net's process picks its device. LitServe's own pages, left out here,
+        # would load scripts from elsewhere.
         server = ls.LitServer(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
         with no_signals():
             stack.enter_context(wrap_litserve_start(server))

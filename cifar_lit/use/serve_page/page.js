@@ -23,7 +23,7 @@ function show(answer, size) {
   find("verdict").textContent = best.label;
   find("detail").textContent = `with a probability of ${percent(best.probability)}`;
   find("seen").src = answer.seen;
-  find("seen-caption").textContent = size ? `the net’s view, ${size[1]} × ${size[0]}` : "the net’s view";
+  find("seen-caption").textContent = size ? `the net’s view, ${size[1]}×${size[0]}` : "the net’s view";
   find("bars").replaceChildren(
     ...answer.top.map(({ label, probability }) => {
       const row = document.createElement("li");
