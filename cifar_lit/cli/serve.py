@@ -23,7 +23,8 @@ WHAT = """Serves a run's net over HTTP, with a page at / for trying it.
 POST /predict takes one image as the body (Content-Type: image/jpeg or the like), a form with files (multipart/form-data), or
 JSON: {"image": "<base64>"} or {"images": ["<base64>", …]}. One image is answered with {"label", "probability", "top": [{"label",
 "probability"}, …]}, a form or a list with {"predictions": […]} in the order sent. ?top=K asks for K classes (3), ?seen=1 for
-the picture as the net sees it. GET /health says what is served. Whatever is wrong is answered with {"error": "one line"}. Try it with: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+the picture as the net sees it. GET /health says what is served. Whatever is wrong is answered with {"error": "one line"}.
+Try it with: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
 def serve(words: list[str]) -> None:

@@ -101,6 +101,7 @@ class NetAPI(ls.LitAPI):
 
         from cifar_lit.use.classifier import load
 
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: threads that wait spin
         chosen = _device(self.accelerator)
         self.classifier = load(self.path, chosen)
         self.classifier(torch.zeros(1, self.classifier.channels, *self.classifier.size, dtype=torch.uint8))  # not in a request

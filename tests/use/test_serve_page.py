@@ -88,7 +88,8 @@ def test_a_picture_is_classified_however_it_is_given(service: Service, open_page
     opened.page.wait_for_timeout(400)  # the bars grow
     script = "[...document.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().width / b.parentElement.clientWidth)"
     assert opened.page.evaluate(script) == pytest.approx([one["probability"] for one in best["top"]], abs=0.01)
-    opened.page.wait_for_function("document.getElementById('seen').naturalWidth === 16")
+    seen = "document.getElementById('seen')"
+    assert opened.page.evaluate(f"{seen}.decode().then(() => {seen}.naturalWidth)") == 16
     assert opened.unloaded == []
     assert opened.nameless == []
     assert opened.errors == []
@@ -97,7 +98,7 @@ def test_a_picture_is_classified_however_it_is_given(service: Service, open_page
 
 def test_the_page_says_what_the_net_knows_and_what_is_taken(service: Service, open_page: Open) -> None:
     opened = open_page(service.url)
-    opened.page.wait_for_function("document.getElementById('about').textContent.includes('classes')")
+    opened.page.locator("#about", has_text="classes").wait_for()
     assert opened.page.text_content("#about") == f"lenet knows 4 classes: {', '.join(CLASSES)}."
     opened.page.locator("summary").click()
     assert f"{service.url}/predict" in opened.page.inner_text("details")
@@ -106,15 +107,15 @@ def test_the_page_says_what_the_net_knows_and_what_is_taken(service: Service, op
 
 def test_errors_are_shown_in_words_and_go_with_the_next_picture(service: Service, open_page: Open) -> None:
     opened = open_page(service.url)
-    opened.page.wait_for_function("document.getElementById('about').textContent.includes('classes')")
+    opened.page.locator("#about", has_text="classes").wait_for()
     give(opened, picture()[:400])
     assert error(opened) == "The image cannot be read: cut short; save or send it again."
     give(opened, b"text", "notes.txt", "text/plain")
-    opened.page.wait_for_function("document.getElementById('error').textContent.includes('not a JPEG')")
+    opened.page.locator("#error", has_text="not a JPEG").wait_for()
     give(opened, bytes(1_100_000), "large.jpg")
-    opened.page.wait_for_function("document.getElementById('error').textContent.includes('large.jpg has 1.1 MB')")
+    opened.page.locator("#error", has_text="large.jpg has 1.1 MB").wait_for()
     give(opened, b"", how="drop")
-    opened.page.wait_for_function("document.getElementById('error').textContent.includes('was no file')")
+    opened.page.locator("#error", has_text="was no file").wait_for()
     give(opened, picture())
     answered(opened)
     assert opened.page.locator("#error").is_hidden()
