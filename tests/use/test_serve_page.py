@@ -127,6 +127,7 @@ def test_it_is_used_by_keyboard_and_told_to_screen_readers(service: Service, ope
     assert opened.page.evaluate("document.activeElement.id") == "file"
     assert opened.page.evaluate("getComputedStyle(document.getElementById('drop')).outlineStyle") == "solid"
     with opened.page.expect_file_chooser() as chooser:
+        opened.page.wait_for_timeout(300)  # until Chromium, too, knows that someone waits for it
         opened.page.keyboard.press("Enter")
     chooser.value.set_files({"name": "cat.jpg", "mimeType": "image/jpeg", "buffer": picture()})
     answered(opened)
