@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from odd_files import ODD_FILES, write_odd_files
+from serving import running
 from small_net import write_net
 
 from cifar_lit.bench.report import environment, write_figures
@@ -18,14 +19,15 @@ from cifar_lit.use.files import classify_files
 from cifar_lit.use.paths import Found
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
-WHERE = ("classify", "folder")
+WHERE = ("classify", "folder", "serve")
 READ, UNSEEN = "read", "not looked at"
 
 
 def outcomes(folder: Path) -> list[dict[str, str]]:
-    """For each odd file its name, what it is, and what `classify` and the `folder` data set make of it.
+    """For each odd file its name, what it is, and what `classify`, the `folder` data set and a service make of it.
 
-    That is `read`, or the reason why it is not; a folder is not looked at for files of other suffixes.
+    That is `read`, or the reason why it is not; a folder is not looked at for files of other suffixes. A service's reason
+    comes with its status.
     """
     paths = write_odd_files(folder / "odd")
     classifier = load(write_net(folder / "net"))
@@ -33,14 +35,17 @@ def outcomes(folder: Path) -> list[dict[str, str]]:
     seen = [File(path.name, path.stat().st_size, 1) for path in paths if path.name.lower().endswith(SUFFIXES)]
     bad = decoded(folder / "odd", seen, 32, 3, folder / "cache").bad
     names = {file.path for file in seen}
+    with running(folder / "net") as service:
+        answers = [service.predict(path.read_bytes(), {"Content-Type": "application/octet-stream"}) for path in paths]
     return [
         {
             "name": ascii(odd.name)[1:-1],
             "what": odd.what,
             "classify": row.error or READ,
             "folder": bad.get(odd.name, READ) if odd.name in names else UNSEEN,
+            "serve": READ if answer.status == 200 else f"{answer.status}: {answer.error}",
         }
-        for odd, row in zip(ODD_FILES, rows, strict=True)
+        for odd, row, answer in zip(ODD_FILES, rows, answers, strict=True)
     ]
 
 
