@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     side = min(11.0, 3.0 + 0.55 * count)
     figure, axes = _figure(side, side)
     metric = MulticlassConfusionMatrix(count, validate_args=False)
-    metric.plot(matrix, ax=axes, add_text=count <= MOST_COUNTED, labels=[_tick(name) for name in classes], cmap="Blues")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torchmetrics hands matplotlib a tensor
+        metric.plot(matrix, ax=axes, add_text=count <= MOST_COUNTED, labels=[_tick(name) for name in classes], cmap="Blues")
     size = min(10.0, 600.0 / (8 + count))
     for text in axes.texts:
         text.set_fontsize(max(6, size))
