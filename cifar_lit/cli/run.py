@@ -22,13 +22,14 @@ from cifar_lit.data.module import ImageData
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.results.outcomes import fingerprint
 from cifar_lit.results.predictions import write_predictions
-from cifar_lit.results.run_folder import RunFolder, shown, write_text
+from cifar_lit.results.run_folder import PREVIOUS, RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
 from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.training.saving import RegularCheckpoint, interval
 from cifar_lit.use.classifier import load
 from cifar_lit.use.novelty import learn_novelty
 
@@ -61,6 +62,8 @@ class Run:
         if self.trains:
             chosen += [self.clock, EpochLines(self.clock), RandomState()]
             chosen += [self.best, self.last] if validates else [self.last]
+            if every := self.settings.get("checkpoint_every"):
+                chosen.append(RegularCheckpoint(interval(every), self.last))
             chosen.append(OrderlyStop(self.last))
         return chosen
 
@@ -120,6 +123,8 @@ class Run:
         if outcomes is not None:
             write_predictions(self.folder.path / "predictions.csv", data.classes, [outcomes])
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+        if model is not None:
+            (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
 
     def show(
         self,

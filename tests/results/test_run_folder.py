@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -84,8 +85,8 @@ def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_
             assert process.stdout is not None
             names += [process.stdout.readline().strip() for _ in range(5)]
             assert process.stdout.readline() == "claimed\n"
-        with pytest.raises(Failure, match=r"another process is writing .*: wait until it ends"):
-            RunFolder(tmp_path, "fast", tmp_path / names[-1])  # the last folder, held until its process ends
+        with pytest.raises(Failure, match=rf"process {processes[-1].pid} on \S+ is writing .*: wait until"):
+            RunFolder(tmp_path, "fast", tmp_path / names[-1])  # the last process's folder, held until that ends
     finally:
         for process in processes:
             process.communicate("end\n", timeout=20)
@@ -98,7 +99,7 @@ def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_
 def test_a_folder_is_free_again_once_it_is_released(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.path
-    with pytest.raises(Failure, match="another process"):
+    with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing .*fast-1: wait"):
         RunFolder(tmp_path, "fast", path)
     first.release()
     assert list(path.iterdir()) == []
