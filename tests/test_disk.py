@@ -72,7 +72,7 @@ def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path
     sync = os.fsync
 
     def noted(descriptor: int) -> None:
-        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "a").exists()))
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, (tmp_path / "a").exists()))
         sync(descriptor)
 
     if not Path("/proc/self/fd").exists():

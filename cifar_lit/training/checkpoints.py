@@ -118,6 +118,7 @@ class RunCheckpoint(ModelCheckpoint):
         paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
         best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": here})
+        self.current_score = state_dict.get("current_score")  # which Lightning saves, and leaves out here
 
 
 def best_checkpoint() -> ModelCheckpoint:

@@ -70,7 +70,9 @@ def test_what_a_killed_process_left_half_written_goes_and_everything_else_stays(
 
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
-    code = f"import time; from pathlib import Path; from cifar_lit.results.lock import RunLock; RunLock(Path({str(unfinished)!r}))"
+    code = (
+        f"import time; from pathlib import Path; from cifar_lit.results.lock import RunLock; RunLock(Path({str(unfinished)!r}))"
+    )
     hold = f"{code}.acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
@@ -113,7 +115,9 @@ def test_an_interval_that_cannot_be_meant_is_refused_before_anything_is_made(her
 
 def small_disk(folder: Path, kilobytes: int) -> list[str]:
     """The start of a command that runs with an empty file system of that size at `folder`, which only it sees."""
-    mount = f'mount -t tmpfs -o size={kilobytes}k none "{folder}" && "$@"; code=$?; cp -r "{folder}/." "{folder}-copy"; exit $code'
+    mount = (
+        f'mount -t tmpfs -o size={kilobytes}k none "{folder}" && "$@"; code=$?; cp -r "{folder}/." "{folder}-copy"; exit $code'
+    )
     return ["unshare", "-Urm", "sh", "-c", mount, "sh"]
 
 
@@ -126,7 +130,15 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_to_go_on_from(here:
     assert typed(*words, "--logs", "whole").code == 0
     checkpoint = (here / "whole/small-1/checkpoints/last.ckpt").stat().st_size
     # room for two of them and the curves, but not for a third
-    command = [*small_disk(here / "disk", 5 * checkpoint // 2 // 1024), sys.executable, "-m", "cifar_lit", *words, "--logs", "disk"]
+    command = [
+        *small_disk(here / "disk", 5 * checkpoint // 2 // 1024),
+        sys.executable,
+        "-m",
+        "cifar_lit",
+        *words,
+        "--logs",
+        "disk",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CIFAR_LIT_CACHE": str(here / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 1, done.stderr
