@@ -120,11 +120,10 @@ class Run:
             look = load(path, str(data.device)).look  # with the net as it will be used, whatever precision it was trained in
             if learned := learn_novelty(look, data.train_images.images, *data.split):
                 save_weights(path, weights, replace(card, novelty=learned[1]), learned[0])
+            (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
         if outcomes is not None:
             write_predictions(self.folder.path / "predictions.csv", data.classes, [outcomes])
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
-        if model is not None:
-            (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
 
     def show(
         self,

@@ -82,11 +82,8 @@ def damaged_files(path: Path, cuts: int, flips: int, draw: random.Random) -> Ite
     owner = [(part, name) for name, parts in places.items() for part in parts]
     for _ in range(flips):
         position = draw.randrange(len(content))
-        yield (
-            "bit flipped",
-            next((name for part, name in owner if position in part), "padding"),
-            _flipped(content, position, draw),
-        )
+        name = next((name for part, name in owner if position in part), "padding")
+        yield "bit flipped", name, _flipped(content, position, draw)
     for name, parts in places.items():  # small classes are seldom hit by chance
         for position in sampled(parts, min(cuts, 20), draw):
             yield "bit flipped", name, _flipped(content, position, draw)

@@ -19,7 +19,7 @@ from cifar_lit.drills.forked import Forked, warm
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "Trains a small net for hundreds of short epochs, with curves and checkpoints as in any run, and compares memory, open files, "
+    "Trains a small net for hundreds of short epochs, with curves and checkpoints as in any run, and compares memory, files, "
     "threads and disk early on with those at the end. Curves grow by the epoch, as they must; nothing else may."
 )
 TRAINING = [
