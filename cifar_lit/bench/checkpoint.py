@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of this measurement."""
     add_training_arguments(parser, recipe="laptop")
     parser.add_argument("--rounds", type=int, default=30, help="checkpoints written, after one to warm up")
-    parser.add_argument("--images", type=int, default=45_000, help="images of the epoch that a checkpoint is compared with")
+    parser.add_argument("--images", type=int, default=50_000, help="images of the epoch that a checkpoint is compared with")
 
 
 class Epochs(Callback):

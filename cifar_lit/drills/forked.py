@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -42,13 +42,15 @@ def warm() -> None:
 class Forked:
     """A command in one process or in several, as torchrun would start them; `log` takes what they print."""
 
-    def __init__(self, words: Sequence[str], folder: Path, log: Path, processes: int = 1, **more: str) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, log: Path, processes: int = 1, more: Mapping[str, str] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = log
         self._said = b"s"
         self._pipe, write = os.pipe()
         environment = {name: value for name, value in os.environ.items() if name not in STRANGE}
-        environment |= {"OMP_NUM_THREADS": "1", **more}
+        environment |= {"OMP_NUM_THREADS": "1", **(more or {})}
         several = _torchrun(processes) if processes > 1 else {}
         sys.stdout.flush()
         sys.stderr.flush()

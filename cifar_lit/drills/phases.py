@@ -48,10 +48,10 @@ class Announce(Callback):
             save(*args, **kwargs)
             self._say(before)
 
-        def synced(descriptor: Any) -> None:
+        def synced(fd: Any) -> None:
             if self._phase == b"w":
                 self._say(b"y")
-            sync(descriptor)
+            sync(fd)
 
         WholeCheckpoints.save_checkpoint = announced  # type: ignore[method-assign]
         os.fsync = synced

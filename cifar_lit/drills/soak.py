@@ -87,7 +87,7 @@ def run(settings: Namespace) -> None:
         asked = f"{settings.early},{settings.epochs}:{folder / 'samples.txt'}"
         # one epoch more, as a sample is taken before an epoch starts
         words = [*TRAINING, "--epochs", str(settings.epochs + 1)]
-        training = Forked(words, folder / "run", folder / "log.txt", **{VARIABLE: asked})
+        training = Forked(words, folder / "run", folder / "log.txt", more={VARIABLE: asked})
         if any(training.wait(LIMIT)):
             raise Failure(f"the training failed: {training.log.read_text()[-500:]}")
         early, late = (json.loads(line) for line in (folder / "samples.txt").read_text().splitlines())

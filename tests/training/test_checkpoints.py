@@ -187,6 +187,7 @@ def test_a_moved_run_still_knows_its_best_checkpoint(tmp_path: Path) -> None:
     best, last = saving(after)
     fitted(classifier(), shapes_data(), best, last, enable_checkpointing=True, max_epochs=2, resume=after / "last.ckpt")
     assert best.best_model_path == str(after / "best.ckpt")
+    assert best.current_score is not None
     assert list(best.best_k_models) == [str(after / "best.ckpt")]
     assert not before.exists()
     assert sorted(file.name for file in after.iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
