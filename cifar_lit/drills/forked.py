@@ -6,6 +6,7 @@ taken back. What it cannot show is a kill during the imports, which write nothin
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -24,6 +25,7 @@ import torch
 from cifar_lit.drills.phases import PHASES, VARIABLE
 from cifar_lit.errors import Failure, UsageError
 
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 60.0  # seconds after which a command counts as frozen
 STRANGE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CIFAR_LIT_RESUME")
 
@@ -142,6 +144,8 @@ def _become(words: Sequence[str], folder: Path, log: Path, environment: dict[str
     try:
         with suppress(OSError):
             os.setpgid(0, group)
+        with suppress(OSError, AttributeError):  # Linux: so that none is left when the drill itself is killed
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -155,7 +155,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
 
 
-SHORT = {"kills": 8}
+SHORT = {"kills": 6}
 
 
 def run(settings: Namespace) -> None:

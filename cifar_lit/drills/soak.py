@@ -72,7 +72,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--early", type=int, default=50, help="the epoch that the last is compared with")
 
 
-SHORT = {"epochs": 60, "early": 30}
+SHORT = {"epochs": 40, "early": 20}
 
 
 def run(settings: Namespace) -> None:

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="drills fork the
 
 ALL = """
 import sys
+import time
 from cifar_lit.cli import main
 folder, *names = sys.argv[1:]
 codes = [main(["drill", name, "--short", "--json", f"{folder}/{name}.json"]) for name in names]
@@ -49,11 +51,11 @@ def drilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 
 def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(drilled: tuple[dict[str, Any], str]) -> None:
     figures, said = drilled[0]["kill"], drilled[1]
-    assert figures["headline"]["kills that hit"] == figures["settings"]["kills"] == 8
-    assert sum(count for by in figures["fell"].values() for count in by.values()) == 8
+    assert figures["headline"]["kills that hit"] == figures["settings"]["kills"] == 6
+    assert sum(count for by in figures["fell"].values() for count in by.values()) == 6
     assert set(figures["fell"]) == set(PHASES.values())
     assert all(found["survivors"] == found["identical"] for found in figures["kinds"].values())
-    assert sum(found["survivors"] for found in figures["kinds"].values()) >= 3
+    assert sum(found["survivors"] for found in figures["kinds"].values()) >= 2
     assert "where the kills fell" in said and "by the way of training" in said
 
 
@@ -67,7 +69,7 @@ def test_no_damaged_checkpoint_is_loaded(drilled: tuple[dict[str, Any], str]) ->
 
 def test_a_long_training_holds_no_more_than_a_short_one(drilled: tuple[dict[str, Any], str]) -> None:
     early, late = drilled[0]["soak"]["samples"]
-    assert (early["epoch"], late["epoch"]) == (30, 60)
+    assert (early["epoch"], late["epoch"]) == (20, 40)
     assert late["curves"] > early["curves"]
     assert grown(early, late) == []
 
@@ -146,3 +148,36 @@ def test_the_command_lists_its_drills_and_refuses_others(capsys: pytest.CaptureF
     for words in (["kill", "--kills", "0"], ["checkpoint", "--cuts", "1"], ["soak", "--early", "500"], ["soak", "--epoch", "3"]):
         with pytest.raises(UsageError):
             drill(words)
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from cifar_lit.drills.forked import Forked, warm
+from cifar_lit.drills.soak import TRAINING
+warm()
+training = Forked([*TRAINING, "--epochs", "10000"], Path(sys.argv[1]), Path(sys.argv[1]) / "log.txt")
+print(training.pids[0], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_no_training_is_left_when_a_drill_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        time.sleep(0.5)
+        started.kill()
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
