@@ -269,8 +269,8 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = self.run.metrics(self.trainer, self.model, self.datamodule, val, test)
-        self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
         self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
+        self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
         self.run.print_end(metrics, test, self.datamodule)
 
 

@@ -140,14 +140,8 @@ class ImageClassifier(pl.LightningModule):
         h = self.hparams
         settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
         slow = self.device.type == "cpu" and "bf16" not in str(self.trainer.precision)
-        optimizer = build_optimizer(
-            self.net,
-            h["optimizer"],
-            h["lr"],
-            **settings,
-            capturable=self.will_capture,  # a captured step reads its rates from the device
-            products="float32" if slow else "bfloat16",
-        )
+        settings |= {"capturable": self.will_capture, "products": "float32" if slow else "bfloat16"}
+        optimizer = build_optimizer(self.net, h["optimizer"], h["lr"], **settings)
         if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
             return optimizer
         self.trainer.fit_loop.setup_data()

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cifar_lit.results.weights import NOVELTY
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 120.0  # seconds that a command may take before it counts as frozen
 MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
@@ -143,7 +145,8 @@ def only_run(folder: Path) -> Path:
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
     """What was tested and kept."""
-    return load_file(only_run(folder) / "model.safetensors")
+    kept = load_file(only_run(folder) / "model.safetensors")
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(NOVELTY)}
 
 
 def metrics(folder: Path) -> dict[str, Any]:
