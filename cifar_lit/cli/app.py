@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from cifar_lit.cli import machine
+from cifar_lit.cli import machine, trust
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.run import Run
@@ -58,6 +58,7 @@ class TrainingCLI(LightningCLI):
         self.name = "fit" if command.name == "train" else command.name
         self.checkpoint = self._resumed()
         base = self._base()
+        trust.guard(command, base)
         kwargs = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             ImageClassifier,
@@ -177,6 +178,7 @@ class TrainingCLI(LightningCLI):
             self.notes["resume"] = shown(self.checkpoint)
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
+        trust.remember(text)
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
@@ -269,9 +271,12 @@ class TrainingCLI(LightningCLI):
 
 def describe(settings: Any) -> str:
     """A net's name with the shapes that its weights depend on."""
-    shape = "×".join(map(str, settings.get("input_shape", [])))
-    width = f" width {settings['width']:g}" if settings.get("width", 1.0) != 1.0 else ""
-    return f"{settings.get('net', 'an unknown net')}{width} ({shape}, {settings.get('num_classes', '?')} classes)"
+    sides = settings.get("input_shape")  # a checkpoint's settings may be anything
+    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
+    factor = settings.get("width", 1.0)
+    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
+    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
+    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
 
 
 def is_first_process(environment: dict[str, str]) -> bool:

@@ -36,6 +36,7 @@ flags of fit, train, validate, test and predict
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --logs DIR         folder for run folders (lightning_logs)
   --resume [PATH]    go on with the newest run, or with the given one
+  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs
   --debug            show the traceback of a failure
 
 Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):

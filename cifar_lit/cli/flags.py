@@ -25,7 +25,7 @@ SHORT = {
     "lr": "model.lr",
     "seed": "seed_everything",
 }
-OWN = ("recipe", "config", "logs", "resume", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -35,7 +35,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 class Command:
     """A training command: its name, and the pieces that LightningCLI's line is built from.
 
-    resume: "" for the newest run, a path, or None when nothing is to be resumed.
+    resume: "" for the newest run, a path, or None when nothing is to be resumed. trust: configuration files may name any class.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Command:
     configs: list[str] = field(default_factory=list)
     logs: str | None = None
     resume: str | None = None
+    trust: bool = False
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -104,6 +105,9 @@ def parse(name: str, words: list[str]) -> Command:
         key = "config" if flag == "-c" else flag.removeprefix("--")
         if key == "debug":
             continue  # for whoever tells of a failure
+        if key == "trust" and not given:
+            command.trust = True
+            continue
         if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             has_path = not given and bool(rest) and not rest[0].startswith("-")
             command.resume = value if given else rest.pop(0) if has_path else ""

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_lit.errors import Failure
+from cifar_lit.training.containers import FalseClaim, check_container, check_contents
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -48,6 +49,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises Failure when it is missing, cut short, damaged, no checkpoint, or would execute code.
     """
     try:
+        check_container(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise Failure(f"there is no checkpoint {path}") from None
@@ -55,11 +57,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if "GLOBAL" in str(error) or "Trying to call reduce" in str(error) or "allowlisted" in str(error):
             raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
         raise Failure(f"{path} is no checkpoint, or is damaged: use another one") from None
+    except FalseClaim as error:
+        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except Exception as error:  # a damaged pickle raises whatever its garbage leads to
         reason = "the file is empty" if isinstance(error, EOFError) else str(error).partition("\n")[0] or type(error).__name__
         raise Failure(f"{path} is cut short or damaged ({reason}): use another checkpoint") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
+    try:
+        check_contents(checkpoint)
+    except FalseClaim as error:
+        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     return checkpoint
 
 
