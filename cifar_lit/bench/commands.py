@@ -22,6 +22,7 @@ BENCHES = {
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
     "table": "the results in JSON files as Markdown",
+    "hostile": "files that want to run code or to take memory: what each gave",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
 }
 

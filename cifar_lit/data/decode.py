@@ -53,6 +53,9 @@ class SizesDiffer(ValueError):
     """`decode_files` met an image that is not of the size that all were expected to be of."""
 
 
+LARGEST_PICTURE = 1 << 25  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
+
+
 def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
     """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
 
@@ -155,6 +158,8 @@ def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.
     _refuse_cut(data, image.format)
     if size is not None:
         image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
+    if image.width * image.height > LARGEST_PICTURE:
+        raise OSError(f"more than {LARGEST_PICTURE:,} pixels to unpack: save it smaller")
     image.load()
     orientation = _orientation(image)
     image = _plain(image, "RGB" if channels == 3 else "L")

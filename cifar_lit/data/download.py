@@ -176,6 +176,7 @@ def _transfer(name: str, url: str, part: Path, floor: float) -> int:
         while chunk := _read(response, size, total):
             size += len(chunk)
             if size > LARGEST:
+                file.truncate(0)  # no beginning of what is wanted
                 raise _Left(f"gives more than {LARGEST >> 20} MiB")
             file.write(chunk)
             advance(len(chunk))

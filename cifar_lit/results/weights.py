@@ -108,6 +108,6 @@ def load(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except FalseClaim as error:
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # of torch, where it maps the file
         raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
     return LoadedNet(net, card).eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         check_container(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise Failure(f"there is no checkpoint {path}") from None
     except pickle.UnpicklingError as error:
