@@ -11,7 +11,7 @@ from cifar_lit.bench.hostile import KINDS, Answer, answers_of
 if sys.platform != "linux":
     pytest.skip("memory and programs are watched as Linux shows them", allow_module_level=True)
 
-SHORT = [(kind, name) for kind, step in (("model", 3), ("checkpoint", 4), ("configuration", 4), ("archive", 5), ("image", 4))
+SHORT = [(kind, name) for kind, step in (("model", 3), ("checkpoint", 6), ("configuration", 6), ("archive", 6), ("image", 4))
          for name in list(KINDS[kind])[::step]]  # fmt: skip
 
 
