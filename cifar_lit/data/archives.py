@@ -33,6 +33,7 @@ CIFAR_MIRRORS = {
         "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
     ),
 }
+LARGEST_UNPACKED = 1 << 30  # bytes; CIFAR's are below 190 MB
 # The authors' bucket as torchvision names it, and the copy in the authors' repository zalandoresearch/fashion-mnist.
 FASHION_MIRRORS = (
     *datasets.FashionMNIST.mirrors,
@@ -111,13 +112,19 @@ def _unpack(archive: Path, folder: Path) -> None:
     room = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(room, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
     try:
-        with tarfile.open(archive) as tar, disk_errors_told(folder.parent, sum(member.size for member in tar)):
-            tar.extractall(room, filter="data")
+        with tarfile.open(archive) as tar:
+            size = sum(member.size for member in tar)
+            if size > LARGEST_UNPACKED:
+                raise Failure(f"{archive} was not unpacked: it claims {size:,} bytes; delete it")
+            with disk_errors_told(folder.parent, size):
+                tar.extractall(room, filter="data")  # which refuses what would land elsewhere, links out of it, and devices
         if not folder.exists():
             (room / folder.name).rename(folder)
             return
         for file in (room / folder.name).iterdir():  # a damaged folder: mend its files, leave what else the user keeps there
             file.replace(folder / file.name)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise Failure(f"{archive} was not unpacked: {error}; delete it") from error
     finally:
         shutil.rmtree(room, ignore_errors=True)
 
