@@ -17,6 +17,7 @@ from cifar_lit.cli import machine, trust
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.run import Run
+from cifar_lit.cli.search import device_of, memory_told, search
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.table import takes_any_size
@@ -169,6 +170,7 @@ class TrainingCLI(LightningCLI):
         """The Trainer with our callbacks and loggers beside the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
         data = self.datamodule
+        self._search()
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
         first = is_first_process(dict(os.environ))
@@ -201,12 +203,24 @@ class TrainingCLI(LightningCLI):
             **kwargs,
         )
 
+    def _search(self) -> None:
+        """Finds what `--auto-batch` and `--auto-lr` ask for; it is recorded as if it had been typed."""
+        auto, trainer = self.command.auto, self.settings.trainer
+        if not auto:
+            return
+        if self.name != "fit" or self.checkpoint:
+            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
+        device = device_of(self.machine, trainer.accelerator, trainer.devices)
+        search(auto, self.model, self.datamodule, device, str(trainer.precision))
+        self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
+
     # ---- running; LightningCLI calls the method of the sub-command's name
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
-            super()._run_subcommand(subcommand)
+            with memory_told(self.datamodule):
+                super()._run_subcommand(subcommand)
         except Interrupted as interruption:
             interruption.resume = self.run.resume_command(sys.argv[0], self.command.name)
             raise

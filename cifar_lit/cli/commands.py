@@ -32,6 +32,7 @@ flags of fit, train, validate, test and predict
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
   --data-dir PATH    where archives are kept, or the folder of own images
   --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
+  --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --logs DIR         folder for run folders (lightning_logs)

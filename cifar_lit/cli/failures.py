@@ -43,8 +43,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if kind == "MisconfigurationException":
         return f"cifar-lit: {text}", 2
     if kind == "NotFiniteLoss":
+        reached = "a checkpoint" if "weight" in text else "the weights"
         return (
-            f"cifar-lit: {text}; stopped before it reached the weights. Checkpoints of before are intact: "
+            f"cifar-lit: {text}; stopped before it reached {reached}. Checkpoints of before are intact: "
             "lower --lr, or try --precision 32-true"
         ), 1
     if kind == "OutOfMemoryError" or "can't allocate memory" in text:

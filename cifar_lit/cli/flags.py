@@ -25,7 +25,7 @@ SHORT = {
     "lr": "model.lr",
     "seed": "seed_everything",
 }
-OWN = ("recipe", "config", "logs", "resume", "trust", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -36,6 +36,7 @@ class Command:
     """A training command: its name, and the pieces that LightningCLI's line is built from.
 
     resume: "" for the newest run, a path, or None when nothing is to be resumed. trust: configuration files may name any class.
+    auto: which of "batch" and "lr" are to be found before the training.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Command:
     logs: str | None = None
     resume: str | None = None
     trust: bool = False
+    auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -107,6 +109,9 @@ def parse(name: str, words: list[str]) -> Command:
             continue  # for whoever tells of a failure
         if key == "trust" and not given:
             command.trust = True
+            continue
+        if key in ("auto-batch", "auto-lr") and not given:
+            command.auto.add(key.removeprefix("auto-"))
             continue
         if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             has_path = not given and bool(rest) and not rest[0].startswith("-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cifar_lit.errors import UsageError
+from cifar_lit.training.divergence import refuse_weights_that_are_not_finite
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.optimizers import override_optimizer_settings
 from cifar_lit.training.step import Sums
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def saved_state(model: ImageClassifier) -> dict[str, Any]:
-    """Sums since the last log line and in the epoch so far, and the last score, as plain values; asks all devices."""
+    """Sums since the last log line and in the epoch so far, and the last score, as plain values; asks all devices.
+
+    Raises NotFiniteLoss when a weight is not finite.
+    """
+    refuse_weights_that_are_not_finite(model.net, model.global_step, model.current_epoch)
     return {
         "window_sums": model.window_sums(),
         "epoch_sums": list(model.epoch_sums),
