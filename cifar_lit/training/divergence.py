@@ -35,7 +35,7 @@ class Divergence(Callback):
         if self._told or loss is None:
             return
         if self._start is None:
-            self._start = max(loss, math.log(pl_module.hparams["num_classes"]))  # type: ignore[index]
+            self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > FAR_ABOVE * self._start:
             self._told = True
             if trainer.is_global_zero:
