@@ -22,15 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cifar_lit.cli import flags, trust
+from cifar_lit.cli import flags
 from cifar_lit.data.archives import _idx_intact
 from cifar_lit.data.cache import _read_index
 from cifar_lit.data.decode import decode
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.table import build_net
 from cifar_lit.results import weights
+from cifar_lit.results.plain_yaml import plain_values
 from cifar_lit.results.run_folder import read_metrics
 from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.training.containers import describe
 
 COUNT = int(os.environ.get("CIFAR_LIT_FUZZ", "40"))
 fuzzed = settings(
@@ -171,8 +173,6 @@ def test_a_damaged_pickle_in_a_whole_container_gives_one_line_or_values(tmp_path
 @given(st.dictionaries(st.sampled_from(["epoch", "global_step", "hyper_parameters", "loops", "cifar_lit", "state_dict"]), plain))
 @fuzzed
 def test_a_checkpoint_of_any_values_is_described_or_refused(tmp_path: Path, values: dict[str, Any]) -> None:
-    from cifar_lit.cli.app import describe
-
     torch.save({"state_dict": net().state_dict(), **values}, tmp_path / "last.ckpt")
     found = one_line(lambda: read_checkpoint(tmp_path / "last.ckpt"))
     if found is not None:
@@ -194,7 +194,7 @@ def test_any_configuration_is_text_of_plain_values_or_one_line(tmp_path: Path, c
         else (content if isinstance(content, str) else json.dumps(content)).encode(errors="surrogatepass")
     )
     path.write_bytes(encoded)
-    one_line(lambda: trust.checked(path))
+    one_line(lambda: plain_values(path))
 
 
 @given(

@@ -20,7 +20,11 @@ BENCHES = {
     "cold": "from the start of the process to the tested net, and what that time is made of",
     "hand": "a recipe's whole training by a bare loop: its time and accuracy, to be compared with `recipe`",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
+    "serve": "a run's service under load: requests/s, p50 and p99 with 1 and 32 at a time, and its answers to bad inputs",
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory; plots",
+    "export": "a run's net as ONNX, int8 ONNX and torch-export: accuracy, agreement, size and time beside PyTorch",
+    "novelty": "ways to tell images that are unlike those of a training: AUROC, false alarms and misses of each",
+    "classify": "images/s of `classify` on a folder, and its peak memory, against decoding alone",
     "table": "the results in JSON files as Markdown",
     "hostile": "files that want to run code or to take memory: what each gave",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
@@ -40,6 +44,10 @@ def bench(words: list[str]) -> None:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     from cifar_lit.cli.quiet import quieten
 
+    if name == "classify":
+        from cifar_lit.cli.classify import share_cores
+
+        share_cores()  # as the command itself does
     quieten()
     module = import_module(f"cifar_lit.bench.{name}")
     if hasattr(module, "main"):

@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.bench.clock import read_clock
 from cifar_lit.bench.curve import accuracy_of, undisturbed
-from cifar_lit.bench.intervals import mean_interval
 from cifar_lit.bench.plain import BareLoop
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.bench.summary import mean_text
 from cifar_lit.bench.training import add_training_arguments, fit, subject
 from cifar_lit.bench.training_run import images_held
 from cifar_lit.errors import UsageError
+from cifar_lit.results.intervals import mean_interval
 
 WHAT = (
     "Whole trainings of a recipe by a bare PyTorch loop, each step launched by hand, with the same net, batches, precision, "

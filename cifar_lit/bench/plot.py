@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cifar_lit.bench.summary import machine_text
+from cifar_lit.results.palette import COLOURS, GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Okabe and Ito's colours, told apart with any colour vision; without the yellow, which is too light on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-GREY = "#666666"
 WIDE = 8.0  # the recipes' times span more than this factor: the axis of seconds is logarithmic
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cifar_lit.bench.curve import first_pass
-from cifar_lit.bench.intervals import mean_interval
 from cifar_lit.bench.report import show, shown_spread, spread
+from cifar_lit.results.intervals import mean_interval
 
 LEGEND = (
     "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm",

@@ -115,7 +115,7 @@ def fit(what: Subject, *callbacks: Callback, max_epochs: int, validates: bool = 
     """
     torch.set_float32_matmul_precision("high")  # as a run does
     with tempfile.TemporaryDirectory() as folder, _unseen():
-        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, trains=True)
+        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
         settings: dict[str, Any] = {
             "accelerator": what.accelerator,
             "devices": what.devices,

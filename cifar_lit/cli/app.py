@@ -26,6 +26,7 @@ from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resum
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.containers import describe
 from cifar_lit.training.profiling import NoProfiler
 
 RESUME_VARIABLE = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
@@ -181,7 +182,7 @@ class TrainingCLI(LightningCLI):
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         trust.remember(text)
-        self.run = Run(folder, yaml.safe_load(text), text, self.notes, trains=self.name == "fit")
+        self.run = Run(folder, yaml.safe_load(text), text, self.notes, self.name)
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
         loggers = wanted.logger if isinstance(wanted.logger, list) else [wanted.logger]
@@ -237,6 +238,9 @@ class TrainingCLI(LightningCLI):
             return
         val = run.take_best_weights(model)
         test = self._evaluate("test") if self.command.name == "train" else None
+        if val and not test:
+            trainer.loggers = []  # which have this score already; what is wanted is the outcome of each image
+            self._evaluate("validate")
         self._finish(val, test, keep=True)
 
     def validate(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
@@ -271,7 +275,7 @@ class TrainingCLI(LightningCLI):
             ) from None
 
     def _evaluate(self, how: str) -> Any:
-        self.model.score = None
+        self.model.score = self.model.outcomes = None
         getattr(self.trainer, how)(self.model, datamodule=self.datamodule, verbose=False)
         return self.model.score
 
@@ -279,18 +283,9 @@ class TrainingCLI(LightningCLI):
         if not self.trainer.is_global_zero or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = self.run.metrics(self.trainer, self.model, self.datamodule, val, test)
-        self.run.write(metrics, self.model if keep else None, self.datamodule)
+        self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
+        self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
         self.run.print_end(metrics, test, self.datamodule)
-
-
-def describe(settings: Any) -> str:
-    """A net's name with the shapes that its weights depend on."""
-    sides = settings.get("input_shape")  # a checkpoint's settings may be anything
-    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
-    factor = settings.get("width", 1.0)
-    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
-    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
-    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
 
 
 def is_first_process(environment: dict[str, str]) -> bool:

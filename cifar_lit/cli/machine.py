@@ -153,7 +153,8 @@ def probe_bf16() -> float:
     """How many times as fast a convolution, forward and backward, is in bf16 as in float32, both channels_last; 20 ms.
 
     The best of a few interleaved tries each: a CPU that names the instructions may still be slow at them, or have no
-    kernels for them in its torch.
+    kernels for them in its torch. One thread, by the time that it has computed: what other processes take from several
+    threads, or from the clock on the wall, has made bf16 seem five times as slow as it is.
     """
     import time
 
@@ -163,12 +164,19 @@ def probe_bf16() -> float:
     images = torch.rand(32, 32, 16, 16, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = torch.rand(32, 32, 3, 3, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     best = {True: float("inf"), False: float("inf")}
-    for attempt in range(4):  # the first chooses kernels
-        for bf16 in best:
-            started = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                result = torch.nn.functional.conv2d(images, weight, padding=1)
-            result.backward(torch.ones_like(result))
-            if attempt:
-                best[bf16] = min(best[bf16], time.perf_counter() - started)
+    exact = time.get_clock_info("thread_time").resolution < 1e-4  # not on Windows
+    clock = time.thread_time if exact else time.perf_counter
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for attempt in range(6):  # the first chooses kernels
+            for bf16 in best:
+                started = clock()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    result = torch.nn.functional.conv2d(images, weight, padding=1)
+                result.backward(torch.ones_like(result))
+                if attempt:
+                    best[bf16] = min(best[bf16], clock() - started)
+    finally:
+        torch.set_num_threads(threads)
     return best[False] / best[True]

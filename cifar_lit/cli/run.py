@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import shlex
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
 from torchvision.utils import make_grid
 
 from cifar_lit.cli import console
 from cifar_lit.data.module import ImageData
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
+from cifar_lit.results.outcomes import fingerprint
+from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
 from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
@@ -26,6 +30,8 @@ from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.divergence import Divergence
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.use.classifier import load
+from cifar_lit.use.novelty import learn_novelty
 
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
@@ -38,14 +44,15 @@ class Run:
     """What one command keeps track of besides the Trainer.
 
     folder: where everything goes. settings: the parsed configuration as nested plain values. config: its text for
-    config.yaml. notes: lines for the start card, by name.
+    config.yaml. notes: lines for the start card, by name. command: fit, validate, test or predict.
     """
 
-    def __init__(self, folder: RunFolder, settings: dict[str, Any], config: str, notes: dict[str, str], trains: bool) -> None:
+    def __init__(self, folder: RunFolder, settings: dict[str, Any], config: str, notes: dict[str, str], command: str) -> None:
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.clock = Clock()
         self.best, self.last = best_checkpoint(), last_checkpoint()
-        self.trains = trains
+        self.command, self.trains = command, command == "fit"
+        self._board: TensorBoardCurves | None = None
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """All callbacks of a training; checkpoints by validation only where there is one."""
@@ -59,13 +66,15 @@ class Run:
         return chosen
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Curves as a table and for TensorBoard; none for commands that draw no curve."""
+        """Curves as a table and for TensorBoard; for a test alone its figures, and nothing for what draws none."""
         if not self.trains:
-            return []
+            self._board = TensorBoardCurves(self.folder, None) if self.command == "test" else None
+            return [self._board] if self._board else []
         found = {**self.settings.get("trainer", {}), **self.settings.get("model", {}), **self.settings.get("data", {})}
         found |= {"recipe": self.settings.get("recipe"), "seed": self.settings.get("seed_everything")}
         shown = {name: found[name] for name in COMPARED if found.get(name) is not None}
-        return [TensorBoardCurves(self.folder, shown, resumed_step), CurveFile(self.folder, resumed_step)]
+        self._board = TensorBoardCurves(self.folder, shown, resumed_step)
+        return [self._board, CurveFile(self.folder, resumed_step)]
 
     def take_best_weights(self, model: ImageClassifier) -> Score | None:
         """Loads the weights that are to be tested; returns the validation score they had."""
@@ -96,14 +105,44 @@ class Run:
             "versions": versions(),
         }
 
-    def write(self, metrics: dict[str, Any], model: ImageClassifier | None, data: ImageData) -> None:
-        """Writes metrics.json, and before it model.safetensors if there is a model to keep."""
+    def write(
+        self, metrics: dict[str, Any], model: ImageClassifier | None, data: ImageData, outcomes: dict[str, Tensor] | None
+    ) -> None:
+        """Writes metrics.json, and before it model.safetensors if there is a model to keep and the outcomes of a test."""
         if model is not None:
             h = model.hparams
             mean, std = data.statistics
             card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
-            save_weights(self.folder.path / "model.safetensors", model.net.state_dict(), card)
+            weights, path = model.net.state_dict(), self.folder.path / "model.safetensors"
+            save_weights(path, weights, card)
+            look = load(path, str(data.device)).look  # with the net as it will be used, whatever precision it was trained in
+            if learned := learn_novelty(look, data.train_images.images, *data.split):
+                save_weights(path, weights, replace(card, novelty=learned[1]), learned[0])
+        if outcomes is not None:
+            write_predictions(self.folder.path / "predictions.csv", data.classes, [outcomes])
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+
+    def show(
+        self,
+        metrics: dict[str, Any],
+        val: Score | None,
+        test: Score | None,
+        outcomes: dict[str, Tensor] | None,
+        data: ImageData,
+        step: int,
+    ) -> None:
+        """Draws what was scored for TensorBoard, and writes the page about a training that was tested.
+
+        outcomes: of each image of the test or, without one, of the validation. step: where it stands on TensorBoard's axis.
+        """
+        from cifar_lit.cli import ending  # here, as all that draws takes its time to import
+
+        for part, score in (("val", val), ("test", test)):
+            if self._board and score and score.images:
+                found = outcomes if part == "test" or test is None else None
+                ending.draw(self._board, part, score, found, data, step)
+        if self.trains and test and outcomes is not None:
+            ending.write_page(self.folder.path, metrics, outcomes, data)
 
     def resume_command(self, script: str, command: str) -> str | None:
         """What to type to go on with this run, None when it has no checkpoint yet."""
@@ -129,6 +168,7 @@ class Run:
             if test is None:
                 checkpoint = f"{run}/checkpoints/{'best' if self.best.best_model_path else 'last'}.ckpt"
                 console.say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
+            console.say(f"  cifar-lit report {shlex.quote(run)} --open", f"  cifar-lit classify {shlex.quote(run)} PICTURES")
             console.say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{run}'))\"")
 
 
@@ -226,6 +266,7 @@ def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[s
     views = model.views_score
     if views:
         entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+    entry["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
     return entry
 
 

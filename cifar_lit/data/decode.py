@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import stat
 import sys
 import threading
 import warnings
@@ -23,6 +24,18 @@ from PIL import Image, UnidentifiedImageError
 from cifar_lit.errors import Failure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
+LARGEST_FILE = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
+LARGEST_PICTURE = 1 << 25  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
+_OTHERS = {  # kinds that people have images in, by their first bytes or by those from the fifth on
+    b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
+    b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
+}  # fmt: skip
+_PLAINER = {  # for what Pillow says, by a part of it
+    "truncated": "cut short",
+    "decoder object": "damaged or cut short",
+    "max_text": "more packed text than belongs to an image",
+}
 _ORIENTATION = 0x0112  # EXIF tag, 1 … 8; 1 is upright
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -33,7 +46,15 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
+_THROUGH = {
+    "La": "LA",
+    "RGBa": "RGBA",
+    "PA": "RGBA",
+    "HSV": "RGB",
+    "YCbCr": "RGB",
+    "CMYK": "RGB",
+    "LAB": "RGB",
+}  # before anything else
 
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
 
@@ -53,9 +74,6 @@ class SizesDiffer(ValueError):
     """`decode_files` met an image that is not of the size that all were expected to be of."""
 
 
-LARGEST_PICTURE = 1 << 25  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
-
-
 def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
     """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
 
@@ -65,13 +83,35 @@ def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, c
     channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
     Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's
-    limit against decompression bombs (`PIL.Image.MAX_IMAGE_PIXELS`).
+    limit against decompression bombs (`pixel_limit`).
     """
-    if channels not in (1, 3):
-        raise ValueError(f"channels must be 1 or 3, not {channels}")
+    _check_channels(channels)
     with _told(source):
         pixels = np.array(_picture(_read(source), size, channels))
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
+    """A picture of Pillow's, of any mode, as uint8 (H, W, channels), by the steps that `decode` takes with a file.
+
+    Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
+    """
+    _check_channels(channels)
+    with _told(getattr(image, "filename", "") or "the picture"):
+        image.load()
+        pixels = np.array(_upright(image, size, channels))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+@contextmanager
+def pixel_limit(pixels: int) -> Iterator[None]:
+    """Lets images of at most so many pixels be decoded, here and in decoding processes that are started meanwhile."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
 
 
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
@@ -108,7 +148,7 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
         yield from map(work, chunks)
         return
     workers = min(cores, len(chunks), 32)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
     ahead: deque[Future[Pixels]] = deque()
     try:
         for chunk in chunks:
@@ -131,7 +171,7 @@ def _submit(pool: ProcessPoolExecutor, work: Callable[[Sequence[str]], Pixels], 
         sys.modules["__main__"] = main
 
 
-def _start_worker(pixel_limit: int | None) -> None:
+def start_worker(pixel_limit: int | None) -> None:
     """Sets up a decoding process: Pillow's limit as the parent has it, Ctrl-C left to the parent, no life without it."""
     Image.MAX_IMAGE_PIXELS = pixel_limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -145,15 +185,30 @@ def _start_worker(pixel_limit: int | None) -> None:
         threading.Thread(target=follow, daemon=True).start()
 
 
+def _check_channels(channels: int) -> None:
+    if channels not in (1, 3):
+        raise ValueError(f"channels must be 1 or 3, not {channels}")
+
+
 def _read(source: str | Path | BinaryIO) -> bytes:
-    if isinstance(source, str | Path):
-        with open(source, "rb") as file:  # noqa: PTH123 (faster than Path for many small files)
-            return file.read()
-    return source.read()
+    if not isinstance(source, str | Path):
+        return source.read()
+    found = os.stat(source)  # noqa: PTH116 (this and open are faster than Path's for many small files)
+    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may never end
+        raise OSError("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
+    if found.st_size > LARGEST_FILE:
+        raise OSError(f"larger than {LARGEST_FILE >> 20} MiB")
+    with open(source, "rb") as file:  # noqa: PTH123
+        return file.read()
 
 
 def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.Image:
-    """The image in mode RGB or L, upright and of `size`."""
+    """The image of a file's bytes in mode RGB or L, upright and of `size`."""
+    if not data:
+        raise OSError("the file is empty")
+    for begin, kind in _OTHERS.items():
+        if data.startswith(begin) or data.startswith(begin, 4):
+            raise OSError(f"it is {kind}: save it as JPEG or PNG")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     _refuse_cut(data, image.format)
     if size is not None:
@@ -161,6 +216,11 @@ def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.
     if image.width * image.height > LARGEST_PICTURE:
         raise OSError(f"more than {LARGEST_PICTURE:,} pixels to unpack: save it smaller")
     image.load()
+    return _upright(image, size, channels)
+
+
+def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> Image.Image:
+    """A loaded image in mode RGB or L, upright and of `size`."""
     orientation = _orientation(image)
     image = _plain(image, "RGB" if channels == 3 else "L")
     if orientation != 1:
@@ -197,8 +257,15 @@ def _orientation(image: Image.Image) -> int:
 
 def _plain(image: Image.Image, mode: str) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: "I;16", or "I" from older Pillows, which convert() would clip at 255
-        grey = np.clip(np.array(image), 0, 65535).astype(np.uint32)
-        image = Image.fromarray(((grey * 255 + 32767) // 65535).astype(np.uint8))
+        grey = np.clip(np.array(image), 0, 65535 - 128).astype(np.uint16)
+        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
+    elif image.mode == "F":
+        grey = np.array(image)
+        if not (np.isfinite(grey).all() and grey.min() >= 0 and grey.max() <= 1):
+            raise ValueError("floating pixels must lie in 0 … 1")
+        image = Image.fromarray((grey * 255).round().astype(np.uint8))
+    elif image.mode in _THROUGH:
+        image = image.convert(_THROUGH[image.mode])
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -229,4 +296,5 @@ def _told(source: object) -> Iterator[None]:
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
-        raise DecodeError(name, "cut short" if "truncated" in reason.lower() else reason) from error
+        told = next((plain for sign, plain in _PLAINER.items() if sign in reason.lower()), reason)
+        raise DecodeError(name, told) from error

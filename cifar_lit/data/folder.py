@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from cifar_lit.data.cache import File, decoded
+from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.errors import Failure, UsageError
 
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 SPLITS = ("train", "test")
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 

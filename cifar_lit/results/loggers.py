@@ -15,7 +15,8 @@ from torch.utils.tensorboard.summary import hparams
 from cifar_lit.results.run_folder import RunFolder
 
 COLUMNS = (
-    "epoch", "step", "lr", "train/loss", "train/accuracy", "val/loss", "val/accuracy", "test/loss", "test/accuracy",
+    "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
+    "test/loss", "test/accuracy",
 )  # fmt: skip
 
 
@@ -64,10 +65,10 @@ class CurveFile(Logger):
 class TensorBoardCurves(TensorBoardLogger):
     """TensorBoard's event file in the run folder, with a hparams tab that compares runs by their test accuracy.
 
-    settings: what the tab shows of this run, plain values.
+    settings: what the tab shows of this run, plain values; None for what is not to be compared there.
     """
 
-    def __init__(self, run: RunFolder, settings: dict[str, Any], resumed_step: int | None = None) -> None:
+    def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:
         purge: dict[str, Any] = {} if resumed_step is None else {"purge_step": resumed_step + 1}
         super().__init__(run.logs, name="", version="", default_hp_metric=False, **purge)
         self._run, self._settings = run, settings
@@ -86,7 +87,7 @@ class TensorBoardCurves(TensorBoardLogger):
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Declares the settings once, and the metrics whose scalars the tab is to show beside them."""
-        if self._told_settings or self._run.resumed:
+        if self._settings is None or self._told_settings or self._run.resumed:
             return
         self._told_settings = True
         metrics = dict.fromkeys(("test/accuracy", "test/loss", "val/accuracy", "val/loss"), 0)
@@ -94,9 +95,9 @@ class TensorBoardCurves(TensorBoardLogger):
             self.experiment._get_file_writer().add_summary(summary)
 
     @rank_zero_only
-    def log_images(self, tag: str, image: Tensor) -> None:
+    def log_images(self, tag: str, image: Tensor, step: int = 0) -> None:
         """Writes one picture, uint8 (C, H, W)."""
-        self.experiment.add_image(tag, image, 0)
+        self.experiment.add_image(tag, image, step)
 
     @rank_zero_only
     def save(self) -> None:

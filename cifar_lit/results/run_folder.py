@@ -128,6 +128,16 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
         raise UsageError(f"{shown(run)} is finished: its results are in {results}. Start a new run without --resume.")
 
 
+def weights_file(path: str | Path) -> Path:
+    """The `model.safetensors` of a run folder, or the file itself; raises UsageError when there is none."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "model.safetensors"
+    if not file.is_file():
+        raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    return file
+
+
 def read_metrics(run: Path) -> dict[str, Any]:
     """The contents of a run's metrics.json, empty when there is none."""
     try:

@@ -13,20 +13,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure
 from cifar_lit.models.table import build_net
 from cifar_lit.results.claims import FalseClaim, card_values, check_finite, check_header_length, check_tensors
-from cifar_lit.results.run_folder import written_whole
+from cifar_lit.results.run_folder import weights_file, written_whole
 
 FORMAT = "cifar-lit 1"
+NOVELTY = "novelty."  # begins the names of tensors that are not the net's, see `cifar_lit.use.novelty`
 
 
 @dataclass(frozen=True)
 class ModelCard:
     """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
 
-    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values;
-    none in files of before nets had any.
+    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values.
+    novelty: how images unlike those of the training are told, with the threshold; empty where they are not. Files of before
+    nets had options, or novelty was told, have none.
     """
 
     net: str
@@ -36,20 +38,23 @@ class ModelCard:
     mean: list[float]
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)
+    novelty: dict[str, Any] = field(default_factory=dict)
 
 
 class LoadedNet(nn.Module):
     """A trained net that takes images as they are: uint8 (B, C, H, W) to logits float32 (B, classes).
 
-    `net` is the bare net, for images that are normalised already; `card` and `classes` say what it was trained for.
+    `net` is the bare net, for images that are normalised already; `card` and `classes` say what it was trained for. `novelty`
+    has the tensors that `card.novelty` goes with, which are none of the net's weights; empty where there are none.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: nn.Module, card: ModelCard) -> None:
+    def __init__(self, net: nn.Module, card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
         self.net, self.card, self.classes = net, card, tuple(card.classes)
+        self.novelty = dict(novelty or {})
         self.register_buffer("mean", torch.tensor(card.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(card.std).view(-1, 1, 1))
 
@@ -62,9 +67,13 @@ class LoadedNet(nn.Module):
         return logits
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
-    """Writes a net's state dict with its card, as a whole or not at all; raises Failure when the disk does not take it."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
+    """Writes a net's state dict with its card, as a whole or not at all; raises Failure when the disk does not take it.
+
+    novelty: the tensors that go with `card.novelty`.
+    """
+    named = {**weights, **{NOVELTY + name: tensor for name, tensor in (novelty or {}).items()}}
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     try:
         with written_whole(path) as partial:
             save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
@@ -77,11 +86,7 @@ def load(path: str | Path) -> LoadedNet:
 
     Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "model.safetensors"
-    if not file.is_file():
-        raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    file = weights_file(path)
     try:
         check_header_length(file)
         with safe_open(file, framework="pt") as opened:
@@ -99,8 +104,9 @@ def load(path: str | Path) -> LoadedNet:
                 "width": card.width,
                 "options": card.options,
             }
-            check_tensors(claims, card.net, "", **settings)
+            check_tensors(claims, card.net, NOVELTY, **settings)
             weights = {name: opened.get_tensor(name) for name in claims}
+        novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
         net = build_net(card.net, **settings)
         net.load_state_dict(weights)
         check_finite(net)
@@ -110,4 +116,4 @@ def load(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     except (SafetensorError, OSError, RuntimeError) as error:  # of torch, where it maps the file
         raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
-    return LoadedNet(net, card).eval()
+    return LoadedNet(net, card, novelty).eval()

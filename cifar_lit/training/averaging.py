@@ -23,6 +23,16 @@ class WeightAverage(EMAWeightAveraging):
         if self._average_model is not None:
             self._average_model.module.load_state_dict(pl_module.state_dict())
 
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the average in the place of the weights, in a fit; afterwards the model holds what is to be scored."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the weights back."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_end(trainer, pl_module)
+
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the average in the place of the weights while training."""
         if self._average_model is not None:

@@ -14,8 +14,9 @@ from cifar_lit.models.table import build_net
 from cifar_lit.models.views import check_views, view_logits
 from cifar_lit.training.averaging import WeightAverage
 from cifar_lit.training.initialise import initialise_from_images
-from cifar_lit.training.metrics import Evaluation, Score
+from cifar_lit.training.metrics import Evaluation, Score, total_norm
 from cifar_lit.training.optimizers import CHECKED, GROUP_SETTINGS, REST_MOMENTUM, build_optimizer, check_optimizer
+from cifar_lit.training.outcomes import Outcomes
 from cifar_lit.training.resuming import saved_state, take_up
 from cifar_lit.training.schedules import Schedule, check_schedule, check_training
 from cifar_lit.training.step import Sums, TrainingStep, Updates, can_capture, taken_over
@@ -25,16 +26,14 @@ class ImageClassifier(pl.LightningModule):
     """A net by name that is trained with cross-entropy.
 
     Args:
-        net: name of the net, see `cifar-lit devices --help` and README.
-        input_shape: channels, height and width of the images; given by the data.
-        num_classes: given by the data.
+        net: name of the net, see README.
+        input_shape, num_classes: channels, height and width of the images, and how many classes; given by the data.
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
         optimizer: sgd, adamw, or muon (filters orthogonalised; SGD for the rest).
         lr: highest learning rate; of the filters under muon.
-        momentum: of SGD; of the filters under muon.
-        nesterov: Nesterov's form of that momentum.
+        momentum, nesterov: of SGD, and whether in Nesterov's form; of the filters under muon.
         weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW. Under muon the share that
             what is not a filter loses in a step at the highest rate.
         bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
@@ -99,8 +98,10 @@ class ImageClassifier(pl.LightningModule):
         if compile:
             self.net.compile()
         self.evaluation, self.views = Evaluation(num_classes), Evaluation(num_classes)
+        self._outcomes = Outcomes()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
+        self.outcomes: dict[str, Tensor] | None = None  # of each image of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
         self.sums = Sums(self.device)  # since the last log line, of this device and on it
         self.epoch_sums = [0.0, 0.0, 0.0]  # loss, hits and images of all devices in the epoch so far
@@ -192,7 +193,7 @@ class ImageClassifier(pl.LightningModule):
             last = ends_epoch and number == len(batches)
             self._step.run(part, last)
             if last or self._log_is_due:
-                self._log_window()
+                self._log_window(weight_norm=last)
         return self.sums.last.clone()  # which is written over by the next call's
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -205,14 +206,15 @@ class ImageClassifier(pl.LightningModule):
         steps = self.global_step - self.logged_step
         return self.sums.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
-    def _log_window(self) -> None:
+    def _log_window(self, weight_norm: bool = False) -> None:
         self.logged_step = self.global_step
         loss, hits, images = sums = self.window_sums()
         self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
         self.sums.clear()
         rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.progress.update(loss=loss / images, accuracy=hits / images)
-        self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate})
+        norm = {"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}
+        self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate, **norm})
 
     def window_sums(self) -> list[float]:
         """Loss, hits and images since the last log line, over all devices; raises NotFiniteLoss when they are not finite."""
@@ -255,6 +257,7 @@ class ImageClassifier(pl.LightningModule):
         """Starts counting afresh, with the first device's running statistics of norms on all."""
         self.evaluation.reset()
         self.views.reset()
+        self._outcomes.reset()
         if self.trainer.world_size > 1:
             for buffer in self.net.buffers():
                 if buffer.is_floating_point():
@@ -263,8 +266,11 @@ class ImageClassifier(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Counts one batch."""
-        self.evaluation.update(self.forward(batch.images), batch.labels)
+        """Counts one batch; outside of a fit every image's outcome is kept."""
+        logits = self.forward(batch.images)
+        self.evaluation.update(logits, batch.labels)
+        if self.trainer.state.fn != "fit":
+            self._outcomes.update(logits, batch.labels, batch.indices)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Counts one batch as it is and, if so set, by its test-time views."""
@@ -283,6 +289,7 @@ class ImageClassifier(pl.LightningModule):
 
     def _finish_evaluation(self, prefix: str) -> None:
         score = self.score = self.evaluation.compute()
+        self.outcomes = self._outcomes.compute() if self._outcomes.update_called else None
         values = {f"{prefix}/loss": score.loss, f"{prefix}/accuracy": score.accuracy}
         self.log_dict(values, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[prefix] = score.accuracy

@@ -55,6 +55,16 @@ def check_contents(checkpoint: Mapping[str, Any]) -> None:
     _count(checkpoint, {}, 0)
 
 
+def describe(settings: Any) -> str:
+    """A net's name with the shapes that its weights depend on."""
+    sides = settings.get("input_shape")  # a checkpoint's settings may be anything
+    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
+    factor = settings.get("width", 1.0)
+    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
+    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
+    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
+
+
 def _count(value: Any, known: dict[int, int], depth: int) -> int:
     """The values in a nested value, shared ones as often as they are met."""
     if isinstance(value, Tensor):

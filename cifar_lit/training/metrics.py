@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -86,3 +87,9 @@ class Evaluation(nn.Module):
         """Forgets all images."""
         self.loss.reset()
         self.confusion.reset()
+
+
+def total_norm(parameters: Iterable[Tensor]) -> float:
+    """The 2-norm of all parameters together."""
+    norms = torch._foreach_norm([parameter.detach() for parameter in parameters])
+    return float(torch.stack([norm.float() for norm in norms]).norm())

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from cifar_lit.bench import curve, recipe
 from cifar_lit.bench.commands import bench
 from cifar_lit.bench.curve import accuracy_of, first_pass, undisturbed
-from cifar_lit.bench.intervals import mean_interval, t_quantile
 from cifar_lit.bench.plot import line_of
 from cifar_lit.bench.records import Records
 from cifar_lit.bench.summary import summary
 from cifar_lit.bench.training_run import images_held, process_age, run_once
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.intervals import mean_interval, t_quantile
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.classifier import ImageClassifier
 

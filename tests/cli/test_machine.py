@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from cifar_lit.cli.machine import Machine, choose_devices, choose_precision, look
+from cifar_lit.cli.machine import Machine, choose_devices, choose_precision, look, probe_bf16
 from cifar_lit.errors import UsageError
 
 GIB = 2**30
@@ -145,3 +146,10 @@ def test_this_machine_is_seen_with_its_processor() -> None:
     assert found.threads >= 1
     assert found.cpu
     assert "GPU" in str(found)
+
+
+def test_the_probe_of_bf16_leaves_threads_and_random_numbers_as_they_are() -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    assert 0.01 < probe_bf16() < 100
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_lit.data.module import ImageData
 from cifar_lit.models.table import build_net
 from cifar_lit.results.loggers import COLUMNS
+from cifar_lit.results.outcomes import fingerprint, read_outcomes
 from cifar_lit.training.checkpoints import read_checkpoint
 
 
@@ -33,6 +34,8 @@ def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
         "metrics.csv",
         "metrics.json",
         "model.safetensors",
+        "predictions.csv",
+        "report.html",
     ]
 
 
@@ -54,13 +57,22 @@ def test_metrics_json_has_its_keys_in_order_and_plain_facts(run: Path) -> None:
 
 def test_the_test_entry_counts_every_image_once_and_agrees_with_itself(run: Path, data: ImageData) -> None:
     test = metrics_of(run)["test"]
-    assert list(test) == ["accuracy", "loss", "images", "per_class"]
+    assert list(test) == ["accuracy", "loss", "images", "per_class", "fingerprint"]
+    assert test["fingerprint"] == fingerprint(data.test_images.images, data.test_images.labels)
     assert test["images"] == len(data.test_images) == 40
     counts = torch.bincount(data.test_images.labels).tolist()
     assert list(test["per_class"]) == list(data.classes)
     hits = [accuracy * count for accuracy, count in zip(test["per_class"].values(), counts, strict=True)]
     assert sum(hits) / 40 == pytest.approx(test["accuracy"])
     assert 0 < test["loss"] < 10
+
+
+def test_predictions_csv_holds_each_test_image_once_and_its_hits_are_the_accuracy(run: Path, data: ImageData) -> None:
+    outcomes = read_outcomes(run / "predictions.csv", data.classes)
+    assert outcomes is not None
+    assert outcomes.indices.tolist() == list(range(40))
+    assert torch.equal(outcomes.labels, data.test_images.labels)
+    assert float(outcomes.hits.double().mean()) == metrics_of(run)["test"]["accuracy"]
 
 
 def test_times_and_rate_fit_together(run: Path) -> None:
@@ -85,7 +97,7 @@ def test_metrics_csv_holds_the_curves(run: Path) -> None:
     assert tuple(rows[0]) == COLUMNS
     steps = {name: [int(row["step"]) for row in rows if row[name]] for name in COLUMNS[2:]}
     assert steps == {
-        "lr": [5, 10], "train/loss": [5, 10], "train/accuracy": [5, 10],
+        "lr": [5, 10], "weight_norm": [5, 10], "train/loss": [5, 10], "train/accuracy": [5, 10],
         "val/loss": [5, 10], "val/accuracy": [5, 10], "test/loss": [10], "test/accuracy": [10],
     }  # fmt: skip
     assert float(rows[-1]["test/accuracy"]) == metrics_of(run)["test"]["accuracy"]
@@ -104,7 +116,7 @@ def test_the_console_ends_with_table_result_time_folder_and_next_commands(answer
     assert [row[:2] for row in table] == [[name, f"{accuracy:.4f}"] for name, accuracy in test["per_class"].items()]
     following = lines[at + 3 :]
     assert following[:2] == ["", "next:"]
-    assert following[2] == "  tensorboard --logdir lightning_logs"
+    assert following[2:4] == ["  tensorboard --logdir lightning_logs", "  cifar-lit report lightning_logs/small-1 --open"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
     assert "\r" not in answer.out
     assert "\x1b" not in answer.out
@@ -131,9 +143,16 @@ def test_tensorboard_holds_curves_settings_and_an_image(run: Path) -> None:
     events = EventAccumulator(str(run))
     events.Reload()
     tags = events.Tags()
-    curves = {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"}
+    curves = {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "weight_norm", "test/loss", "test/accuracy"}
     assert set(tags["scalars"]) == curves
-    assert tags["images"] == ["images/train"]
+    figures = {"confusion_matrix", "accuracy_per_class"}
+    galleries = {"confident_mistakes", "doubtful_hits"}
+    assert set(tags["images"]) == {
+        "images/train",
+        *(f"val/{name}" for name in figures),
+        *(f"test/{name}" for name in figures | galleries),
+    }
+    assert [event.step for event in events.Images("test/confusion_matrix")] == [10]
     (image,) = events.Images("images/train")
     assert image.width > 8 * 16
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10]

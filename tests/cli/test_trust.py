@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import config_of, refused, typed
 
-from cifar_lit.cli.trust import LARGEST, checked
 from cifar_lit.errors import UsageError
+from cifar_lit.results.plain_yaml import LARGEST, plain_text
 
 OWN = """from pathlib import Path
 from lightning.pytorch.callbacks import Callback
@@ -98,11 +98,11 @@ def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(
 def test_files_that_do_more_than_set_values_are_refused_in_one_line(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(UsageError, match=r"own\.yaml") as refusal:
-        checked(tmp_path / "own.yaml")
+        plain_text(tmp_path / "own.yaml")
     assert told in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 def test_anchors_within_reason_are_no_offence(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("model: &m {lr: 0.1}\ndata: {<<: *m, count: 3}\n")
-    assert checked(tmp_path / "own.yaml").startswith("model")
+    assert plain_text(tmp_path / "own.yaml").startswith("model")

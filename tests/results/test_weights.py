@@ -79,6 +79,7 @@ def test_the_metadata_hold_all_that_a_use_of_the_weights_needs(tmp_path: Path) -
         "mean": [0.4, 0.5, 0.6],
         "std": [0.2, 0.25, 0.3],
         "options": {},
+        "novelty": {},
     }
 
 

@@ -1,0 +1,238 @@
+"""`cifar-lit classify RUN PATH…`: what a run's net makes of pictures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace
+
+from cifar_lit.cli.class_table import ClassTable
+from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.data.decode import SUFFIXES, pixel_limit
+from cifar_lit.data.progress import progress
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.run_folder import shown, written_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cifar_lit.results.predictions import CsvRows, JsonRows, Row
+    from cifar_lit.use.classifier import Classifier
+    from cifar_lit.use.paths import Found
+
+    Write = Callable[[Sequence[Row]], None]
+
+MAX_PIXELS = 100_000_000  # decoded as RGBA, as many take 0.4 GB, and for a moment about three times that
+EXPLAINED = "explained"
+_TABLES = {"--csv": ".csv", "--jsonl": ".jsonl"}
+_VALUED = ("--top", "--sheet", "--max-pixels", "--device")
+
+
+def classify(words: list[str]) -> int:
+    """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
+    settings = _settings(words)
+    share_cores()
+    from cifar_lit.use.classifier import load
+    from cifar_lit.use.paths import find_images
+
+    classifier = load(settings.run, device=_device(settings.device))
+    files = list(find_images(settings.paths, sys.stdin.buffer))
+    if not files:
+        raise UsageError("the list on standard input is empty: give it a path a line")
+    _check_pictures(settings, files)
+    try:
+        with pixel_limit(settings.max_pixels):
+            failed = _run(settings, classifier, files)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the rows has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if failed:
+        line = f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why"
+        print(line, file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+def share_cores() -> None:
+    """Lets torch's threads sleep where they wait, which they do spinning: they take the cores that decode the next pictures.
+
+    Of use before torch is imported only. On two cores it doubled the images/s with a small net and pictures of 640 × 640.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _settings(words: list[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="cifar-lit classify",
+        description="Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
+        "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
+    parser.add_argument(
+        "paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin"
+    )
+    parser.add_argument("--top", type=int, default=3, help="how many classes a row names")
+    parser.add_argument(
+        "--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help="write CSV, to stdout if no file is named"
+    )
+    parser.add_argument(
+        "--jsonl", type=str, nargs="?", const="-", default=None, metavar="FILE.jsonl", help="a JSON object a line, likewise"
+    )
+    parser.add_argument("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
+    parser.add_argument(
+        "--explain",
+        type=str,
+        nargs="?",
+        const=EXPLAINED,
+        default=None,
+        metavar="FOLDER",
+        help=f"draw where each class was found, as --explain=FOLDER, or in {EXPLAINED}/",
+    )
+    parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
+    parser.add_argument("--device", type=str, default="auto", help="where the net computes: auto, cpu or cuda")
+    settings = parsed(parser, _arranged(words))
+    if not settings.paths:
+        raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
+    if settings.top < 1 or settings.max_pixels < 1:
+        raise UsageError("--top and --max-pixels must be at least 1")
+    if settings.csv == "-" and settings.jsonl == "-":
+        raise UsageError("--csv and --jsonl cannot both go to standard output: name a file for one of them")
+    return settings
+
+
+def _arranged(words: list[str]) -> list[str]:
+    """The flags, each with its value attached, then the run and the paths, which the parser wants in one piece.
+
+    Flags whose value may be left out are given one here, so that the pictures after them are not taken for it.
+    """
+    flags: list[str] = []
+    paths: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            paths += rest
+            break
+        if word in _TABLES:
+            word += f"={rest.pop(0)}" if rest and rest[0].lower().endswith(_TABLES[word]) else "=-"
+        elif word == "--explain":
+            word += f"={EXPLAINED}"
+        elif word in _VALUED and rest:
+            word += f"={rest.pop(0)}"
+        (flags if word.startswith("-") and word != "-" else paths).append(word)
+    return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device must be auto, cpu or cuda, not {wanted}")
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise UsageError("torch finds no CUDA GPU on this machine: leave --device out, or see `cifar-lit devices`")
+    return "cuda" if found and wanted != "cpu" else "cpu"
+
+
+def _check_pictures(settings: Namespace, files: Sequence[Found]) -> None:
+    """Refuses to write over one of the pictures that are to be classified, or into what is no picture."""
+    from PIL import Image
+
+    if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
+        raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
+    for flag in ("csv", "jsonl"):
+        if (getattr(settings, flag) or "").lower().endswith(SUFFIXES):
+            raise UsageError(f"--{flag}={getattr(settings, flag)} would write rows into a picture: name a .{flag} file")
+    for flag in ("csv", "jsonl", "sheet"):
+        target = Path(getattr(settings, flag) or "-")
+        if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
+            raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
+
+
+def _run(settings: Namespace, classifier: Classifier, files: Sequence[Found]) -> int:
+    """Classifies, and writes all that is asked for; returns how many files could not be read."""
+    from cifar_lit.results.predictions import CsvRows, JsonRows
+    from cifar_lit.use.files import classify_files
+    from cifar_lit.use.sheet import MOST, contact_sheet, save_picture
+
+    top = min(settings.top, len(classifier.classes))
+    failed = 0
+    first: list[Row] = []
+    with ExitStack() as stack:
+        targets: list[tuple[type[CsvRows] | type[JsonRows], str | None]] = [(CsvRows, settings.csv), (JsonRows, settings.jsonl)]
+        opened = [_rows_in(target, kind, top, len(files)) for kind, target in targets if target is not None]
+        writers = [stack.enter_context(writer) for writer in opened]
+        table = not opened
+        if table:
+            writers.append(ClassTable([file.path for file in files], classifier.classes, top).write)
+        explain = _explaining(classifier, Path(settings.explain)) if settings.explain is not None else None
+        # a bar would be drawn into rows that appear on the same terminal
+        quiet = sys.stdout.isatty() and (table or "-" in (settings.csv, settings.jsonl))
+        advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), least_seconds=5.0))
+        for rows, images in classify_files(classifier, files, top):
+            for write in writers:
+                write(rows)
+            if explain:
+                explain([row for row in rows if row.error is None], images)
+            first += rows[: MOST - len(first)]
+            failed += sum(row.error is not None for row in rows)
+            if advance:
+                advance(len(rows))
+    if settings.sheet is not None:
+        save_picture(contact_sheet(first), Path(settings.sheet))
+        of = f"the first {len(first):,} of {len(files):,} files" if len(first) < len(files) else f"{len(files):,} files"
+        _note(f"{of} on {shown(Path(settings.sheet))}")
+    if settings.explain is not None:
+        _note(f"{len(files) - failed:,} pictures in {shown(Path(settings.explain))}/")
+    return failed
+
+
+def _explaining(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row], Tensor], None]:
+    """What draws where the classes of rows were found in their images, into a folder; raises UsageError where it cannot."""
+    import torch
+
+    from cifar_lit.use.explain import activation_maps, explained
+    from cifar_lit.use.sheet import save_picture
+
+    activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
+
+    def draw(rows: Sequence[Row], images: Tensor) -> None:
+        maps = activation_maps(classifier.net, images) if rows else images
+        for row, image, activation in zip(rows, images, maps, strict=True):
+            save_picture(explained(row, image, activation), folder / f"{row.index:05}-{Path(row.path or '').stem}.png")
+
+    return draw
+
+
+@contextmanager
+def _rows_in(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
+    """What writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
+    if target == "-":
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
+        rows = kind(sys.stdout, top, files=True)
+        yield rows.write
+        return
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = kind(file, top, files=True)
+            yield rows.write
+    except BrokenPipeError:  # of other rows, on standard output
+        raise
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
+    _note(f"{count:,} rows in {shown(path)}")
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""`cifar-lit export`: a run's net as a file for other programs, checked against the net after writing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from cifar_lit.cli.console import say
+from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.errors import UsageError
+from cifar_lit.results.run_folder import shown
+
+DESCRIPTION = (
+    "Writes a run's net as ONNX, torch-export or safetensors: any number of uint8 images in, normalised inside, probabilities "
+    "out, class names in the metadata. Runs the file on test images and keeps it only if it answers as the net does."
+)
+CHECKED = 1000
+
+
+def export(words: list[str]) -> None:
+    """Exports a net and prints how the file compares with it; raises UsageError or Failure where it is not kept."""
+    parser = ArgumentParser(prog="cifar-lit export", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("run", type=str, help="a run folder, or its model.safetensors")
+    parser.add_argument("--to", type=str, required=True, help="onnx, torch-export or safetensors")
+    parser.add_argument("--out", type=str | None, default=None, help="the file; beside the run's model.safetensors if not given")
+    parser.add_argument("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
+    parser.add_argument(
+        "--data-dir", type=str | None, default=None, help="where the run's images are, if no longer where they were"
+    )
+    parser.add_argument("--images", type=int, default=CHECKED, help="test images to check on, evenly spread; 0 for all")
+    settings = parsed(parser, words)
+    if settings.images < 0:
+        raise UsageError("--images is a number of test images, or 0 for all")
+
+    from cifar_lit.cli.run_images import RunData
+    from cifar_lit.results.weights import load
+    from cifar_lit.use.export import Sample, check_request, default_path
+    from cifar_lit.use.export import export as export_net
+    from cifar_lit.use.export_int8 import CALIBRATION_IMAGES
+
+    check_request(settings.to, settings.quantize)
+    net = load(settings.run)
+    model = Path(settings.run).expanduser()
+    model = model / "model.safetensors" if model.is_dir() else model
+    path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"--out {path} is {'a folder' if path.is_dir() else 'in no folder that exists'}: name a file in an existing one"
+        )
+    if path.exists() and path.samefile(model):
+        raise UsageError(f"--out {path} is the file that the net comes from: name another")
+    data = RunData(model, net.card, settings.data_dir)
+    calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
+    images, labels, what = data.load_or_draw(settings.images)
+    say(f"checking on {what}")
+    done = export_net(net, settings.to, path, Sample(images, labels), calibration.images if calibration else None)
+
+    table = Table()
+    columns = ("", "PyTorch", f"{settings.to} {settings.quantize or ''}".strip())
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, done.size)))
+    if done.check.accuracy:
+        table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in done.check.accuracy))
+    for batch, seconds in done.seconds.items():
+        table.add_row(f"batch of {batch}", *(f"{1e3 * value:.2f} ms" for value in seconds))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    found = done.check
+    say(
+        f"decisions agree on {found.agreeing:,} of {found.images:,} · largest difference of a probability {found.difference:.1e}",
+        *([f"calibrated on {calibration.what}"] if calibration else []),
+        f"wrote {shown(path)}",
+        *_next(settings.to, path),
+    )
+
+
+def _next(to: str, path: Path) -> list[str]:
+    """How the file is used."""
+    file = shown(path)
+    lines = {
+        "onnx": [
+            f"  session = onnxruntime.InferenceSession({file!r})",
+            '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
+        ],
+        "torch-export": [f"  torch.export.load({file!r}).module()(images)  # uint8 (batch, C, H, W)"],
+        "safetensors": [f"  cifar-lit classify {shlex.quote(file)} PICTURE"],
+    }
+    return ["", "use it:", *lines[to]]

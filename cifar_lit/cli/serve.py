@@ -1,0 +1,110 @@
+"""`cifar-lit serve RUN`: a run's net as an HTTP service with a page for trying it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from cifar_lit import __version__
+from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.run_folder import weights_file
+from cifar_lit.use.serve_limits import Limits
+
+if TYPE_CHECKING:
+    from cifar_lit.use.serve_net import Facts
+
+WHAT = """Serves a run's net over HTTP, with a page at / for trying it.
+
+POST /predict takes one image as the body (Content-Type: image/jpeg or the like), a form with files (multipart/form-data), or
+JSON: {"image": "<base64>"} or {"images": ["<base64>", …]}. One image is answered with {"label", "probability", "top": [{"label",
+"probability"}, …]}, a form or a list with {"predictions": […]} in the order sent. ?top=K asks for K classes (3), ?seen=1 for
+the picture as the net sees it. GET /health says what is served. Whatever is wrong is answered with {"error": "one line"}.
+Try it with: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+
+
+def serve(words: list[str]) -> None:
+    """Runs the service until Ctrl-C or SIGTERM; raises UsageError and Failure when it cannot be started."""
+    usual = Limits()
+    parser = ArgumentParser(prog="cifar-lit serve", description=WHAT, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
+    parser.add_argument(
+        "--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--accelerator", type=Literal["auto", "cpu", "gpu", "mps"], default="auto", help="what the net runs on")
+    parser.add_argument("--max-mb", type=float, default=usual.body / 1e6, help="largest body of a request, in MB")
+    parser.add_argument("--max-pixels", type=int, default=usual.pixels, help="of one image, as its header says")
+    parser.add_argument("--max-images", type=int, default=usual.images, help="in one request")
+    parser.add_argument("--decode-seconds", type=float, default=usual.decode_seconds, help="for one image to be decoded")
+    parser.add_argument("--body-seconds", type=float, default=usual.body_seconds, help="for a request to arrive as a whole")
+    settings = parsed(parser, words)
+    limits = _limits(settings)
+    file = weights_file(settings.run)
+    try:
+        from cifar_lit.use.serve import serve as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "cifar_lit":
+            raise
+        raise Failure(f'serve needs {error.name}, which is not installed: pip install "cifar-lit[serve]"') from None
+    with _bound(settings.host, settings.port) as listening:
+        host, port = listening.getsockname()[:2]
+        local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+        def ready(facts: Facts) -> None:
+            size = "×".join(map(str, (facts.channels, *facts.size)))
+            print(f"serving {facts.net} ({size}, {len(facts.classes)} classes) on {facts.device}")
+            if not local:
+                print(f"open to every machine that reaches {host}: there is no password and no encryption")
+            print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
+
+        run(str(file), listening, local, settings.accelerator, limits, __version__, ready)
+    print("stopped", flush=True)
+
+
+def _limits(settings: Namespace) -> Limits:
+    for name in ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds"):
+        if not 0 < settings[name] < 1e12:
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {settings[name]:g}")
+    return Limits(
+        body=round(settings.max_mb * 1e6),
+        pixels=settings.max_pixels,
+        images=settings.max_images,
+        decode_seconds=settings.decode_seconds,
+        body_seconds=settings.body_seconds,
+    )
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A listening socket; raises UsageError or Failure when there can be none."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port must be from 0 to 65535, not {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError):
+        raise UsageError(
+            f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too"
+        ) from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a service that just ended leaves its port behind
+        found.bind(address)
+        found.listen(512)
+    except OSError as error:
+        found.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Failure(f"port {port} is in use: choose another with --port, or --port 0 for a free one") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"--host {host} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
+        if error.errno == errno.EACCES:
+            raise UsageError(f"port {port} may not be used without more rights: choose one above 1023 with --port") from None
+        raise
+    return found
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,167 @@
+"""`cifar-lit report`, and the page that a training leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import webbrowser
+from pathlib import Path
+
+import pytest
+import torch
+from browser import Open
+from command_line import draw_folder, metrics_of, refused, typed
+
+from cifar_lit.models.table import build_net
+from cifar_lit.results.weights import ModelCard, save_weights
+
+
+@pytest.fixture
+def own(run: Path) -> Path:
+    """A copy of the run in the working folder."""
+    return Path(shutil.copytree(run, "own-1"))
+
+
+@pytest.fixture
+def model() -> Path:
+    """A net of two classes in a file by itself."""
+    torch.manual_seed(0)
+    net = build_net("lenet", channels=3, image_size=16, num_classes=2)
+    Path("bare").mkdir()
+    card = ModelCard("lenet", 1.0, [3, 16, 16], ["a", "b"], [0.5] * 3, [0.2] * 3)
+    save_weights(Path("bare/model.safetensors"), net.state_dict(), card)
+    return Path("bare/model.safetensors")
+
+
+def headline(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<div><dt>([^<]+)</dt><dd>([^<]+)</dd></div>", page))
+
+
+def test_a_training_leaves_a_page_that_has_not_looked_at_the_training_images(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert page.count("Not looked for yet") == 2
+    assert headline(page)["test accuracy"] == f"{metrics_of(run)['test']['accuracy']:.4f}"
+    assert "cifar-lit train --config lightning_logs/small-1/config.yaml" in page
+    assert {"loss", "accuracy", "learning rate", "weight norm"} <= set(re.findall(r"<figcaption>([^<]+)", page))
+
+
+def test_the_command_adds_suspected_labels_and_duplicates_and_says_where_the_page_is(own: Path) -> None:
+    answer = typed("report", "own-1")
+    assert answer.code == 0, answer.err
+    assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
+    for step in ("looking at the test images", "looking at the training images", "comparing test with training images"):
+        assert f"{step}: " in answer.err
+    page = (own / "report.html").read_text()
+    assert "Not looked for yet" not in page
+    assert "Of 200 training images," in page
+    assert "of 40 test images" in page
+    assert page.count("<span>cosine ") == 24
+    assert headline(page)["test accuracy"] == f"{metrics_of(own)['test']['accuracy']:.4f}"
+    assert "cifar-lit test --ckpt_path own-1/checkpoints/best.ckpt" in page
+
+
+def test_the_page_of_a_run_opens_without_an_error(own: Path, open_page: Open) -> None:
+    typed("report", "own-1")
+    opened = open_page((own / "report.html").absolute().as_uri(), width=400, scheme="dark")
+    assert (opened.overflow, opened.errors, opened.requests, opened.unloaded, opened.nameless) == (0, [], [], [], [])
+
+
+def test_it_takes_the_outcomes_that_the_test_wrote_and_no_others(own: Path) -> None:
+    rows = (own / "predictions.csv").read_text().splitlines()
+    cells = [row.split(",") for row in rows[1:]]
+    all_right = [",".join([index, label, label, "1.000000", *more]) for index, label, _, _, *more in cells]
+    (own / "predictions.csv").write_text("\n".join([rows[0], *all_right]) + "\n")
+    typed("report", "own-1")
+    assert headline((own / "report.html").read_text())["test accuracy"] == "1.0000"
+    metrics = metrics_of(own)
+    metrics["test"]["fingerprint"] = "0" * 64
+    (own / "metrics.json").write_text(json.dumps(metrics))
+    answer = typed("report", "own-1")
+    assert "these are other test images than the run was tested on: they are scored anew" in answer.err
+    found = headline((own / "report.html").read_text())
+    assert found["test accuracy"] == f"{metrics['test']['accuracy']:.4f}"
+    assert "test loss" not in found
+
+
+def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) -> None:
+    draw_folder(Path("images"), {"train/a": 5, "train/b": 5, "test/a": 2, "test/b": 3})
+    shutil.copy("images/train/a/0.png", "images/test/b/twin.png")
+    answer = typed("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
+    assert answer.code == 0, answer.err
+    page = Path("page.html").read_text()
+    assert headline(page)["test images"] == "6"
+    assert "of 6 test images" in page
+    assert re.search(
+        r"[1-6] of 6 test images\s+(is|are) a training image pixel by pixel, [1-6] of\s+them under another label", page
+    )
+
+
+def test_data_that_have_moved_are_found_where_one_says(model: Path) -> None:
+    draw_folder(Path("images"), {"train/a": 5, "train/b": 5, "test/a": 2, "test/b": 3})
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
+    assert typed("report", "bare").code == 0
+    Path("images").rename("elsewhere")
+    refused(typed("report", "bare"), "cifar-lit: images does not exist: --data-dir must name a folder with …", 2)
+    assert typed("report", "bare", "--data-dir", "elsewhere").code == 0
+
+
+def test_a_model_without_data_asks_for_them(model: Path) -> None:
+    refused(
+        typed("report", model),
+        "cifar-lit: bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie",
+        2,
+    )
+
+
+def test_data_of_other_classes_or_another_size_are_refused(model: Path) -> None:
+    draw_folder(Path("others"), {"train/a": 2, "train/c": 2, "test/a": 1, "test/c": 1})
+    line = "cifar-lit: the data have other classes than the net (2: a, c; 2: a, b): name its own with --dataset and --data-dir"
+    refused(typed("report", model, "--dataset", "folder", "--data-dir", "others"), line, 1)
+    draw_folder(Path("large"), {"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 1}, size=20)
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}\n")
+    line = "cifar-lit: the data are images of 3×20×20, the net takes 3×16×16: name its own with --dataset and --data-dir"
+    refused(typed("report", "bare"), line, 1)
+
+
+def test_settings_of_another_version_are_refused_in_a_line(model: Path) -> None:
+    Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}\n")
+    refused(typed("report", "bare"), "cifar-lit: bare/config.yaml has data settings of another version (…): give --dataset", 1)
+
+
+def test_a_run_without_a_model_is_refused(here: Path) -> None:
+    Path("empty").mkdir()
+    line = "cifar-lit: there is no empty/model.safetensors: name a run folder that ended, or a model.safetensors"
+    refused(typed("report", "empty"), line, 2)
+    refused(typed("report", "nowhere"), "cifar-lit: there is no nowhere: name a run folder that ended, or a model.safetensors", 2)
+
+
+def test_a_device_that_is_not_there_is_refused(own: Path) -> None:
+    line = "cifar-lit: this machine has no device 'cuba': `cifar-lit devices` lists what it has; cpu always works"
+    refused(typed("report", "own-1", "--device", "cuba"), line, 2)
+
+
+def test_open_shows_it_in_the_browser(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", shown.append)
+    typed("report", "own-1", "--open")
+    assert shown == [(own / "report.html").absolute().as_uri()]
+
+
+def test_a_fit_draws_what_was_validated_and_leaves_no_page() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    answer = typed("fit", "--recipe", "small.yaml")
+    assert answer.code == 0, answer.err
+    run = Path("lightning_logs/small-1")
+    assert not (run / "report.html").exists()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    names = ("accuracy_per_class", "confident_mistakes", "confusion_matrix", "doubtful_hits")
+    assert set(events.Tags()["images"]) == {"images/train", *(f"val/{name}" for name in names)}
+    assert [event.step for event in events.Scalars("val/loss")] == [5, 10]  # the look at each image logs no score again
+
+
+def test_a_fast_dev_run_leaves_nothing() -> None:
+    assert typed("--recipe", "small.yaml", "--trainer.fast_dev_run", "true").code == 0
+    assert not Path("lightning_logs").exists()

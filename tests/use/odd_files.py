@@ -1,0 +1,277 @@
+"""Odd image files: cameras' turnings, rare pixels, animations, damage, bombs and what is no image at all.
+
+`ODD_FILES` names each; `write_odd_files(folder)` writes them. The readable ones show the same picture, if they are large
+enough: a red quarter at the top left, green at the top right, blue at the bottom left, and white.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+QUARTERS = (RED, GREEN, BLUE, WHITE)
+GREY = tuple((luma,) * 3 for luma in (76, 150, 29, 255))
+BLACK_AND_WHITE = tuple((luma,) * 3 for luma in (0, 255, 0, 255))
+
+
+@dataclass(frozen=True)
+class OddFile:
+    """A file and what is to come of it.
+
+    name: of the file. what: in words, for a table. make: its bytes. quarters: the RGB of the picture's four quarters, top left,
+    top right, bottom left, bottom right, that decoding is to give about; None where there is nothing to see. reason: a part
+    of the reason for which it is refused, None where it is readable.
+    """
+
+    name: str
+    what: str
+    make: Callable[[], bytes]
+    quarters: tuple[tuple[int, ...], ...] | None = QUARTERS
+    reason: str | None = None
+
+    @property
+    def readable(self) -> bool:
+        return self.reason is None
+
+
+def write_odd_files(folder: Path) -> list[Path]:
+    """Writes all of them into a folder that is made for them; returns the paths in the order of `ODD_FILES`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / odd.name for odd in ODD_FILES]
+    for path, odd in zip(paths, ODD_FILES, strict=True):
+        path.write_bytes(odd.make())
+    return paths
+
+
+# ---- pictures
+
+
+def picture(size: int = 48, mode: str = "RGB") -> Image.Image:
+    """The four quarters, square."""
+    image = Image.new("RGB", (size, size), WHITE)
+    half = size // 2
+    for colour, corner in zip(QUARTERS[:3], ((0, 0), (half, 0), (0, half)), strict=True):
+        image.paste(colour, (*corner, corner[0] + half, corner[1] + half))
+    return image.convert(mode)
+
+
+def see_through(size: int = 48, mode: str = "RGBA") -> Image.Image:
+    """The four quarters, the white one being black that nothing is seen of."""
+    image = picture(size, "RGBA")
+    image.paste((0, 0, 0, 0), (size // 2, size // 2, size, size))
+    return image.convert(mode)
+
+
+def encoded(image: Image.Image, file_format: str, **settings: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **settings)
+    return buffer.getvalue()
+
+
+def jpeg(**settings: Any) -> bytes:
+    return encoded(picture(), "JPEG", **{"quality": 95, "subsampling": 0, **settings})
+
+
+def turned(orientation: int, file_format: str) -> bytes:
+    """The picture as a camera stores it that was held otherwise, with the EXIF tag that says so."""
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(picture().transpose(Image.Transpose(undo[orientation])), file_format, exif=exif, quality=95)
+
+
+def animated(file_format: str) -> bytes:
+    """The picture, then frames of black."""
+    black = [Image.new("RGB", (48, 48)), Image.new("RGB", (48, 48), (9, 9, 9))]
+    return encoded(
+        picture(), file_format, save_all=True, append_images=black, **({"lossless": True} if file_format == "WEBP" else {})
+    )
+
+
+# ---- PNGs that Pillow does not write
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, depth: int, colour: int, rows: bytes, *further: bytes, interlaced: bool = False) -> bytes:
+    """A PNG of rows that begin with their filter's number. colour: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGBA."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced))
+    return b"".join((b"\x89PNG\r\n\x1a\n", header, *further, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")))
+
+
+def deep(mode: str, colour: int) -> bytes:
+    """The picture in 16 bits a channel."""
+    image = see_through(mode=mode) if mode.endswith("A") else picture(mode=mode)
+    row = image.width * len(image.getbands())
+    pixels = bytes(byte for value in image.tobytes() for byte in (value, value))
+    rows = b"".join(b"\0" + pixels[start : start + 2 * row] for start in range(0, len(pixels), 2 * row))
+    return png(image.width, image.height, 16, colour, rows)
+
+
+def interlaced_png() -> bytes:
+    """The picture in the seven passes of Adam7."""
+    image = picture()
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    rows = b""
+    for left, top, right, down in passes:
+        for y in range(top, image.height, down):
+            rows += b"\0" + b"".join(bytes(image.getpixel((x, y))) for x in range(left, image.width, right))  # type: ignore[arg-type]
+    return png(image.width, image.height, 8, 2, rows, interlaced=True)
+
+
+def with_chunk(kind: bytes, data: bytes) -> bytes:
+    """A PNG of the picture with one more chunk after its header."""
+    whole = encoded(picture(), "PNG")
+    return whole[:33] + chunk(kind, data) + whole[33:]
+
+
+def broken_sum() -> bytes:
+    """A PNG whose pixels do not fit the check sum."""
+    whole = bytearray(encoded(picture(), "PNG"))
+    whole[whole.index(b"IDAT") + 12] ^= 0xFF
+    return bytes(whole)
+
+
+# ---- other files
+
+
+def run_length_bmp() -> bytes:
+    """The picture as a BMP of 8 bits with run lengths."""
+    palette = b"".join(bytes((blue, green, red, 0)) for red, green, blue in QUARTERS)
+    rows = [bytes((24, 2, 24, 3, 0, 0))] * 24 + [bytes((24, 0, 24, 1, 0, 0))] * 24  # from the bottom up
+    data = b"".join(rows) + b"\0\1"
+    start = 14 + 40 + len(palette)
+    header = struct.pack("<IiiHHIIiiII", 40, 48, 48, 1, 8, 1, len(data), 2835, 2835, 4, 4)
+    return b"BM" + struct.pack("<IHHI", start + len(data), 0, 0, start) + header + palette + data
+
+
+def top_down_bmp() -> bytes:
+    """A BMP of 24 bits whose height is negative: its first row is the top one."""
+    data = picture().tobytes("raw", "BGR")
+    header = struct.pack("<IiiHHIIiiII", 40, 48, -48, 1, 24, 0, len(data), 2835, 2835, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 54 + len(data), 0, 0, 54) + header + data
+
+
+def offset_gif() -> bytes:
+    """A GIF whose first frame fills a part of the canvas only."""
+    small = encoded(picture(24), "GIF")
+    return small[:6] + struct.pack("<HH", 48, 48) + small[10:]
+
+
+def cut(data: bytes, share: float) -> bytes:
+    return data[: int(len(data) * share)]
+
+
+def zeroed(data: bytes, share: float) -> bytes:
+    """A file whose end was never written, as after a loss of power."""
+    return cut(data, share) + bytes(len(data) - int(len(data) * share))
+
+
+def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
+    """A PNG of far more pixels than its bytes would let one think."""
+    return png(width, height, 1, 0, b"")
+
+
+CUT = "cut short"
+UNKNOWN = "not a JPEG, PNG, WebP, BMP or GIF"
+
+
+def _odd_files() -> Iterator[OddFile]:
+    yield OddFile("plain.jpg", "JPEG", jpeg)
+    yield OddFile("progressive.jpg", "progressive JPEG", lambda: jpeg(progressive=True))
+    yield OddFile("subsampled.jpg", "JPEG, colours at half size", lambda: jpeg(subsampling=2))
+    yield OddFile("restarts.jpg", "JPEG with restart markers", lambda: jpeg(restart_marker_blocks=1))
+    yield OddFile("grey.jpg", "grey JPEG", lambda: encoded(picture(mode="L"), "JPEG", quality=95), GREY)
+    yield OddFile("cmyk.jpg", "CMYK JPEG", lambda: encoded(picture(mode="CMYK"), "JPEG", quality=95))
+    for orientation in range(2, 9):
+        yield OddFile(
+            f"turned-{orientation}.jpg", f"JPEG, EXIF orientation {orientation}", lambda o=orientation: turned(o, "JPEG")
+        )
+    yield OddFile("turned.webp", "WebP, EXIF orientation 6", lambda: turned(6, "WEBP"))
+    yield OddFile("turned.png", "PNG, EXIF orientation 8", lambda: turned(8, "PNG"))
+    yield OddFile("damaged-exif.jpg", "JPEG with damaged EXIF", lambda: jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xffrubbish"))
+    yield OddFile("two-pictures.jpg", "JPEG of two pictures (MPO)", lambda: animated("MPO"))
+    yield OddFile("rest-behind.jpg", "JPEG with a megabyte of rubbish behind it", lambda: jpeg() + b"rubbish!" * 131072)
+    yield OddFile("large.jpg", "JPEG of 24 megapixels", lambda: encoded(picture(4900), "JPEG", quality=75))
+    yield OddFile("named.png", "JPEG with the suffix of a PNG", jpeg)
+    yield OddFile("no-suffix", "JPEG without a suffix", jpeg)
+    yield OddFile("SHOUTED.JPG", "JPEG with its suffix in capitals", jpeg)
+    yield OddFile("one-pixel.png", "PNG of one pixel", lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), (RED,) * 4)
+    yield OddFile("line.png", "PNG of 5,000 × 1 pixels", lambda: encoded(Image.new("RGB", (5000, 1), RED), "PNG"), (RED,) * 4)
+    yield OddFile("column.jpg", "JPEG of 1 × 5,000 pixels", lambda: encoded(Image.new("RGB", (1, 5000), RED), "JPEG"), (RED,) * 4)
+    yield OddFile("plain.png", "PNG", lambda: encoded(picture(), "PNG"))
+    yield OddFile("interlaced.png", "interlaced PNG", interlaced_png)
+    yield OddFile("grey.png", "grey PNG", lambda: encoded(picture(mode="L"), "PNG"), GREY)
+    yield OddFile("bits.png", "PNG of 1 bit", lambda: encoded(picture(mode="L").convert("1", dither=0), "PNG"), BLACK_AND_WHITE)
+    yield OddFile("palette.png", "PNG with a palette", lambda: encoded(picture().quantize(4), "PNG"))
+    yield OddFile("alpha.png", "PNG, transparent in part", lambda: encoded(see_through(), "PNG"))
+    yield OddFile("grey-alpha.png", "grey PNG, transparent in part", lambda: encoded(see_through(mode="LA"), "PNG"), GREY)
+    yield OddFile("palette-alpha.png", "PNG with a transparent palette entry", lambda: encoded(see_through().quantize(8), "PNG"))
+    yield OddFile("colour-alpha.png", "PNG with one transparent colour", lambda: encoded(picture(), "PNG", transparency=WHITE))
+    yield OddFile("deep-grey.png", "grey PNG of 16 bits", lambda: deep("L", 0), GREY)
+    yield OddFile("deep.png", "PNG of 16 bits", lambda: deep("RGB", 2))
+    yield OddFile("deep-alpha.png", "PNG of 16 bits, transparent in part", lambda: deep("RGBA", 6))
+    yield OddFile("deep-grey-alpha.png", "grey PNG of 16 bits, transparent in part", lambda: deep("LA", 4), GREY)
+    yield OddFile("animated.png", "animated PNG", lambda: animated("PNG"))
+    yield OddFile("gamma.png", "PNG with a gamma of its own", lambda: with_chunk(b"gAMA", struct.pack(">I", 100_000)))
+    yield OddFile("animated.gif", "animated GIF", lambda: animated("GIF"))
+    yield OddFile("alpha.gif", "GIF, transparent in part", lambda: encoded(see_through(), "GIF"))
+    yield OddFile("part.gif", "GIF whose first frame is smaller than its canvas", offset_gif, None)
+    yield OddFile("plain.webp", "WebP", lambda: encoded(picture(), "WEBP", quality=95))
+    yield OddFile("lossless.webp", "lossless WebP", lambda: encoded(picture(), "WEBP", lossless=True))
+    yield OddFile("alpha.webp", "WebP, transparent in part", lambda: encoded(see_through(), "WEBP", lossless=True))
+    yield OddFile("animated.webp", "animated WebP", lambda: animated("WEBP"))
+    yield OddFile("plain.bmp", "BMP", lambda: encoded(picture(), "BMP"))
+    yield OddFile("palette.bmp", "BMP with a palette", lambda: encoded(picture().quantize(4), "BMP"))
+    yield OddFile("runs.bmp", "BMP with run lengths", run_length_bmp)
+    yield OddFile("top-down.bmp", "BMP whose first row is the top one", top_down_bmp)
+    yield OddFile('blank in name, "quoted".jpg', "name with blank, comma and quotes", jpeg)
+    yield OddFile("новый-図.jpg", "name of letters beyond ASCII", jpeg)
+    yield OddFile("two\nlines.jpg", "name with a line break", jpeg)
+    yield OddFile(os.fsdecode(b"latin-\xe9.jpg"), "name that is no UTF-8", jpeg)
+    yield OddFile("[bold]tag[red].jpg", "name like a tag of the terminal's", jpeg)
+
+    yield OddFile("empty.jpg", "empty file", lambda: b"", None, "empty")
+    yield OddFile("page.jpg", "HTML page named .jpg", lambda: b"<!doctype html><title>404</title>" * 20, None, UNKNOWN)
+    yield OddFile("zeros.png", "nothing but zeros", lambda: bytes(5000), None, UNKNOWN)
+    yield OddFile("behind-rubbish.jpg", "JPEG behind rubbish", lambda: b"rubbish!" + jpeg(), None, UNKNOWN)
+    yield OddFile("half.jpg", "JPEG cut in half", lambda: cut(jpeg(), 0.5), None, CUT)
+    yield OddFile("beginning.jpg", "first 20 bytes of a JPEG", lambda: jpeg()[:20], None, UNKNOWN)
+    yield OddFile("zero-rest.jpg", "JPEG whose second half is zeros", lambda: zeroed(jpeg(), 0.6), None, CUT)
+    yield OddFile("half-progressive.jpg", "progressive JPEG cut in half", lambda: cut(jpeg(progressive=True), 0.7), None, CUT)
+    yield OddFile("half.png", "PNG cut in half", lambda: cut(encoded(picture(), "PNG"), 0.5), None, CUT)
+    yield OddFile("sum.png", "PNG with a wrong check sum", broken_sum, None, "broken")
+    yield OddFile("nothing.png", "PNG of 0 × 0 pixels", lambda: png(0, 0, 8, 2, b""), None, UNKNOWN)
+    yield OddFile("no-pixels.png", "PNG without pixels", lambda: png(48, 48, 8, 2, b""), None, CUT)
+    yield OddFile("half.gif", "GIF cut in half", lambda: cut(encoded(picture(), "GIF"), 0.5), None, CUT)
+    yield OddFile("half.webp", "WebP cut in half", lambda: cut(encoded(picture(), "WEBP"), 0.5), None, CUT)
+    yield OddFile("half.bmp", "BMP cut in half", lambda: cut(encoded(picture(), "BMP"), 0.5), None, CUT)
+    yield OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb, None, "pixels")
+    yield OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", lambda: bomb(2_000_000_000, 1), None, "pixels")
+    yield OddFile(
+        "text-bomb.png",
+        "PNG with 200 MB of packed text",
+        lambda: with_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000))),
+        None,
+        "packed text",
+    )
+    yield OddFile("scan.tiff", "TIFF", lambda: encoded(picture(), "TIFF"), None, "a TIFF")
+    yield OddFile("scan.jpg", "TIFF named .jpg", lambda: encoded(picture(), "TIFF"), None, "a TIFF")
+    yield OddFile("photo.heic", "HEIC's beginning", lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), None, "HEIC")
+    yield OddFile("photo.avif", "AVIF's beginning", lambda: b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), None, "AVIF")
+    yield OddFile("drawing.png", "SVG named .png", lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', None, UNKNOWN)
+    yield OddFile("page.pdf", "PDF", lambda: b"%PDF-1.7\n" + bytes(200), None, "a PDF")
+
+
+ODD_FILES = tuple(_odd_files())
