@@ -23,8 +23,9 @@ from cifar_lit.cli.console import say
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, parse, recipe_path
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.cli.run import program
+from cifar_lit.disk import written_whole
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.results.run_folder import shown, written_whole
+from cifar_lit.results.run_folder import shown
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = "seeds of recipes: test accuracy with its interval, warm and cold time, memory; plots of accuracy against seconds"

@@ -173,7 +173,7 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
     machine = machine_text(figures.get("environment") or figures["machine"], figures.get("accelerator"))
     settings = figures.get("settings", {})
     subject = " · ".join(f"{name} {settings[name]}" for name in ("net", "recipe", "dataset", "batch_size") if settings.get(name))
-    name = f"`bench {figures['bench']}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
+    name = f"`{figures.get('command') or 'bench ' + figures['bench']}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     if "headline" not in figures:  # written before measurements named theirs
         ratio = figures["speed_ratio"]
         low, high = ratio["quartiles"]

@@ -16,20 +16,21 @@ from lightning.pytorch.loggers import Logger
 from cifar_lit.cli import machine, trust
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
+from cifar_lit.cli.resume import asked_for, settled
 from cifar_lit.cli.run import Run
 from cifar_lit.cli.search import device_of, memory_told, search
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.table import takes_any_size
 from cifar_lit.results.predictions import write_predictions
-from cifar_lit.results.run_folder import RunFolder, check_unfinished, find_resumable, run_of, shown
+from cifar_lit.results.run_folder import RunFolder, run_of, shown
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.containers import describe
 from cifar_lit.training.profiling import NoProfiler
+from cifar_lit.training.saving import interval
 
-RESUME_VARIABLE = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -80,14 +81,7 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        chosen = None if is_first_process(dict(os.environ)) else os.environ.get(RESUME_VARIABLE)
-        checkpoint = Path(chosen) if chosen else find_resumable(Path(self.command.logs or LOGS), self.command.resume or None)
-        os.environ[RESUME_VARIABLE] = str(checkpoint)
-        run = run_of(checkpoint)
-        if run is None:
-            raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
-        check_unfinished(run, needs_test=self.command.name == "train")
-        return checkpoint
+        return asked_for(self.command, is_first_process(dict(os.environ)))
 
     def _base(self) -> Path | None:
         """The weakest settings: of the run that is resumed or tested, else of a recipe."""
@@ -121,6 +115,8 @@ class TrainingCLI(LightningCLI):
         """Adds what is ours, and lets the data tell the model its shape."""
         parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, for the run's folder")
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
+        text = "checkpoints within epochs, every so many steps (500) or minutes (10m); their ends have one anyway"
+        parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
         parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
@@ -142,6 +138,8 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Checks the machine and what is to be tested before data are touched."""
+        if self.settings.checkpoint_every is not None:
+            interval(self.settings.checkpoint_every)
         if self.name != "fit":
             tested = self.settings.ckpt_path
             if tested is None:
@@ -176,8 +174,13 @@ class TrainingCLI(LightningCLI):
         run_path = run_of(self.checkpoint) if self.checkpoint else None
         first = is_first_process(dict(os.environ))
         folder = RunFolder(Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first=first)
-        step = read_checkpoint(self.checkpoint)["global_step"] if self.checkpoint else None
+        step = None
         if self.checkpoint:
+            try:
+                self.checkpoint, step = settled(self.checkpoint, self.command, first)
+            except BaseException:
+                folder.release()
+                raise
             self.notes["resume"] = shown(self.checkpoint)
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)

@@ -25,6 +25,7 @@ commands
   export     a run's net as ONNX, torch-export or safetensors, checked after writing
   serve      a run's net as an HTTP service with a page for trying it
   bench      measurements, such as `bench step`; `bench --help` lists them
+  drill      kills, damaged files, hundreds of epochs: `drill --help` lists what is tried out
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
@@ -36,6 +37,7 @@ flags of fit, train, validate, test and predict
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --logs DIR         folder for run folders (lightning_logs)
+  --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --resume [PATH]    go on with the newest run, or with the given one
   --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs
   --debug            show the traceback of a failure
@@ -55,6 +57,7 @@ OWN = {
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
+    "drill": "cifar_lit.cli.drill:drill",
 }
 
 

@@ -24,6 +24,7 @@ SHORT = {
     "net": "model.net",
     "lr": "model.lr",
     "seed": "seed_everything",
+    "checkpoint-every": "checkpoint_every",
 }
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
@@ -131,7 +132,7 @@ def parse(name: str, words: list[str]) -> Command:
 _EXAMPLES = {
     "devices": "2", "accelerator": "gpu", "nodes": "2", "precision": "bf16-mixed", "epochs": "10", "dataset": "folder",
     "data-dir": "PATH", "batch-size": "128", "net": "resnet18", "lr": "0.1", "seed": "1", "recipe": "quickstart",
-    "config": "my.yaml", "logs": "DIR",
+    "config": "my.yaml", "logs": "DIR", "checkpoint-every": "10m",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from cifar_lit.data.module import ImageData
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.results.outcomes import fingerprint
 from cifar_lit.results.predictions import write_predictions
-from cifar_lit.results.run_folder import RunFolder, shown, write_text
+from cifar_lit.results.run_folder import PREVIOUS, RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
 from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
@@ -30,6 +30,7 @@ from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.divergence import Divergence
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.training.saving import RegularCheckpoint, interval
 from cifar_lit.use.classifier import load
 from cifar_lit.use.novelty import learn_novelty
 
@@ -62,6 +63,8 @@ class Run:
         if self.trains:
             chosen += [self.clock, EpochLines(self.clock), RandomState(), Divergence()]
             chosen += [self.best, self.last] if validates else [self.last]
+            if every := self.settings.get("checkpoint_every"):
+                chosen.append(RegularCheckpoint(interval(every), self.last))
             chosen.append(OrderlyStop(self.last))
         return chosen
 
@@ -118,6 +121,7 @@ class Run:
             look = load(path, str(data.device)).look  # with the net as it will be used, whatever precision it was trained in
             if learned := learn_novelty(look, data.train_images.images, *data.split):
                 save_weights(path, weights, replace(card, novelty=learned[1]), learned[0])
+            (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
         if outcomes is not None:
             write_predictions(self.folder.path / "predictions.csv", data.classes, [outcomes])
         write_text(self.folder.path / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")

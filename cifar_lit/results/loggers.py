@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -12,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.results.run_folder import RunFolder
+from cifar_lit.results.run_folder import RunFolder, write_text
 
 COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
@@ -46,17 +48,23 @@ class CurveFile(Logger):
         """Appends a row."""
         path = self._run.path / "metrics.csv"
         if not self._ready:
-            kept: list[dict[str, str]] = []
-            if path.exists() and self._resumed_step is not None:
-                with path.open(newline="") as file:
-                    kept = [row for row in csv.DictReader(file) if int(row["step"] or 0) <= self._resumed_step]
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                writer.writeheader()
-                writer.writerows(kept)
+            text = io.StringIO()
+            writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(self._kept(path))
+            write_text(path, text.getvalue())  # whole: a kill in the middle would take the earlier curves with it
             self._ready = True
         with path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS, extrasaction="ignore").writerow({**metrics, "step": step})
+
+    def _kept(self, path: Path) -> list[dict[str, str]]:
+        """The rows up to the resumed step, without what a kill or a full disk cut short, and without a test's."""
+        if self._resumed_step is None or not path.exists():
+            return []
+        with path.open(newline="") as file:
+            whole = [line for line in file if line.endswith("\n")]
+        rows = [row for row in csv.DictReader(whole) if not row.get("test/loss")]  # the test is made again
+        return [row for row in rows if int(row["step"] or 0) <= self._resumed_step]
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""

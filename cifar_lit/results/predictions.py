@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from cifar_lit.results.run_folder import written_whole
+from cifar_lit.disk import written_whole
 
 TOP = 3  # classes that a row names, unless told otherwise
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from cifar_lit.disk import remove_parts, written_whole
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.lock import RunLock
 
-LAST, BEST = "checkpoints/last.ckpt", "checkpoints/best.ckpt"
+# In the order in which a run is gone on from them.
+_, PREVIOUS, _ = CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/previous.ckpt", "checkpoints/best.ckpt")
 
 
 class RunFolder:
@@ -29,7 +27,7 @@ class RunFolder:
         self.logs, self.name = logs, name
         self.resumed = path is not None
         self._path: Path | None = None
-        self._lock: FileLock | None = None
+        self._lock: RunLock | None = None
         self._first = first
         if path is not None and first:
             self._take(path)
@@ -44,7 +42,7 @@ class RunFolder:
     @property
     def resumable(self) -> bool:
         """Whether there is a checkpoint to go on from."""
-        return self._path is not None and (self._path / LAST).is_file()
+        return self._path is not None and any((self._path / name).is_file() for name in CHECKPOINTS)
 
     def follow(self, path: Path) -> None:
         """Takes the folder that the first process has claimed."""
@@ -66,18 +64,15 @@ class RunFolder:
             raise Failure(f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR.") from None
 
     def _take(self, path: Path) -> None:
-        self._lock = FileLock(path / ".lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise Failure(f"another process is writing {path}: wait until it ends, or start a new run without --resume") from None
-        self._path = path
+        lock = RunLock(path)
+        lock.acquire()
+        self._lock, self._path = lock, path
+        remove_parts(path)  # of a process that was killed while it wrote
 
     def release(self) -> None:
         """Lets other processes go on with the folder."""
-        if self._lock is not None and self._path is not None:
+        if self._lock is not None:
             self._lock.release()
-            (self._path / ".lock").unlink(missing_ok=True)
 
 
 def shown(path: Path) -> str:
@@ -109,15 +104,21 @@ def find_resumable(logs: Path, wanted: str | None) -> Path:
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
         run = max(runs, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)  # written when a run starts or goes on
-        checkpoint = run / LAST
+        checkpoint = _newest(run)
     else:
         given = Path(wanted).expanduser()
-        checkpoint = given / LAST if given.is_dir() else given
+        checkpoint = _newest(given) if given.is_dir() else given
     if not checkpoint.is_file():
         raise UsageError(
             f"nothing to resume: there is no checkpoint {shown(checkpoint)}. Name another run, or start one without --resume."
         )
     return checkpoint
+
+
+def _newest(run: Path) -> Path:
+    """The checkpoint of a run that is to be gone on from; where there is none, the place where it would be."""
+    places = [run / name for name in CHECKPOINTS]
+    return next((place for place in places if place.is_file()), places[0])
 
 
 def check_unfinished(run: Path, needs_test: bool) -> None:
@@ -151,17 +152,3 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file as a whole: readers see the old one or the new one, never a part."""
     with written_whole(path) as partial:
         partial.write_text(text)
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Gives a path to write to; what is there afterwards is synced and takes the place of `path`, or nothing does."""
-    partial = path.with_name(path.name + ".part")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from cifar_lit.disk import written_whole
 from cifar_lit.errors import Failure
 from cifar_lit.models.table import build_net
 from cifar_lit.results.claims import FalseClaim, card_values, check_finite, check_header_length, check_tensors
-from cifar_lit.results.run_folder import weights_file, written_whole
+from cifar_lit.results.run_folder import weights_file
 
 FORMAT = "cifar-lit 1"
 NOVELTY = "novelty."  # begins the names of tensors that are not the net's, see `cifar_lit.use.novelty`

@@ -18,7 +18,7 @@ from cifar_lit.training.metrics import Evaluation, Score, total_norm
 from cifar_lit.training.optimizers import CHECKED, GROUP_SETTINGS, REST_MOMENTUM, build_optimizer, check_optimizer
 from cifar_lit.training.outcomes import Outcomes
 from cifar_lit.training.resuming import saved_state, take_up
-from cifar_lit.training.schedules import Schedule, check_schedule, check_training
+from cifar_lit.training.schedules import check_schedule, check_training, schedule_from
 from cifar_lit.training.step import Sums, TrainingStep, Updates, can_capture, taken_over
 
 
@@ -27,13 +27,15 @@ class ImageClassifier(pl.LightningModule):
 
     Args:
         net: name of the net, see README.
-        input_shape, num_classes: channels, height and width of the images, and how many classes; given by the data.
+        input_shape: channels, height and width of the images; given by the data.
+        num_classes: given by the data.
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
         optimizer: sgd, adamw, or muon (filters orthogonalised; SGD for the rest).
         lr: highest learning rate; of the filters under muon.
-        momentum, nesterov: of SGD, and whether in Nesterov's form; of the filters under muon.
+        momentum: of SGD; of the filters under muon.
+        nesterov: Nesterov's form of that momentum.
         weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW. Under muon the share that
             what is not a filter loses in a step at the highest rate.
         bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
@@ -151,11 +153,8 @@ class ImageClassifier(pl.LightningModule):
         self.trainer.fit_loop.setup_data()
         steps_per_epoch = max(1, -(-self.batches_per_epoch() // self._updates.accumulate))
         limit, epochs = self.trainer.max_steps, self.trainer.max_epochs
-        steps = float(limit) if limit > 0 else float(steps_per_epoch * max(1, epochs or 1))
-        unit = steps_per_epoch if h["schedule_every"] == "epoch" else 1.0
-        warmup = h["warmup_epochs"] * steps_per_epoch / unit
-        whitening = h["whiten_epochs"] * steps_per_epoch / unit if h["whiten_epochs"] is not None else None
-        schedule = Schedule(optimizer, h["schedule"], steps / unit, warmup, h["final_lr"], whitening=whitening)
+        steps = limit if limit > 0 else steps_per_epoch * max(1, epochs or 1)
+        schedule = schedule_from(optimizer, h, steps, steps_per_epoch)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cifar_lit.errors import UsageError
 from cifar_lit.training.divergence import refuse_weights_that_are_not_finite
 from cifar_lit.training.metrics import Score
@@ -22,10 +24,20 @@ def saved_state(model: ImageClassifier) -> dict[str, Any]:
     refuse_weights_that_are_not_finite(model.net, model.global_step, model.current_epoch)
     return {
         "window_sums": model.window_sums(),
+        "device_sums": _device_sums(model),
         "epoch_sums": list(model.epoch_sums),
         "logged_step": model.logged_step,
         "score": model.score._asdict() if model.score else None,
     }
+
+
+def _device_sums(model: ImageClassifier) -> list[list[float]]:
+    """Loss, hits and images since the last log line, of each device."""
+    strategy, sums = model.trainer.strategy, model.sums
+    rows = sums.loss.new_zeros((model.trainer.world_size, 3))
+    rows[model.trainer.global_rank] = torch.stack((sums.loss, sums.hits, sums.hits.new_tensor(sums.images)))
+    found: list[list[float]] = strategy.reduce(rows, reduce_op="sum").tolist()
+    return found
 
 
 def take_up(model: ImageClassifier, checkpoint: dict[str, Any]) -> None:
@@ -44,7 +56,11 @@ def take_up(model: ImageClassifier, checkpoint: dict[str, Any]) -> None:
     state = checkpoint.get("cifar_lit")
     if not state:
         return
-    if model.trainer.global_rank == 0:  # the sums of all devices go on in the first one
+    rank, each = model.trainer.global_rank, state.get("device_sums", [])
+    if len(each) == model.trainer.world_size:  # so that they are added up as if nothing had been
+        loss, hits, images = each[rank]
+        model.sums = Sums(model.device, loss, hits, int(images))
+    elif rank == 0:  # the sums of all devices go on in the first one
         loss, hits, images = state["window_sums"]
         model.sums = Sums(model.device, loss, hits, int(images))
     model.epoch_sums = list(state["epoch_sums"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -86,6 +86,15 @@ class Schedule(LambdaLR):
         """torch's, with plain numbers for the rates."""
         state = super().state_dict()
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
+
+
+def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> Schedule:
+    """The schedule of a model's settings for a training of so many optimizer steps, stepped as `schedule_every` says."""
+    unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
+    warmup = settings["warmup_epochs"] * steps_per_epoch / unit
+    whitening = settings["whiten_epochs"]
+    end = None if whitening is None else whitening * steps_per_epoch / unit
+    return Schedule(optimizer, settings["schedule"], steps / unit, warmup, settings["final_lr"], whitening=end)
 
 
 def check_schedule(name: str, final: float) -> None:

@@ -81,8 +81,8 @@ def test_a_damaged_checkpoint_is_named_and_stays(here: Path, unfinished: Path, d
     last = unfinished / "checkpoints/last.ckpt"
     damage(last.read_bytes(), last)
     damaged = last.read_bytes()
-    for words in (["test", "--ckpt_path", "copy/checkpoints/last.ckpt"], ["--resume", "copy"]):
-        refused(typed(*words), f"cifar-lit: {line}", 1)
+    for words in (["test", "--ckpt_path"], ["--resume"]):
+        refused(typed(*words, "copy/checkpoints/last.ckpt"), f"cifar-lit: {line}", 1)
     assert last.read_bytes() == damaged
     assert not (here / "lightning_logs").exists()
 

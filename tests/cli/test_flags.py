@@ -54,6 +54,7 @@ def test_the_contracts_short_flags_are_all_there() -> None:
         "net": "model.net",
         "lr": "model.lr",
         "seed": "seed_everything",
+        "checkpoint-every": "checkpoint_every",
     }
 
 

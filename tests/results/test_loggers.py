@@ -59,6 +59,31 @@ def test_rows_of_the_resumed_step_itself_stay(run: RunFolder) -> None:
     assert [row["step"] for row in rows(run)] == ["12", "13"]
 
 
+def test_what_a_kill_cut_short_and_the_rows_of_a_test_that_is_made_again_go(run: RunFolder) -> None:
+    curves = CurveFile(run)
+    curves.log_metrics({"train/loss": 1.5}, 12)
+    curves.log_metrics({"test/loss": 0.5, "test/accuracy": 0.75}, 12)
+    with (run.path / "metrics.csv").open("a") as file:
+        file.write("0,1")  # of step 13
+    CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.0}, 13)
+    assert [(row["step"], row["train/loss"]) for row in rows(run)] == [("12", "1.5"), ("13", "1.0")]
+
+
+def test_a_kill_while_a_resumed_run_takes_its_curves_up_leaves_them_whole(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CurveFile(run).log_metrics({"train/loss": 1.5}, 12)
+    before = (run.path / "metrics.csv").read_text()
+    monkeypatch.setattr(Path, "replace", _killed)
+    with pytest.raises(KeyboardInterrupt):
+        CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.0}, 13)
+    assert (run.path / "metrics.csv").read_text() == before
+
+
+def _killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_resumed_run_without_earlier_curves_starts_them(run: RunFolder) -> None:
     CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.0}, 13)
     assert [row["step"] for row in rows(run)] == ["13"]
@@ -93,7 +118,7 @@ def test_tensorboard_gets_scalars_hparams_and_images_straight_in_the_run_folder(
     assert events.Tags()["images"] == ["images/train"]
     plugin = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert all(text in plugin for text in (b"lenet", b"recipe", b"lr"))
-    assert [file.name.split(".")[0] for file in run.path.iterdir() if file.name != ".lock"] == ["events"]
+    assert [file.name.split(".")[0] for file in run.path.iterdir() if not file.name.startswith(".")] == ["events"]
 
 
 def test_tensorboard_forgets_what_came_after_the_resumed_step(run: RunFolder) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,10 +50,10 @@ def test_nothing_is_made_before_the_folder_is_looked_at(tmp_path: Path) -> None:
     assert run.path == run.path == tmp_path / "logs" / "fast-1"
 
 
-def test_twenty_threads_that_start_together_get_twenty_folders(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(20) as pool:
-        paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").path, range(20)))
-    assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 21))
+def test_fifty_threads_that_start_together_get_fifty_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(50) as pool:
+        paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").path, range(50)))
+    assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 51))
 
 
 CLAIM = """
@@ -61,7 +62,7 @@ from pathlib import Path
 from cifar_lit.results.run_folder import RunFolder
 print("ready", flush=True)
 sys.stdin.readline()
-held = [RunFolder(Path(sys.argv[1]), "fast") for _ in range(5)]
+held = [RunFolder(Path(sys.argv[1]), "fast") for _ in range(10)]
 for run in held:
     print(run.path.name)
 print("claimed", flush=True)
@@ -71,7 +72,7 @@ sys.stdin.readline()
 
 def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLAIM, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)]
     names = []
     try:
         for process in processes:
@@ -82,14 +83,14 @@ def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_
             process.stdin.flush()
         for process in processes:
             assert process.stdout is not None
-            names += [process.stdout.readline().strip() for _ in range(5)]
+            names += [process.stdout.readline().strip() for _ in range(10)]
             assert process.stdout.readline() == "claimed\n"
-        with pytest.raises(Failure, match=r"another process is writing .*: wait until it ends"):
-            RunFolder(tmp_path, "fast", tmp_path / names[-1])  # the last folder, held until its process ends
+        with pytest.raises(Failure, match=rf"process {processes[-1].pid} on \S+ is writing .*: wait until"):
+            RunFolder(tmp_path, "fast", tmp_path / names[-1])  # the last process's folder, held until that ends
     finally:
         for process in processes:
             process.communicate("end\n", timeout=20)
-    assert len(names) == 20
+    assert len(names) == 50
     assert set(names) == {path.name for path in tmp_path.iterdir()}
     resumed = RunFolder(tmp_path, "fast", tmp_path / names[-1])
     assert resumed.resumed and resumed.path == tmp_path / names[-1]
@@ -98,7 +99,7 @@ def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_
 def test_a_folder_is_free_again_once_it_is_released(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.path
-    with pytest.raises(Failure, match="another process"):
+    with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing .*fast-1: wait"):
         RunFolder(tmp_path, "fast", path)
     first.release()
     assert list(path.iterdir()) == []

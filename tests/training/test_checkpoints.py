@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_runs import classifier, fitted, same, shapes_data, weights
 
+from cifar_lit.disk import PART
 from cifar_lit.errors import Failure
 from cifar_lit.training.checkpoints import RunCheckpoint, WholeCheckpoints, best_checkpoint, last_checkpoint, read_checkpoint
 
@@ -54,7 +55,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 def test_a_full_disk_is_told_in_one_line(checkpoint: Path) -> None:
     before = checkpoint.read_bytes()
-    checkpoint.with_name("last.ckpt.part").symlink_to("/dev/full")
+    checkpoint.with_name("last.ckpt" + PART).symlink_to("/dev/full")
     with pytest.raises(Failure, match=r"cannot write .*Free some space") as failed:
         WholeCheckpoints().save_checkpoint(CONTENT, checkpoint)
     assert "\n" not in str(failed.value)
@@ -167,13 +168,14 @@ def test_the_best_is_of_the_epoch_with_the_highest_accuracy_and_the_last_of_the_
     model.on_validation_epoch_end = noted  # type: ignore[method-assign]
     best, last = saving(tmp_path)
     fitted(model, shapes_data(), best, last, enable_checkpointing=True, max_epochs=6)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
     winner = max(scores, key=lambda epoch: (scores[epoch][0], -epoch))
     assert len({accuracy for accuracy, _ in scores.values()}) > 1
     kept, final = read_checkpoint(tmp_path / "best.ckpt"), read_checkpoint(tmp_path / "last.ckpt")
     assert kept["epoch"] == winner
     assert same(kept["state_dict"], scores[winner][1])
     assert final["epoch"] == 5
+    assert read_checkpoint(tmp_path / "previous.ckpt")["epoch"] == 4
     assert same(final["state_dict"], weights(model))
     assert kept["cifar_lit"]["score"]["accuracy"] == scores[winner][0]
 
@@ -185,6 +187,7 @@ def test_a_moved_run_still_knows_its_best_checkpoint(tmp_path: Path) -> None:
     best, last = saving(after)
     fitted(classifier(), shapes_data(), best, last, enable_checkpointing=True, max_epochs=2, resume=after / "last.ckpt")
     assert best.best_model_path == str(after / "best.ckpt")
+    assert best.current_score is not None
     assert list(best.best_k_models) == [str(after / "best.ckpt")]
     assert not before.exists()
-    assert sorted(file.name for file in after.iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert sorted(file.name for file in after.iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]

@@ -1,0 +1,183 @@
+"""The drills in their short forms, in a process of their own, from which they fork; and what they compare by."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cifar_lit.cli.drill import DRILLS, drill
+from cifar_lit.drills.checkpoint import classes, damaged_files
+from cifar_lit.drills.kill import KINDS, NINE, ONE_OF_TWO, TERM, draw_plan
+from cifar_lit.drills.phases import PHASES
+from cifar_lit.drills.soak import grown
+from cifar_lit.drills.survivors import differences, plain, unequal
+from cifar_lit.errors import UsageError
+from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="drills fork their trainings")
+
+ALL = """
+import sys
+import time
+from cifar_lit.cli import main
+folder, *names = sys.argv[1:]
+codes = [main(["drill", name, "--short", "--json", f"{folder}/{name}.json"]) for name in names]
+sys.exit(max(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def drilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The figures of all drills, and what they printed."""
+    folder = tmp_path_factory.mktemp("drills")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", ALL, str(folder), *DRILLS]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in DRILLS}, done.stdout
+
+
+def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(drilled: tuple[dict[str, Any], str]) -> None:
+    figures, said = drilled[0]["kill"], drilled[1]
+    assert figures["headline"]["kills that hit"] == figures["settings"]["kills"] == 6
+    assert sum(count for by in figures["fell"].values() for count in by.values()) == 6
+    assert set(figures["fell"]) == set(PHASES.values())
+    assert all(found["survivors"] == found["identical"] for found in figures["kinds"].values())
+    assert sum(found["survivors"] for found in figures["kinds"].values()) >= 2
+    assert "where the kills fell" in said and "by the way of training" in said
+
+
+def test_no_damaged_checkpoint_is_loaded(drilled: tuple[dict[str, Any], str]) -> None:
+    figures = drilled[0]["checkpoint"]
+    assert {row["way"] for row in figures["damaged"]} == {"cut", "bit flipped", "page blanked"}
+    assert all(row["detected"] == row["files"] > 0 for row in figures["damaged"])
+    flipped = [row for row in figures["damaged"] if (row["way"], row["place"]) == ("bit flipped", "tensors")]
+    assert flipped[0]["torch_alone_loads"] == flipped[0]["files"]  # so that there was something to detect
+
+
+def test_a_long_training_holds_no_more_than_a_short_one(drilled: tuple[dict[str, Any], str]) -> None:
+    early, late = drilled[0]["soak"]["samples"]
+    assert (early["epoch"], late["epoch"]) == (20, 40)
+    assert late["curves"] > early["curves"]
+    assert grown(early, late) == []
+
+
+def test_growth_is_noticed_beyond_what_an_allocator_does() -> None:
+    early = {"memory": 1000, "open_files": 10, "threads": 3, "files": 8, "disk": 500, "curves": 10}
+    assert grown(early, {**early, "memory": 1015, "curves": 99}) == []
+    for name in ("memory", "open_files", "threads", "files", "disk"):
+        assert grown(early, {**early, name: early[name] * 2}) == [name]
+
+
+def test_any_difference_between_two_values_is_found() -> None:
+    value = {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"path": "here/last.ckpt", "seconds": 4.0}}
+    same = {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"path": "there/last.ckpt", "seconds": 5.0}}
+    assert unequal(plain(value), plain(same)) == []
+    for other, place in [
+        ({**same, "a": [torch.tensor([1.0, 2.0 + 2**-22]), 3]}, ".a.0"),
+        ({**same, "a": [torch.tensor([1.0, 2.0], dtype=torch.float64), 3]}, ".a.0"),
+        ({**same, "a": [torch.tensor([1.0, 2.0]), 3.0]}, ".a.1"),
+        ({**same, "a": [torch.tensor([1.0, 2.0])]}, ".a"),
+        ({**same, "c": None}, ".c"),
+        ({**same, "b": {"path": "there/best.ckpt"}}, ".b.path"),
+    ]:
+        assert unequal(plain(value), plain(other)) == [place]
+
+
+def make_run(folder: Path, weight: float = 1.0) -> Path:
+    checkpoint = {"state_dict": {"weight": torch.tensor([weight])}, "global_step": 3}
+    for name in ("last.ckpt", "best.ckpt"):
+        WholeCheckpoints().save_checkpoint(checkpoint, folder / "checkpoints" / name)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "metrics.csv").write_text("step\n3\n")
+    (folder / "metrics.json").write_text(json.dumps({"test": {"accuracy": weight}, "train_seconds": random.random()}))
+    return folder
+
+
+def test_runs_are_the_same_or_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
+    expected = make_run(tmp_path / "expected")
+    assert differences(make_run(tmp_path / "same"), expected) == []
+    wanted = ["last.ckpt: .state_dict.weight", "best.ckpt: .state_dict.weight", "metrics.json: test"]
+    assert differences(make_run(tmp_path / "other", 1.0000001), expected) == wanted
+    left = make_run(tmp_path / "left")
+    (left / "metrics.csv").write_text("step\n3\n3\n")
+    for name in (".lock", "metrics.json.part"):
+        (left / name).touch()
+    assert differences(left, expected) == ["metrics.csv", "file metrics.json.part"]
+
+
+def test_every_byte_of_a_checkpoint_is_in_one_class_or_is_padding(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    path = run / "checkpoints" / "last.ckpt"
+    covered = sorted((part.start, part.stop) for parts in classes(path).values() for part in parts)
+    assert all(before[1] <= after[0] for before, after in pairwise(covered))
+    assert covered[0][0] == 0 and covered[-1][1] == path.stat().st_size
+    assert all(content != path.read_bytes() for _, _, content in damaged_files(path, 3, 20, random.Random(0)))
+    copy = shutil.copy(path, tmp_path / "copy.ckpt")
+    assert read_checkpoint(Path(copy))["global_step"] == 3
+
+
+def test_plans_cover_every_way_and_phase_and_one_of_two_only_where_there_are_two() -> None:
+    draw = random.Random(0)
+    plans = [draw_plan(draw, 2.0, 2) for _ in range(500)]
+    assert {plan.how for plan in plans} == {NINE, TERM, ONE_OF_TWO}
+    assert {plan.phase for plan in plans} == {None, *PHASES.values()}
+    assert all((plan.rank in (0, 1)) == (plan.how == ONE_OF_TWO) for plan in plans)
+    assert {draw_plan(draw, 2.0, 1).how for _ in range(200)} == {NINE, TERM}
+    assert {kind.processes for kind in KINDS.values()} == {1, 2}
+
+
+def test_the_command_lists_its_drills_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
+    drill([])
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in DRILLS)
+    with pytest.raises(UsageError, match=r"no drill is called 'kil'\. Did you mean kill\?"):
+        drill(["kil"])
+    for words in (["kill", "--kills", "0"], ["checkpoint", "--cuts", "1"], ["soak", "--early", "500"], ["soak", "--epoch", "3"]):
+        with pytest.raises(UsageError):
+            drill(words)
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from cifar_lit.drills.forked import Forked, warm
+from cifar_lit.drills.soak import TRAINING
+warm()
+training = Forked([*TRAINING, "--epochs", "10000"], Path(sys.argv[1]), Path(sys.argv[1]) / "log.txt")
+print(training.pids[0], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_no_training_is_left_when_a_drill_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        time.sleep(0.5)
+        started.kill()
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,91 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from cifar_lit.disk import PART, remove_parts, written_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def write(path: Path, text: str, previous: Path | None = None) -> None:
+    with written_whole(path, previous) as partial:
+        partial.write_text(text)
+
+
+def test_a_file_takes_its_place_only_when_it_is_complete(tmp_path: Path) -> None:
+    write(tmp_path / "a", "old")
+    with written_whole(tmp_path / "a") as partial:
+        partial.write_text("new")
+        assert partial.name == "a" + PART
+        assert (tmp_path / "a").read_text() == "old"
+    assert (tmp_path / "a").read_text() == "new"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file_and_the_one_before_it(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, "1", b)
+    write(a, "2", b)
+    with pytest.raises(KeyboardInterrupt), written_whole(a, b) as partial:
+        partial.write_text("3, not yet compl")
+        raise KeyboardInterrupt
+    assert (a.read_text(), b.read_text()) == ("2", "1")
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_what_was_there_before_is_kept_under_another_name_and_no_older_one(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, "1", b)
+    assert names(tmp_path) == ["a"]
+    for number in range(2, 5):
+        write(a, str(number), b)
+        assert (a.read_text(), b.read_text()) == (str(number), str(number - 1))
+        assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_kill_between_the_two_renames_leaves_both_names_and_the_next_write_no_part(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, "1")
+    b.hardlink_to(a)  # as it is then: one file of two names, which a rename leaves alone
+    write(a, "2", b)
+    assert (a.read_text(), b.read_text()) == ("2", "1")
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_file_system_without_second_names_keeps_the_previous_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, "1", b)
+    write(a, "2", b)
+    assert (a.read_text(), b.read_text()) == ("2", "1")
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, (tmp_path / "a").exists()))
+        sync(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("the system does not tell the names of open files")
+    monkeypatch.setattr(os, "fsync", noted)
+    write(tmp_path / "a", "text")
+    assert synced == [("a" + PART, False), (tmp_path.name, True)]
+
+
+def test_only_what_our_writes_left_behind_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("a" + PART, "inner/last.ckpt" + PART, "a.part", "b.tmp", "inner/last.ckpt"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in remove_parts(tmp_path)] == ["a" + PART, "last.ckpt" + PART]
+    assert names(tmp_path) == ["a.part", "b.tmp", "inner"]
+    assert names(tmp_path / "inner") == ["last.ckpt"]
