@@ -27,6 +27,7 @@ BENCHES = {
     "classify": "images/s of `classify` on a folder, and its peak memory, against decoding alone",
     "checkpoint": "what checksum and sync of a checkpoint take, against an epoch",
     "table": "the results in JSON files as Markdown",
+    "hostile": "files that want to run code or to take memory: what each gave",
     "profile": "where the time of a recipe's step goes: kernels against idle, or the CPU's operators",
 }
 

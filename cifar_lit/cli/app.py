@@ -13,11 +13,12 @@ import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from cifar_lit.cli import machine
+from cifar_lit.cli import machine, trust
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.resume import asked_for, settled
 from cifar_lit.cli.run import Run
+from cifar_lit.cli.search import device_of, memory_told, search
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.table import takes_any_size
@@ -26,6 +27,7 @@ from cifar_lit.results.run_folder import RunFolder, run_of, shown
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.containers import describe
 from cifar_lit.training.profiling import NoProfiler
 from cifar_lit.training.saving import interval
 
@@ -59,6 +61,7 @@ class TrainingCLI(LightningCLI):
         self.name = "fit" if command.name == "train" else command.name
         self.checkpoint = self._resumed()
         base = self._base()
+        trust.guard(command, base)
         kwargs = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             ImageClassifier,
@@ -166,6 +169,7 @@ class TrainingCLI(LightningCLI):
         """The Trainer with our callbacks and loggers beside the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
         data = self.datamodule
+        self._search()
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
         first = is_first_process(dict(os.environ))
@@ -180,6 +184,7 @@ class TrainingCLI(LightningCLI):
             self.notes["resume"] = shown(self.checkpoint)
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
+        trust.remember(text)
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, self.name)
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
@@ -202,12 +207,24 @@ class TrainingCLI(LightningCLI):
             **kwargs,
         )
 
+    def _search(self) -> None:
+        """Finds what `--auto-batch` and `--auto-lr` ask for; it is recorded as if it had been typed."""
+        auto, trainer = self.command.auto, self.settings.trainer
+        if not auto:
+            return
+        if self.name != "fit" or self.checkpoint:
+            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
+        device = device_of(self.machine, trainer.accelerator, trainer.devices)
+        search(auto, self.model, self.datamodule, device, str(trainer.precision))
+        self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
+
     # ---- running; LightningCLI calls the method of the sub-command's name
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
-            super()._run_subcommand(subcommand)
+            with memory_told(self.datamodule):
+                super()._run_subcommand(subcommand)
         except Interrupted as interruption:
             interruption.resume = self.run.resume_command(sys.argv[0], self.command.name)
             raise
@@ -272,13 +289,6 @@ class TrainingCLI(LightningCLI):
         self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
         self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
         self.run.print_end(metrics, test, self.datamodule)
-
-
-def describe(settings: Any) -> str:
-    """A net's name with the shapes that its weights depend on."""
-    shape = "×".join(map(str, settings.get("input_shape", [])))
-    width = f" width {settings['width']:g}" if settings.get("width", 1.0) != 1.0 else ""
-    return f"{settings.get('net', 'an unknown net')}{width} ({shape}, {settings.get('num_classes', '?')} classes)"
 
 
 def is_first_process(environment: dict[str, str]) -> bool:

@@ -33,11 +33,13 @@ flags of fit, train, validate, test and predict
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
   --data-dir PATH    where archives are kept, or the folder of own images
   --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
+  --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --resume [PATH]    go on with the newest run, or with the given one
+  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs
   --debug            show the traceback of a failure
 
 Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):

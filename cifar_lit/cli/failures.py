@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 from cifar_lit.errors import Failure, UsageError
 
+_CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -20,6 +22,7 @@ _LOST_PEER = (
 def explain(error: BaseException) -> tuple[str, int]:
     """What to print (nothing when empty) and the exit code for anything that ended a command."""
     line, code = _explain(error)
+    line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)  # names out of files must not move a terminal's cursor
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank != "0" and line:
         line = "" if _is_lost_peer(error) or code >= 128 else f"[process {rank}] {line}"
@@ -40,8 +43,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if kind == "MisconfigurationException":
         return f"cifar-lit: {text}", 2
     if kind == "NotFiniteLoss":
+        reached = "a checkpoint" if "weight" in text else "the weights"
         return (
-            f"cifar-lit: {text}; stopped before it reached the weights. Checkpoints of before are intact: "
+            f"cifar-lit: {text}; stopped before it reached {reached}. Checkpoints of before are intact: "
             "lower --lr, or try --precision 32-true"
         ), 1
     if kind == "OutOfMemoryError" or "can't allocate memory" in text:

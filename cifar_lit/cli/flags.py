@@ -26,7 +26,7 @@ SHORT = {
     "seed": "seed_everything",
     "checkpoint-every": "checkpoint_every",
 }
-OWN = ("recipe", "config", "logs", "resume", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -36,7 +36,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 class Command:
     """A training command: its name, and the pieces that LightningCLI's line is built from.
 
-    resume: "" for the newest run, a path, or None when nothing is to be resumed.
+    resume: "" for the newest run, a path, or None when nothing is to be resumed. trust: configuration files may name any class.
+    auto: which of "batch" and "lr" are to be found before the training.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Command:
     configs: list[str] = field(default_factory=list)
     logs: str | None = None
     resume: str | None = None
+    trust: bool = False
+    auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
 
     @property
@@ -105,6 +108,12 @@ def parse(name: str, words: list[str]) -> Command:
         key = "config" if flag == "-c" else flag.removeprefix("--")
         if key == "debug":
             continue  # for whoever tells of a failure
+        if key == "trust" and not given:
+            command.trust = True
+            continue
+        if key in ("auto-batch", "auto-lr") and not given:
+            command.auto.add(key.removeprefix("auto-"))
+            continue
         if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             has_path = not given and bool(rest) and not rest[0].startswith("-")
             command.resume = value if given else rest.pop(0) if has_path else ""

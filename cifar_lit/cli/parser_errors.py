@@ -35,6 +35,11 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
 
     message: the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes.
     """
+    if match := re.search(r"Importing '(\S+?)' is not allowed", message):
+        return (
+            f"a configuration file names {match[1]}, whose code would run: leave it out, or give --trust if you know where "
+            "the file comes from"
+        )
     if match := re.match(r"unrecognized arguments: (\S+)", message):
         flag = match[1].partition("=")[0]
         # compared without the dashes, which would make any two flags look alike
@@ -48,12 +53,6 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
         return f"{match[1]} needs a value"
     if match := re.match(r'Parser key "(.+?)":', message):
         return _wrong_value(match[1], message)
-    if "parsing config" in message:
-        where = re.search(r"line (\d+), column (\d+)", message)
-        place = f" at line {where[1]}, column {where[2]}" if where else ""
-        return f"a configuration file is not valid YAML{place}: check its indentation and brackets"
-    if message.startswith("Unexpected config"):
-        return "a configuration file must hold settings by name (trainer:, model:, data:), not just text"
     return " ".join(line.strip() for line in message.splitlines() if line.strip())
 
 

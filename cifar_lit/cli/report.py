@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.results.galleries import data_uri
 from cifar_lit.results.outcomes import Outcomes, fingerprint, outcomes_of, read_outcomes
+from cifar_lit.results.plain_yaml import plain_values
 from cifar_lit.results.report import SHOWN, Content, Findings, Pair, Picture, read_curves
 from cifar_lit.results.report import report as page
 from cifar_lit.results.run_folder import read_metrics, shown, write_text
@@ -105,8 +105,8 @@ def data_of(run: Path, classifier: Classifier, settings: Namespace) -> ImageData
 def settings_of(run: Path) -> dict[str, Any]:
     """What config.yaml holds; nothing where there is none."""
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        found = plain_values(run / "config.yaml")
+    except UsageError:
         return {}
     return found if isinstance(found, dict) else {}
 

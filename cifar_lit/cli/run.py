@@ -27,6 +27,7 @@ from cifar_lit.results.weights import ModelCard, save_weights
 from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.divergence import Divergence
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.progress import EpochLines, LiveBar
 from cifar_lit.training.saving import RegularCheckpoint, interval
@@ -60,7 +61,7 @@ class Run:
         if bar:
             chosen.append(LiveBar())
         if self.trains:
-            chosen += [self.clock, EpochLines(self.clock), RandomState()]
+            chosen += [self.clock, EpochLines(self.clock), RandomState(), Divergence()]
             chosen += [self.best, self.last] if validates else [self.last]
             if every := self.settings.get("checkpoint_every"):
                 chosen.append(RegularCheckpoint(interval(every), self.last))

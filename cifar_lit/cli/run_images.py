@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.shapes import LEAST_SIZE, shapes
 from cifar_lit.data.sources import SOURCES, SourceSettings, load_images
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.plain_yaml import plain_values
 from cifar_lit.results.weights import ModelCard
 
 
@@ -100,12 +100,9 @@ def at_hand(dataset: str, settings: SourceSettings) -> bool:
 
 def _data_settings(file: Path) -> dict[str, Any]:
     """The data settings of a config.yaml, none where there is none."""
-    try:
-        found = yaml.safe_load(file.read_text())
-    except OSError:
+    if not file.is_file():
         return {}
-    except yaml.YAMLError:
-        raise Failure(f"{file} is damaged: it is not valid YAML") from None
+    found = plain_values(file)
     data = found.get("data") if isinstance(found, dict) else None
     return data if isinstance(data, dict) else {}
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchvision import datasets
 
-from cifar_lit.data.download import alone, disk_errors_told, fetch
+from cifar_lit.data.download import LARGEST, alone, disk_errors_told, fetch
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.errors import Failure
 
@@ -33,6 +33,7 @@ CIFAR_MIRRORS = {
         "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
     ),
 }
+LARGEST_UNPACKED = 1 << 30  # bytes; CIFAR's are below 190 MB
 # The authors' bucket as torchvision names it, and the copy in the authors' repository zalandoresearch/fashion-mnist.
 FASHION_MIRRORS = (
     *datasets.FashionMNIST.mirrors,
@@ -98,6 +99,8 @@ def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSe
 
 def _intact(reader: Any, root: Path, train: bool) -> Any | None:
     """The data set as torchvision reads it, or None where files are missing or damaged."""
+    if any(file.stat().st_size > LARGEST for file in (root / reader.base_folder).glob("*")):  # no file of it, and long to check
+        return None
     try:
         return reader(root, train)
     except RuntimeError:  # what torchvision raises for a missing file or a wrong md5
@@ -109,13 +112,19 @@ def _unpack(archive: Path, folder: Path) -> None:
     room = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(room, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
     try:
-        with tarfile.open(archive) as tar, disk_errors_told(folder.parent, sum(member.size for member in tar)):
-            tar.extractall(room, filter="data")
+        with tarfile.open(archive) as tar:
+            size = sum(member.size for member in tar)
+            if size > LARGEST_UNPACKED:
+                raise Failure(f"{archive} was not unpacked: it claims {size:,} bytes; delete it")
+            with disk_errors_told(folder.parent, size):
+                tar.extractall(room, filter="data")  # which refuses what would land elsewhere, links out of it, and devices
         if not folder.exists():
             (room / folder.name).rename(folder)
             return
         for file in (room / folder.name).iterdir():  # a damaged folder: mend its files, leave what else the user keeps there
             file.replace(folder / file.name)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise Failure(f"{archive} was not unpacked: {error}; delete it") from error
     finally:
         shutil.rmtree(room, ignore_errors=True)
 
@@ -138,12 +147,14 @@ def _idx_intact(packed: Path) -> bool:
     is there, its checksum the one that gzip wrote.
     """
     plain = packed.with_suffix("")
-    if not plain.is_file():
+    if not plain.is_file() or not 4 < plain.stat().st_size <= LARGEST:
         return False
     content = plain.read_bytes()
-    dimensions = content[3] if len(content) > 3 else 0
+    zeros, kind, dimensions = content[:2], content[2], content[3]
+    if zeros != bytes(2) or kind != 8 or not dimensions:  # 8: bytes without sign
+        return False
     sizes = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
-    if not dimensions or len(content) != 4 + 4 * dimensions + math.prod(sizes):
+    if len(content) != 4 + 4 * dimensions + math.prod(sizes):
         return False
     return not packed.is_file() or _trailer(packed)[0] == zlib.crc32(content)
 

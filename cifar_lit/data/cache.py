@@ -133,7 +133,7 @@ def _read_index(slot: Path) -> Index | None:
         files = [File(*file) for file in found["files"]]
         index = Index((rows, height, width, channels), files, dict(found["bad"]), found["data"])
         whole = (slot / index.data).stat().st_size == prod(index.shape) and len(index.files) == rows + len(index.bad)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if whole else None
 

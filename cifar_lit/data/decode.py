@@ -26,6 +26,7 @@ from cifar_lit.errors import Failure
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
 LARGEST_FILE = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
+LARGEST_PICTURE = 1 << 25  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
 _OTHERS = {  # kinds that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
     b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
@@ -212,6 +213,8 @@ def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.
     _refuse_cut(data, image.format)
     if size is not None:
         image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
+    if image.width * image.height > LARGEST_PICTURE:
+        raise OSError(f"more than {LARGEST_PICTURE:,} pixels to unpack: save it smaller")
     image.load()
     return _upright(image, size, channels)
 

@@ -28,6 +28,7 @@ RETRY_PAUSE = 1.0  # seconds before taking up a broken transfer
 MEASURE_SECONDS = 15.0  # the rate is judged over stretches of this length
 SLOW_RATE = 150e3  # bytes/s; below it a faster mirror is looked for (CIFAR-10 would take 19 minutes)
 CHUNK = 1 << 18  # bytes
+LARGEST = 1 << 28  # bytes; of the data sets' archives the largest has 170 MB, and a source could go on for ever
 
 
 class _Left(Exception):
@@ -59,6 +60,9 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
                         os.fsync(file.fileno())
                     part.replace(target)
                     return target
+        if not target.is_file() or _size(target) > LARGEST:  # a pipe would be waited for, a device never end
+            wanted = f"a file of at most {LARGEST >> 20} MiB with md5 {md5}"
+            raise Failure(f"{target} is another file: wanted is {wanted}; delete it or replace it")
         found = md5_of(target)
     if found != md5:
         raise Failure(f"{target} is damaged or another file: its md5 is {found}, wanted is {md5}; delete it or replace it")
@@ -170,8 +174,11 @@ def _transfer(name: str, url: str, part: Path, floor: float) -> int:
         progress(what, missing, unit="MB", scale=1e-6) as advance,
     ):
         while chunk := _read(response, size, total):
-            file.write(chunk)
             size += len(chunk)
+            if size > LARGEST:
+                file.truncate(0)  # no beginning of what is wanted
+                raise _Left(f"gives more than {LARGEST >> 20} MiB")
+            file.write(chunk)
             advance(len(chunk))
             if (seconds := time.monotonic() - stretch_began) >= MEASURE_SECONDS:
                 rate = (size - stretch_size) / seconds
@@ -202,7 +209,11 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
         raise _Left("a web page instead of the file")
     if getattr(response, "status", None) != 206:  # the server does not know Range, or the file is local
         start = 0
-    length = int(response.headers.get("Content-Length") or 0)
+    told = response.headers.get("Content-Length") or ""
+    length = int(told) if told.isascii() and told.isdigit() and len(told) < 20 else 0  # a server may send anything
+    if start + length > LARGEST:
+        response.close()
+        raise _Left(f"claims {start + length:,} bytes")
     return response, start, start + length if length else 0
 
 

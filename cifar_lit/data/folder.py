@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 import torch
@@ -156,6 +157,9 @@ def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = 
                 found = entry.stat()
             except OSError:  # a link to nothing: decoding will name it among the damaged
                 yield File(prefix + entry.name, 0, 0)
+                continue
+            if not S_ISREG(found.st_mode):  # a pipe would be waited for, a device never end
+                ignored.append(prefix + entry.name)
                 continue
             yield File(prefix + entry.name, found.st_size, found.st_mtime_ns)
         else:

@@ -80,7 +80,8 @@ def _set_channels(net: nn.Module, channels: int) -> None:
         padding=old.padding,  # type: ignore[arg-type]
         bias=old.bias is not None,
     )
-    nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
+    if not old.weight.is_meta:  # of a net without memory for its weights
+        nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
     parent, _, attribute = path.rpartition(".")
     setattr(net.get_submodule(parent), attribute, new)
 

@@ -19,6 +19,7 @@ from cifar_lit.models.seeds import scaled
 from cifar_lit.models.whitening import whitening_filters
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+DEEPEST = 100  # convolutions in a group
 HEAD_POOLS = ("max", "avg")
 NORM_EPS = 1e-12  # the records': none but for a channel without any variance
 
@@ -58,6 +59,7 @@ class WhitenedOptions:
         depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
         wanted = f"a whole number above 0, or a list of {len(self.widths)}, one a group"
         _check("depth", self.depth, len(depths) == len(self.widths) and all(map(_counts, depths)), wanted)
+        _check("depth", self.depth, max(depths) <= DEEPEST, f"at most {DEEPEST}")
         _check("residual", self.residual, isinstance(self.residual, bool), "true or false")
         if self.residual and max(depths) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")

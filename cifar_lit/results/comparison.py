@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cifar_lit.errors import UsageError
 from cifar_lit.results.intervals import McNemar, mcnemar, mean_interval, wilson_interval
+from cifar_lit.results.plain_yaml import plain_values
 from cifar_lit.results.run_folder import read_metrics, shown
 
 SEED = "seed_everything"
@@ -99,8 +98,8 @@ def read_run(path: Path) -> RunRecord:
     """What a folder says; what is wrong with it is in the record's `note`, never raised."""
     metrics = read_metrics(path)
     try:
-        found = yaml.safe_load((path / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        found = plain_values(path / "config.yaml")
+    except UsageError:
         found = None
     settings = flattened(found) if isinstance(found, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}

@@ -143,7 +143,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
     """The contents of a run's metrics.json, empty when there is none."""
     try:
         found = json.loads((run / "metrics.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cifar_lit.disk import written_whole
 from cifar_lit.errors import Failure
 from cifar_lit.models.table import build_net
+from cifar_lit.results.claims import FalseClaim, card_values, check_finite, check_header_length, check_tensors
 from cifar_lit.results.run_folder import weights_file
 
 FORMAT = "cifar-lit 1"
@@ -88,29 +89,32 @@ def load(path: str | Path) -> LoadedNet:
     """
     file = weights_file(path)
     try:
+        check_header_length(file)
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, Any] = opened.metadata() or {}
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
-    if metadata.get("format") != FORMAT:
-        raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
-    try:
-        card = ModelCard(**json.loads(metadata["card"]))
-    except (KeyError, TypeError, ValueError):
-        raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
-    novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
-    channels, height, width = card.input_shape
-    net = build_net(
-        card.net,
-        channels=channels,
-        image_size=(height, width),
-        num_classes=len(card.classes),
-        width=card.width,
-        options=card.options,
-    )
-    try:
+            if metadata.get("format") != FORMAT:
+                raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
+            card = ModelCard(**card_values(metadata["card"]))
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            claims = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+            channels, height, width = card.input_shape
+            settings: dict[str, Any] = {
+                "channels": channels,
+                "image_size": (height, width),
+                "num_classes": len(card.classes),
+                "width": card.width,
+                "options": card.options,
+            }
+            check_tensors(claims, card.net, NOVELTY, **settings)
+            weights = {name: opened.get_tensor(name) for name in claims}
+        novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
+        net = build_net(card.net, **settings)
         net.load_state_dict(weights)
-    except RuntimeError:
-        raise Failure(f"the weights in {file} are not those of the net {card.net} that it names: train it again") from None
+        check_finite(net)
+    except (KeyError, TypeError):  # what a card without its values, or with others, leads to
+        raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
+    except FalseClaim as error:
+        raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
+    except (SafetensorError, OSError, RuntimeError) as error:  # of torch, where it maps the file
+        raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
     return LoadedNet(net, card, novelty).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_lit.disk import written_whole
 from cifar_lit.errors import Failure
+from cifar_lit.training.containers import FalseClaim, check_container, check_contents
 from cifar_lit.training.seal import broken_seal, seal
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
@@ -57,7 +59,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         if reason := broken_seal(path):
             raise _damaged(path, reason)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        check_container(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise Failure(f"there is no checkpoint {path}") from None
     except Failure:
@@ -66,10 +71,16 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if "GLOBAL" in str(error) or "Trying to call reduce" in str(error) or "allowlisted" in str(error):
             raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
         raise Damaged(f"{path} is no checkpoint, or is damaged: use another one") from None
+    except FalseClaim as error:
+        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except Exception as error:  # a damaged pickle raises whatever its garbage leads to
         raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
+    try:
+        check_contents(checkpoint)
+    except FalseClaim as error:
+        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     return checkpoint
 
 

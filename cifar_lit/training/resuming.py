@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cifar_lit.errors import UsageError
+from cifar_lit.training.divergence import refuse_weights_that_are_not_finite
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.optimizers import override_optimizer_settings
 from cifar_lit.training.step import Sums
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def saved_state(model: ImageClassifier) -> dict[str, Any]:
-    """Sums since the last log line and in the epoch so far, and the last score, as plain values; asks all devices."""
+    """Sums since the last log line and in the epoch so far, and the last score, as plain values; asks all devices.
+
+    Raises NotFiniteLoss when a weight is not finite.
+    """
+    refuse_weights_that_are_not_finite(model.net, model.global_step, model.current_epoch)
     return {
         "window_sums": model.window_sums(),
         "device_sums": _device_sums(model),

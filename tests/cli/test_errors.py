@@ -85,8 +85,8 @@ TYPED: list[tuple[str, str]] = [
     (f"{S} --data.std 0", "data.mean and data.std need 3 numbers (std above 0), one a channel, or one for all"),
     # files of settings
     (f"{S} --config nowhere.yaml", "there is no configuration file nowhere.yaml"),
-    (f"{S} --config broken.yaml", "a configuration file is not valid YAML at line 2, column …: check its …"),
-    (f"{S} --config text.yaml", "a configuration file must hold settings by name (trainer:, model:, data:), not just text"),
+    (f"{S} --config broken.yaml", "broken.yaml is not valid YAML at line 3, column …: check its …"),
+    (f"{S} --config text.yaml", "text.yaml must hold settings by name (trainer:, model:, data:), not just text or a list"),
     (f"{S} --config key.yaml", "no setting is called trainer.max_epoch. Did you mean trainer.max_epochs?"),
     (f"{S} --config top.yaml", "no setting is called trainr.max_epochs. Did you mean trainer.max_epochs?"),
     (f"{S} --config value.yaml", "--lr (model.lr) must be a number, not fast"),

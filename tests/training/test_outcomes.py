@@ -6,6 +6,7 @@ from real_runs import only_run
 from small_runs import classifier, shapes_data, trainer
 from torch.nn import functional as F
 
+from cifar_lit.results.outcomes import outcomes_of
 from cifar_lit.training.metrics import total_norm
 from cifar_lit.training.outcomes import Outcomes
 
@@ -70,3 +71,11 @@ def test_the_norm_is_of_all_numbers_together() -> None:
     tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).bfloat16()]
     flat = torch.cat([tensor.float().flatten() for tensor in tensors])
     assert total_norm(tensors) == pytest.approx(float(flat.norm()), rel=1e-2)
+
+
+def test_a_set_of_one_image_has_outcomes_of_one_row() -> None:
+    outcomes = Outcomes()
+    outcomes.update(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), torch.tensor([0]))
+    found = outcomes_of(outcomes.compute())
+    assert (found.indices.tolist(), found.labels.tolist(), found.predicted.tolist()) == ([0], [1], [1])
+    assert found.probability.shape == (1,)

@@ -1,0 +1,108 @@
+"""Configuration files set values; which classes they may name, and who says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import config_of, refused, typed
+
+from cifar_lit.errors import UsageError
+from cifar_lit.results.plain_yaml import LARGEST, plain_text
+
+OWN = """from pathlib import Path
+from lightning.pytorch.callbacks import Callback
+Path("imported").touch()
+class Own(Callback):
+    def on_train_start(self, trainer, pl_module):
+        Path("ran").touch()
+"""
+REFUSED = "cifar-lit: a configuration file names {}, whose code would run: leave it out, or give --trust if you know where …"
+
+
+@pytest.fixture
+def own(here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The import path of a callback in the working folder; a module of its own for each test, as modules stay imported."""
+    name = f"own_{abs(hash(request.node.name)) % 10**8}"
+    (here / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(here)
+    (here / "own.yaml").write_text(f"trainer:\n  max_epochs: 1\n  callbacks:\n  - class_path: {name}.Own\n")
+    return f"{name}.Own"
+
+
+def test_a_class_that_a_file_names_is_not_imported_without_trust(here: Path, own: str) -> None:
+    refused(typed("--recipe", "small.yaml", "--config", "own.yaml"), REFUSED.format(own), 2)
+    refused(typed("--recipe", "own.yaml"), REFUSED.format(own), 2)
+    assert not (here / "imported").exists()
+    assert typed("--recipe", "small.yaml", "--config", "own.yaml", "--trust").code == 0
+    assert (here / "ran").exists()
+    refused(typed("--recipe", "small.yaml", "--config", "own.yaml"), REFUSED.format(own), 2)
+
+
+def test_what_is_typed_is_trusted(here: Path, own: str) -> None:
+    assert typed("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
+    assert (here / "ran").exists()
+
+
+def test_lightnings_harmless_classes_may_be_named_by_files(here: Path) -> None:
+    (here / "own.yaml").write_text(
+        "trainer:\n  max_epochs: 1\n  callbacks:\n  - class_path: EarlyStopping\n    init_args: {monitor: val/loss}\n"
+        "  - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n"
+    )
+    assert typed("--recipe", "small.yaml", "--config", "own.yaml").code == 0
+
+
+def test_others_of_lightnings_run_on_the_users_word_only(here: Path) -> None:
+    words = ("--recipe", "small.yaml", "--epochs", "1")
+    (here / "own.yaml").write_text("trainer:\n  callbacks:\n  - class_path: LambdaCallback\n")
+    refused(typed(*words, "--config", "own.yaml"), REFUSED.format("lightning.pytorch.callbacks.LambdaCallback"), 2)
+    assert typed(*words, "--trainer.callbacks=LambdaCallback").code == 0
+
+
+def test_a_run_of_ones_own_with_a_class_of_ones_own_is_tested_as_it_was_started(here: Path, own: str) -> None:
+    assert typed("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
+    checkpoint = "lightning_logs/small-1/checkpoints/last.ckpt"
+    assert typed("test", "--ckpt_path", checkpoint).code == 0
+    path = here / "lightning_logs/small-1/config.yaml"
+    path.write_text(path.read_text() + "\n")  # another text than the one that the run wrote
+    refused(typed("test", "--ckpt_path", checkpoint), REFUSED.format(own), 2)
+    assert typed("test", "--ckpt_path", checkpoint, "--trust").code == 0
+
+
+def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(here: Path, run: Path, own: str) -> None:
+    shutil.copytree(run, here / "copy")
+    assert typed("test", "--ckpt_path", "copy/checkpoints/best.ckpt").code == 0
+    path = here / "copy/config.yaml"
+    assert config_of(here / "copy")["trainer"]["callbacks"] is None
+    path.write_text(path.read_text().replace("callbacks: null", f"callbacks: [{{class_path: {own}}}]"))
+    (here / "copy/metrics.json").unlink()
+    for words in (["test", "--ckpt_path", "copy/checkpoints/best.ckpt"], ["--resume", "copy"]):
+        refused(typed(*words), REFUSED.format(own), 2)
+    assert not (here / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: !!python/object/apply:os.system [true]", "it has the YAML tag"),
+        ("a: &a [*a]", "nested too deep"),
+        ("[" * 5000, "nested too deep"),
+        ("".join(f"a{n}: &a{n} [{f'*a{n - 1}, *a{n - 1}' if n else 'x'}]\n" for n in range(18)), "aliases make more than 20,000"),
+        ("a: " + "x" * LARGEST, "at most 32 KiB"),
+        ("- 1\n", "must hold settings by name"),
+        ("trainer: other.yaml", "trainer must hold settings by name, not 'other.yaml'"),
+        ("a: [1", "not valid YAML at line 1"),
+    ],
+)
+def test_files_that_do_more_than_set_values_are_refused_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"own\.yaml") as refusal:
+        plain_text(tmp_path / "own.yaml")
+    assert told in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_anchors_within_reason_are_no_offence(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("model: &m {lr: 0.1}\ndata: {<<: *m, count: 3}\n")
+    assert plain_text(tmp_path / "own.yaml").startswith("model")

@@ -1,0 +1,74 @@
+"""Losses that rise are told; weights that are not finite reach neither best nor last, and not their average."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_runs import classifier, fitted, shapes_data
+
+from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.divergence import Divergence
+from cifar_lit.training.step import NotFiniteLoss
+
+
+class At(Callback):
+    """Does something to the weights or the rates after a step."""
+
+    takes_chunks = False
+
+    def __init__(self, step: int, do: Any) -> None:
+        self.step, self.do = step, do
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.do(trainer, pl_module)
+
+
+def blow_up(trainer: pl.Trainer, model: Any) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["lr"] = 30.0
+
+
+def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(NotFiniteLoss):
+        fitted(classifier(), shapes_data(), Divergence(), At(2, blow_up), max_epochs=3, log_every_n_steps=1)
+    told = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
+    assert len(told) == 1
+    assert "far above its start" in told[0] and "lower --lr" in told[0]
+
+
+def test_a_training_that_goes_well_is_not_told_off(capsys: pytest.CaptureFixture[str]) -> None:
+    fitted(classifier(), shapes_data(), Divergence(), max_epochs=2, log_every_n_steps=1)
+    assert "diverges" not in capsys.readouterr().err
+
+
+def poison(trainer: pl.Trainer, model: Any) -> None:
+    """As a last update would that overflows: the loss before it was finite."""
+    with torch.no_grad():
+        next(iter(model.net.parameters()))[0, 0, 0, 0] = math.inf
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("validates", [True, False])
+def test_weights_that_overflow_with_the_last_step_of_an_epoch_reach_no_checkpoint(
+    tmp_path: Path, ema_decay: float, validates: bool
+) -> None:
+    best, last, model, data = best_checkpoint(), last_checkpoint(), classifier(ema_decay=ema_decay), shapes_data()
+    best.dirpath = last.dirpath = str(tmp_path)
+    steps = -(-len(data.split[0]) // data.batch_size)
+    kept = [best, last] if validates else [last]
+    limits = {} if validates else {"limit_val_batches": 0}
+    with pytest.raises(NotFiniteLoss, match=r"no longer finite at step \d+ of epoch 1|the loss is"):
+        fitted(model, data, At(2 * steps, poison), *kept, enable_checkpointing=True, max_epochs=3, **limits)
+    for path in tmp_path.glob("*.ckpt"):
+        checkpoint = read_checkpoint(path)
+        assert checkpoint["epoch"] == 0
+        assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    assert (tmp_path / "last.ckpt").exists()
