@@ -157,7 +157,7 @@ def _answer(room: Room, kind: str, name: str) -> Answer:
         name,
         length,
         found["code"],
-        found["lines"],
+        [line.replace(f"{room.folder}/", "") for line in found["lines"]],  # a temporary folder, which says nothing
         round(found["seconds"], 3),
         round(found["cpu_seconds"], 3),
         round(found["megabytes"], 1),

@@ -146,5 +146,5 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path) 
 
 def test_a_damaged_configuration_is_named(run: Path) -> None:
     (run / "config.yaml").write_text("data: [")
-    with pytest.raises(Failure, match=r"config\.yaml is damaged"):
+    with pytest.raises(UsageError, match=r"config\.yaml is not valid YAML at line 1"):
         export([str(run), "--to", "onnx"])
