@@ -19,6 +19,7 @@ from cifar_lit.bench.process import environment as child_environment
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.data.decode import decode, decode_chunks, decode_files
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.results.predictions import CsvRows
 from cifar_lit.use.classifier import Classifier, load
 from cifar_lit.use.files import CHUNK, POOL_FROM, classify_files
@@ -46,6 +47,7 @@ def run(settings: Namespace) -> None:
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
     classifier = load(settings.run, settings.device)
+    keep_freed_memory()  # as the command does
     if settings.enlarge:
         with tempfile.TemporaryDirectory() as folder:
             _enlarge(settings.folder, settings.enlarge, Path(folder))

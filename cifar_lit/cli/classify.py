@@ -17,6 +17,7 @@ from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.results.run_folder import shown, written_whole
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def classify(words: list[str]) -> int:
     from cifar_lit.use.paths import find_images
 
     classifier = load(settings.run, device=_device(settings.device))
+    keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
         raise UsageError("the list on standard input is empty: give it a path a line")

@@ -19,6 +19,7 @@ from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.module import ImageData
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.results.galleries import data_uri
 from cifar_lit.results.outcomes import Outcomes, fingerprint, outcomes_of, read_outcomes
 from cifar_lit.results.plain_yaml import plain_values
@@ -53,6 +54,7 @@ def report(words: list[str]) -> None:
     )
     settings = parsed(parser, words)
     classifier = load(settings.run, device_named(settings.device))
+    keep_freed_memory()
     run = Path(settings.run).expanduser()
     run = run if run.is_dir() else run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"

@@ -24,6 +24,7 @@ from litserve.loops.simple_loops import BatchedLoop
 from starlette.responses import JSONResponse
 
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.memory import keep_freed_memory
 
 MAX_REQUESTS = 32  # in one batch
 
@@ -104,6 +105,7 @@ class NetAPI(ls.LitAPI):
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: threads that wait spin
         chosen = _device(self.accelerator)
         self.classifier = load(self.path, chosen)
+        keep_freed_memory()
         self.classifier(torch.zeros(1, self.classifier.channels, *self.classifier.size, dtype=torch.uint8))  # not in a request
         card = self.classifier.card
         return Facts(card.net, tuple(self.classifier.classes), self.classifier.size, self.classifier.channels, chosen)
