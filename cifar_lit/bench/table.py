@@ -24,26 +24,29 @@ Row = Sequence[str]
 
 
 def main(words: list[str]) -> None:
-    """Runs `bench table [PATH …] [--write FILE | --check FILE]`.
+    """Runs `bench table [PATH …] [--recipes] [--write FILE | --check FILE]`.
 
     Raises UsageError for what cannot be meant, Failure when a checked file differs from its results.
     """
     parser = PassingParser("cifar-lit bench table", WHAT)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files, or folders of them")
+    parser.add_argument("--recipes", action="store_true", help="recipes alone, without other measurements")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--write", metavar="FILE", help=f"put the table between the lines {START} and {END} of this file")
     target.add_argument("--check", metavar="FILE", help="fail if the table in this file is not what the results say")
     asked = parser.parse_args(words)
     named = asked.write or asked.check
     file = Path(named) if named else None
-    text = results_text(json_files(asked.paths or ["results"]), file.absolute().parent if file else Path.cwd())
+    home = file.absolute().parent if file else Path.cwd()
+    text = results_text(json_files(asked.paths or ["results"]), home, measurements=not asked.recipes)
     if file is None:
         _show(text)
         return
     before = _read(file)
     after = put_between(before, text, shown(file))
     if asked.check and after != before:
-        raise Failure(f"the results in {shown(file)} are out of date: `cifar-lit bench table --write {shown(file)}` renews them")
+        line = f"cifar-lit bench table {'--recipes ' if asked.recipes else ''}--write {shown(file)}"
+        raise Failure(f"the results in {shown(file)} are out of date: `{line}` renews them")
     if asked.write:
         write_text(file, after)
         print(f"{shown(file)}: {'is up to date' if after == before else 'renewed'}")
@@ -89,8 +92,8 @@ def put_between(text: str, table: str, name: str) -> str:
 # ---- from files to rows
 
 
-def results_text(files: Sequence[Path], home: Path) -> str:
-    """Markdown of the results in JSON files: a table of recipes, one of other measurements, and what the columns mean.
+def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -> str:
+    """Markdown of the results in JSON files: a table of recipes, what its columns mean, and a table of other `measurements`.
 
     home: the folder that links to the files start from. Raises UsageError for a file that holds something else.
     """
@@ -115,7 +118,7 @@ def results_text(files: Sequence[Path], home: Path) -> str:
         "validations, warm where n is above 1; cold s is from the process's start to the tested net."
     )
     parts = [markdown(RUN_COLUMNS, runs), legend] if runs else []
-    return "\n\n".join([*parts, *([markdown(OTHER_COLUMNS, others)] if others else [])])
+    return "\n\n".join([*parts, *([markdown(OTHER_COLUMNS, others)] if others and measurements else [])])
 
 
 def markdown(columns: Row, rows: Iterable[Row]) -> str:
