@@ -230,6 +230,8 @@ class TrainingCLI(LightningCLI):
             raise
         finally:
             self.run.folder.release()
+            if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+                torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort it there
 
     def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Trains, then takes the best weights; `train` goes on to test them."""
