@@ -131,6 +131,12 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
+def may_save(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    """Whether a checkpoint can be written after this batch: amid an epoch, where no gradients wait for others' batches."""
+    step = getattr(pl_module, "_step", None)
+    return not (trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (step and step.waiting))
+
+
 class OrderlyStop(Checkpoint):
     """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
 
@@ -177,8 +183,7 @@ class OrderlyStop(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stops in the middle of an epoch, where no gradients wait for others: they would be lost."""
-        step = getattr(pl_module, "_step", None)
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (step and step.waiting):
+        if not may_save(trainer, pl_module):
             return
         if number := self._agreed(trainer, pl_module):
             assert self._last.dirpath is not None

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import may_save
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -73,8 +74,7 @@ class RegularCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Writes the checkpoint when it is due."""
-        step = getattr(pl_module, "_step", None)
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (step and step.waiting):
+        if not may_save(trainer, pl_module):
             return
         if self._due(trainer, pl_module):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
