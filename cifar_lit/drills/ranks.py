@@ -27,9 +27,9 @@ from cifar_lit.drills.survivors import differences, finished, run_in
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "Trains in two processes, started by the Trainer, by torchrun, and on two machines (network namespaces, which take root), "
-    "and lets one of them crash, be killed, frozen or cut off from the network, or the disk run full. Measures how soon the whole "
-    "run ends, looks for processes that are left, and goes on with it: the result must be that of an undisturbed run, bit for bit."
+    "Trains in two processes, started by the Trainer, by torchrun, and on two machines (network namespaces, which take root). "
+    "One of them crashes, is killed, frozen or cut off from the network, or the disk runs full. Measures how soon the whole run "
+    "ends, looks for processes that are left, and goes on with it: the result must be that of an undisturbed run, bit for bit."
 )
 CUT, FULL = "network cut", "full disk"
 OWN, TORCHRUN, MACHINES = "--devices 2", "torchrun", "two machines"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from cifar_lit.training.checkpoints import read_checkpoint
@@ -39,7 +40,9 @@ def differences(run: Path, expected: Path) -> list[str]:
     for name in ("last.ckpt", "best.ckpt"):
         first, second = (plain(read_checkpoint(each / "checkpoints" / name)) for each in (run, expected))
         found += [f"{name}: {path}" for path in unequal(first, second)]
-    for name in ("model.safetensors", "metrics.csv", "predictions.csv"):
+    kept, whole = (_model(each / "model.safetensors") for each in (run, expected))
+    found += [f"model.safetensors: {path}" for path in unequal(kept, whole)]
+    for name in ("metrics.csv", "predictions.csv"):
         contents = [path.read_bytes() if path.exists() else None for path in (run / name, expected / name)]
         if contents[0] != contents[1]:
             found.append(name)
@@ -50,6 +53,14 @@ def differences(run: Path, expected: Path) -> list[str]:
         for each in (run, expected)
     ]
     return found + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in LOCKS]
+
+
+def _model(file: Path) -> dict[str, Any]:
+    """Metadata and tensors of a model.safetensors, whose bytes have the former in any order; empty where there is none."""
+    if not file.exists():
+        return {}
+    with safe_open(file, "pt") as opened:
+        return {"": opened.metadata(), **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
 
 
 def plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cifar_lit.cli.drill import DRILLS, drill
 from cifar_lit.drills.checkpoint import classes, damaged_files
@@ -100,7 +101,7 @@ def make_run(folder: Path, weight: float = 1.0) -> Path:
     checkpoint = {"state_dict": {"weight": torch.tensor([weight])}, "global_step": 3}
     for name in ("last.ckpt", "best.ckpt"):
         WholeCheckpoints().save_checkpoint(checkpoint, folder / "checkpoints" / name)
-    (folder / "model.safetensors").write_bytes(b"weights")
+    save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors", {"net": "small", "width": "1"})
     (folder / "metrics.csv").write_text("step\n3\n")
     (folder / "metrics.json").write_text(json.dumps({"test": {"accuracy": weight}, "train_seconds": random.random()}))
     return folder
@@ -109,7 +110,8 @@ def make_run(folder: Path, weight: float = 1.0) -> Path:
 def test_runs_are_the_same_or_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
     expected = make_run(tmp_path / "expected")
     assert differences(make_run(tmp_path / "same"), expected) == []
-    wanted = ["last.ckpt: .state_dict.weight", "best.ckpt: .state_dict.weight", "metrics.json: test"]
+    files = ("last.ckpt: .state_dict", "best.ckpt: .state_dict", "model.safetensors: ")
+    wanted = [*(f"{name}.weight" for name in files), "metrics.json: test"]
     assert differences(make_run(tmp_path / "other", 1.0000001), expected) == wanted
     left = make_run(tmp_path / "left")
     (left / "metrics.csv").write_text("step\n3\n3\n")
