@@ -13,7 +13,7 @@ from cifar_lit.errors import Failure
 
 NETWORK = "10.77.31"
 # Process numbers and a name of its own too; the shell is its first process, which no signal from within can end.
-_OWN_PROCESSES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"]
+_OWN_PROCESSES = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
 
 
 def why_not() -> str | None:
@@ -69,7 +69,8 @@ class TwoMachines:
 
     def within(self, number: int) -> list[str]:
         """The words before a command that is to run on a machine."""
-        return ["ip", "netns", "exec", self._names[number], *_OWN_PROCESSES]
+        own = [*_OWN_PROCESSES, f'hostname machine-{number}; "$@"; exit $?', "sh"]
+        return ["ip", "netns", "exec", self._names[number], *own]
 
     def plug(self, number: int) -> None:
         """Joins a machine to the network."""

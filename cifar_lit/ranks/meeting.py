@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from typing import Any
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks.hub import JOIN, Hub
+from cifar_lit.ranks.network import busy, choose_interface
 from cifar_lit.ranks.peer import Peer
 from cifar_lit.ranks.place import Place
 from cifar_lit.ranks.watch import DONE, FAILED, STOPPED, Fault, Watch
@@ -35,6 +35,8 @@ def join(place: Place, limit: float) -> Watch | None:
         return None
     from lightning.pytorch.strategies.launchers import subprocess_script
 
+    if place.address is not None:
+        choose_interface(place.address)
     watch: Watch = _first(place, limit) if place.rank == 0 else _other(place, limit)
     _watch = watch
     os.register_at_fork(after_in_child=_forget)
@@ -169,15 +171,6 @@ def _check_free(port: int) -> None:
         raise UsageError(
             f"port {port}, which MASTER_PORT names, is taken on this machine by another process: choose another, the same for all"
         )
-
-
-def busy(port: int) -> bool:
-    """Whether a process of this machine listens on a port."""
-    try:
-        with socket.create_server(("", port)):
-            return False
-    except OSError as error:
-        return error.errno in (errno.EADDRINUSE, errno.EACCES)
 
 
 def _avoid_busy_port() -> None:
