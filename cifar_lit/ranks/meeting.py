@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -145,24 +146,32 @@ def _key() -> str:
 
 
 def _store(place: Place, limit: float, serve: bool) -> Any:
-    """torch's store at the place's address, which the process group will use too."""
-    from torch.distributed import DistError, TCPStore
+    """torch's store at the place's address, which the process group will use too.
 
-    assert place.address is not None and place.port is not None
+    Made in a thread of its own, as it waits for ever for the answer of something that is no store.
+    """
+    from torch.distributed import TCPStore
+
+    address, port, time_out = str(place.address), int(place.port or 0), timedelta(seconds=limit)
     if serve:
-        _check_free(place.port)
-    try:
-        return TCPStore(
-            place.address,
-            place.port,
-            is_master=serve,
-            timeout=timedelta(seconds=limit),
-            wait_for_workers=False,
-            multi_tenant=serve,
+        _check_free(port)
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            made.append(TCPStore(address, port, is_master=serve, timeout=time_out, wait_for_workers=False, multi_tenant=serve))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(2 * limit)
+    if not made or isinstance(made[0], RuntimeError):
+        reason = _first_line(made[0]) if made else "what is there does not answer"
+        raise Failure(
+            f"no store of this run is at {address}, port {port}: {reason}. Choose another MASTER_PORT, the same for all."
         )
-    except (DistError, RuntimeError) as error:
-        where = f"{place.address}, port {place.port}"
-        raise Failure(f"no store of this run answers at {where}: {_first_line(error)}. Choose another MASTER_PORT.") from None
+    return made[0]
 
 
 def _check_free(port: int) -> None:

@@ -43,8 +43,11 @@ class Peer(Watch):
         if how == DONE:
             self.closed = True
             return True
-        self._replied.wait(REPLY)
-        return self._may_speak is not False
+        deadline = time.monotonic() + REPLY
+        while not self._replied.wait(0.01) and not self.found.is_set() and time.monotonic() < deadline:
+            pass
+        said = self.fault is not None and self.fault.rank != self.place.rank and self.fault.what == what
+        return self._may_speak is not False and not said
 
     def forget(self) -> None:
         """Closes the connection of a fork."""
