@@ -52,9 +52,10 @@ class Group(NamedTuple):
         """What Lightning takes for these devices."""
         return "nccl" if self.kind == "gpu" else "gloo"
 
-    def command(self, limit: float) -> list[str]:
+    @property
+    def command(self) -> list[str]:
         """The command line of its probe."""
-        return [*PROBE, "group", self.kind, ",".join(map(str, self.ids)), str(self.nodes), f"{limit:g}"]
+        return [*PROBE, "group", self.kind, ",".join(map(str, self.ids)), str(self.nodes)]
 
 
 def check(accelerator: str, devices: str | None, limit: float) -> None:
@@ -91,7 +92,7 @@ def _alone(accelerator: str, devices: str | None, limit: float) -> list[Verdict]
     _announce(len(found), wanted, limit)
     verdicts = try_devices(found, limit)
     for group in wanted:
-        (answer,) = together([group.command(limit)], limit, apart)
+        (answer,) = together([group.command], limit, apart)
         late = dict.fromkeys(range(len(group.ids))) if answer.code is None else {0: answer.code}
         verdicts.append(group_verdict(len(group.ids), group.backend, answer.said, late, limit))
     return verdicts
@@ -112,7 +113,7 @@ def _under_torchrun(job: Job, board: Board, accelerator: str, limit: float) -> l
     if job.rank == 0:
         _announce(len(devices_of(machine, accelerator, kind, ids)), [group], limit, job)
     # first of all, as the processes start at the same time, and wait for each other
-    (answer,) = together([group.command(limit)], limit, {**environment(), **board.environment})
+    (answer,) = together([group.command], limit, {**environment(), **board.environment})
     board.post("group", {"said": answer.said, "code": answer.code})
     verdicts = []
     if job.local_rank == 0:

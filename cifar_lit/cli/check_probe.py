@@ -1,6 +1,6 @@
 """A process that tries out one thing and says what came of it, as JSON lines: `python -m cifar_lit.cli.check_probe WHAT …`.
 
-`look` says what the machine has; `device KIND NUMBER BF16` tries a device; `group KIND DEVICES NODES SECONDS` forms the group of
+`look` says what the machine has; `device KIND NUMBER BF16` tries a device; `group KIND DEVICES NODES` forms the group of
 processes that the Trainer would, and tries it. Each try is announced ({"tries"}) before its outcome is said ({"tried"}),
 so that one knows where a process stood that was never heard of again.
 """
@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+    from torch import Tensor, nn
 
     from cifar_lit.cli.check_device import Try
 
-CONNECTING = "connecting"
+STARTING = "starting"  # imports, which take a while on a busy or a cold machine
+
+LONGEST = timedelta(hours=1)  # that processes wait for each other: whoever started this one ends it long before
 
 
 def say(**what: object) -> None:
@@ -50,33 +53,45 @@ def look() -> None:
 
 def device(kind: str, number: str, bf16: str) -> None:
     """Tries one device. kind: cpu, gpu or mps."""
-    say(tries="waking up")
-    _quieten()
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import LightningEnvironment
+    say(tries=STARTING)
+    import torch
 
-    fabric = Fabric(accelerator=kind, devices=[int(number)] if kind == "gpu" else 1, plugins=[LightningEnvironment()])
-    _exact_float32()
     from cifar_lit.cli.check_device import device_tries
 
-    make(device_tries(fabric.device, fabric.to_device, bf16 == "1"))
+    place: Callable = _as_it_is
+    where = torch.device("cpu")
+    if kind != "cpu":
+        _quieten()
+        from lightning.fabric import Fabric
+        from lightning.fabric.plugins.environments import LightningEnvironment
+
+        say(tries="waking up")
+        fabric = Fabric(accelerator=kind, devices=[int(number)] if kind == "gpu" else 1, plugins=[LightningEnvironment()])
+        where, place = fabric.device, fabric.to_device
+    torch.backends.cudnn.allow_tf32 = False  # it would round to 10 bits, and hide what is wrong in the others
+    make(device_tries(where, place, bf16 == "1"))
 
 
-def group(kind: str, devices: str, nodes: str, seconds: str) -> None:
+def _as_it_is(what: Tensor | nn.Module) -> Tensor | nn.Module:
+    return what
+
+
+def group(kind: str, devices: str, nodes: str) -> None:
     """Forms a group as the Trainer would, from torchrun's processes where there are such, and tries it."""
-    say(tries=CONNECTING)
+    say(tries=STARTING)
     _quieten()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
     from lightning.fabric.strategies import DDPStrategy
 
+    say(tries="connecting")
     environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
     ids = [int(word) for word in devices.split(",")]
     fabric = Fabric(
         accelerator=kind,
         devices=ids if kind == "gpu" else len(ids),
         num_nodes=int(nodes),
-        strategy=DDPStrategy(timeout=timedelta(seconds=float(seconds))),
+        strategy=DDPStrategy(timeout=LONGEST),
         plugins=[environment],
     )
     fabric.launch(_try_group)
@@ -98,13 +113,6 @@ def _quieten() -> None:
     import lightning.fabric
 
     logging.getLogger(lightning.fabric.__name__).setLevel(logging.WARNING)
-
-
-def _exact_float32() -> None:
-    """TF32 would round to 10 bits, and hide what is wrong in the others."""
-    import torch
-
-    torch.backends.cudnn.allow_tf32 = False
 
 
 def _follow_parent() -> None:

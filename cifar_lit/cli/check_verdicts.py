@@ -60,6 +60,8 @@ def group_verdict(size: int, backend: str, said: Sequence[Said], codes: Mapping[
     rows = _rows(name, first, _ending(first, codes.get(0)))
     wrong = [f"process {rank}: {text}" for rank, heard in by_rank.items() if (text := _wrong(heard))]
     if wrong:
+        names = {one["tried"] for one in said if one.get("wrong")}
+        rows = [row._replace(result=WRONG) if row.tried in names else row for row in rows]
         return Verdict(rows, [f"{_many(size)} exchange wrong numbers over {backend}: {wrong[0]}"])
     errors = {rank: text for rank, heard in by_rank.items() if (text := _error(heard))}
     own = {rank: text for rank, text in errors.items() if not any(sign in text for sign in _IN_VAIN)}
@@ -127,7 +129,7 @@ def _error(said: Iterable[Said]) -> str:
 
 
 def _wrong(said: Iterable[Said]) -> str:
-    return "; ".join(f"{one['tried']} {one['wrong']}" for one in said if one.get("wrong"))
+    return "; ".join(f"{one['tried']}: {one['wrong']}" for one in said if one.get("wrong"))
 
 
 def _stage(said: Sequence[Said]) -> str:
