@@ -135,6 +135,7 @@ def _list_parameters(settings: Namespace) -> None:
     from lightning.fabric import Fabric
 
     from cifar_lit.cli.machine import choose_devices, look
+    from cifar_lit.cli.sharding import named
     from cifar_lit.models.table import build_net
 
     accelerator, _ = choose_devices(look(), settings.accelerator, 1)
@@ -157,7 +158,7 @@ def _list_parameters(settings: Namespace) -> None:
     screen = for_tables()
     screen.print(table)
     screen.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"
+        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n{named(total)}\n"
         "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
         "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",
         highlight=False,
