@@ -14,7 +14,7 @@ from cifar_lit.cli.machine import Machine
 from cifar_lit.errors import UsageError
 
 NAMES = {"fsdp": "FSDP", "deepspeed": "DeepSpeed", "modelparallel": "ModelParallel"}
-PAYS_FROM = 0.5  # of a GPU's memory: with more taken, too little is left for activations; with less, DDP is faster
+PAYS_FROM = 0.5  # of a GPU's memory: with more taken, too little is left for activations; with less, it only adds traffic
 # float32 numbers or halves that an optimizer keeps for each parameter, as long as it has momentum
 KEPT = {"sgd": 1, "muon": 1, "adamw": 2}
 SHAPES = {"fashion_mnist": (1, 28, 10), "cifar100": (3, 32, 100)}  # channels, side, classes; elsewhere USUAL if not set
