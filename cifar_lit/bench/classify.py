@@ -18,6 +18,7 @@ from PIL import Image
 from cifar_lit.bench.process import environment as child_environment
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.data.decode import decode, decode_chunks, decode_files
+from cifar_lit.device import device_named
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.memory import keep_freed_memory
 from cifar_lit.results.predictions import CsvRows
@@ -46,7 +47,7 @@ def run(settings: Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
-    classifier = load(settings.run, settings.device)
+    classifier = load(settings.run, device_named(settings.device))
     keep_freed_memory()  # as the command does
     if settings.enlarge:
         with tempfile.TemporaryDirectory() as folder:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
-from cifar_lit.cli.machine import choose_devices, look
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.module import ImageData
+from cifar_lit.device import device_named
 from cifar_lit.errors import UsageError
 from cifar_lit.use.classifier import Classifier, load
 from cifar_lit.use.novelty import FALSE_ALARMS, NEIGHBOUR, choose, learn_novelty, novelty
@@ -50,8 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(settings: Namespace) -> None:
     """Measures and reports."""
-    accelerator, _ = choose_devices(look(), settings.accelerator, 1)
-    device = "cuda" if accelerator in ("gpu", "cuda") else "cpu"
+    device = device_named(settings.accelerator)
     found = {Path(name).name: measure(Path(name), settings, device) for name in settings.runs}
     names = {"runs": list(found)}
     rows = [

@@ -14,7 +14,7 @@ from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from cifar_lit.cli import machine, trust
+from cifar_lit.cli import machine, sharding, trust
 from cifar_lit.cli.checks import check_numbers
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
@@ -148,8 +148,8 @@ class TrainingCLI(LightningCLI):
                 raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
             if not Path(tested).expanduser().is_file():
                 raise UsageError(f"there is no checkpoint {tested}")
-        trainer = self.settings.trainer
-        self.machine = machine.look()
+        trainer, self.machine = self.settings.trainer, machine.look()
+        sharding.refuse(self.settings, self.machine)
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict":
             if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):

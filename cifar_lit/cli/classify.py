@@ -39,10 +39,11 @@ def classify(words: list[str]) -> int:
     """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
     settings = _settings(words)
     share_cores()
+    from cifar_lit.device import device_named
     from cifar_lit.use.classifier import load
     from cifar_lit.use.paths import find_images
 
-    classifier = load(settings.run, device=_device(settings.device))
+    classifier = load(settings.run, device=device_named(settings.device))
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
@@ -99,7 +100,7 @@ def _settings(words: list[str]) -> Namespace:
         help=f"draw where each class was found, as --explain=FOLDER, or in {EXPLAINED}/",
     )
     parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
-    parser.add_argument("--device", type=str, default="auto", help="where the net computes: auto, cpu or cuda")
+    parser.add_argument("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     settings = parsed(parser, _arranged(words))
     if not settings.paths:
         raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
@@ -131,17 +132,6 @@ def _arranged(words: list[str]) -> list[str]:
             word += f"={rest.pop(0)}"
         (flags if word.startswith("-") and word != "-" else paths).append(word)
     return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
-
-
-def _device(wanted: str) -> str:
-    import torch
-
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device must be auto, cpu or cuda, not {wanted}")
-    found = torch.cuda.is_available()
-    if wanted == "cuda" and not found:
-        raise UsageError("torch finds no CUDA GPU on this machine: leave --device out, or see `cifar-lit devices`")
-    return "cuda" if found and wanted != "cpu" else "cpu"
 
 
 def _check_pictures(settings: Namespace, files: Sequence[Found]) -> None:

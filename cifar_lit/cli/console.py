@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import rich
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
@@ -44,3 +45,8 @@ def say(*lines: str) -> None:
     for line in lines:
         print(line)
     sys.stdout.flush()
+
+
+def for_tables() -> Console:
+    """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else 200)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 from rich.table import Table
 
 from cifar_lit.cli import flags
+from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.errors import UsageError, nearest
 
-
-def _console() -> Console:
-    """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+LIMIT = 30.0  # seconds
 
 
 def list_recipes(words: list[str]) -> None:
@@ -40,9 +35,9 @@ def list_recipes(words: list[str]) -> None:
     for name in names:
         header = flags.recipe_header(flags.recipe_path(name))
         table.add_row(name, header[0].partition(" — ")[2] or header[0], _field(header, "Reaches"), _field(header, "Takes"))
-    console = _console()
-    console.print(table)
-    console.print("start one:  python scripts/train.py --recipe NAME\nits settings:  cifar-lit recipes NAME", highlight=False)
+    screen = for_tables()
+    screen.print(table)
+    screen.print("start one:  python scripts/train.py --recipe NAME\nits settings:  cifar-lit recipes NAME", highlight=False)
 
 
 def _field(header: list[str], name: str) -> str:
@@ -57,10 +52,11 @@ def _field(header: list[str], name: str) -> str:
 
 
 def list_devices(words: list[str]) -> None:
-    """Prints the machine's accelerators with the flags that use them; with --net, every parameter of a net."""
+    """Prints the machine's accelerators with the flags that use them; with --net, every parameter of a net; tries them."""
     parser = ArgumentParser(
         prog="cifar-lit devices",
-        description="What this machine has, and how to use it. With --net, every parameter of a net.",
+        description="What this machine has, and how to use it. With --net, every parameter of a net. With --check, each device "
+        "and the paths between processes are tried out; under torchrun, those of all its machines.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -70,8 +66,19 @@ def list_devices(words: list[str]) -> None:
     parser.add_argument("--image_size", type=int, default=32, help="height and width of its images")
     parser.add_argument("--num_classes", type=int, default=10, help="number of classes")
     parser.add_argument("--accelerator", type=str, default="auto", help="where the Trainer would put it")
+    parser.add_argument("--check", action="store_true", help="try out every device, and processes together")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="with --check: seconds to wait for a word from a device")
+    parser.add_argument("--devices", type=str | None, default=None, help="with --check: how many, or which, as in fit")
     settings = parsed(parser, words)
-    if settings.net:
+    if settings.check and settings.net:
+        raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
+    if not settings.check and (settings.devices or settings.limit != LIMIT):
+        raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
+    if settings.check:
+        from cifar_lit.cli.check import check
+
+        check(settings.accelerator, settings.devices, settings.limit)
+    elif settings.net:
         _list_parameters(settings)
     else:
         _list_machine()
@@ -103,12 +110,13 @@ def _list_machine() -> None:
         table.add_row(
             "cpu twice", "two processes (DDP over gloo)", "", choose_precision(found, "cpu")[0], "--accelerator cpu --devices 2"
         )
-    console = _console()
-    console.print(table)
+    screen = for_tables()
+    screen.print(table)
     if not found.gpus:
         reason = "none is visible to it" if found.cuda_build else "this torch is a build for CPUs only"
-        console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
-    console.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
+        screen.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
+    screen.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
+    screen.print("try them out, alone and together:  cifar-lit devices --check", highlight=False)
 
 
 def _memory() -> str:
@@ -127,6 +135,7 @@ def _list_parameters(settings: Namespace) -> None:
     from lightning.fabric import Fabric
 
     from cifar_lit.cli.machine import choose_devices, look
+    from cifar_lit.cli.sharding import named
     from cifar_lit.models.table import build_net
 
     accelerator, _ = choose_devices(look(), settings.accelerator, 1)
@@ -146,10 +155,10 @@ def _list_parameters(settings: Namespace) -> None:
         total += parameter.numel()
         shape = "×".join(map(str, parameter.shape))
         table.add_row(name, shape, str(parameter.dtype).removeprefix("torch."), f"{parameter.numel():,}", str(parameter.device))
-    console = _console()
-    console.print(table)
-    console.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"
+    screen = for_tables()
+    screen.print(table)
+    screen.print(
+        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n{named(total)}\n"
         "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
         "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",
         highlight=False,

@@ -18,6 +18,7 @@ from cifar_lit.cli.parser_errors import parsed
 from cifar_lit.data.imageset import ImageSet
 from cifar_lit.data.module import ImageData
 from cifar_lit.data.progress import progress
+from cifar_lit.device import device_named
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.memory import keep_freed_memory
 from cifar_lit.results.galleries import data_uri
@@ -49,9 +50,7 @@ def report(words: list[str]) -> None:
     parser.add_argument("--out", type=str | None, default=None, help="where to write it, if not beside the model")
     parser.add_argument("--dataset", type=str | None, default=None, help="the data set, where there is no config.yaml")
     parser.add_argument("--data-dir", type=str | None, default=None, help="where its images are, if not where they were")
-    parser.add_argument(
-        "--device", type=str, default="auto", help="where to compute, such as cpu or cuda; auto: a GPU if there is one"
-    )
+    parser.add_argument("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     settings = parsed(parser, words)
     classifier = load(settings.run, device_named(settings.device))
     keep_freed_memory()
@@ -63,19 +62,6 @@ def report(words: list[str]) -> None:
     print(f"report {shown(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())
-
-
-def device_named(name: str) -> str:
-    """The device that torch knows by this name; raises UsageError when the machine has none such."""
-    if name == "auto":
-        return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UsageError(
-            f"this machine has no device {name!r}: `cifar-lit devices` lists what it has; cpu always works"
-        ) from None
-    return name
 
 
 def data_of(run: Path, classifier: Classifier, settings: Namespace) -> ImageData:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from cifar_lit.cli.machine import Machine
 from cifar_lit.data.module import ImageData
+from cifar_lit.device import Present, device_named
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.classifier import ImageClassifier
@@ -43,14 +44,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
     """The one device that the Trainer would take; raises UsageError for several."""
-    number = devices[0] if isinstance(devices, list) and devices else 0
     gpus = len(machine.gpus) if accelerator in ("auto", "gpu", "cuda") else 0
     count = len(devices) if isinstance(devices, list) else max(gpus, 1) if devices in ("auto", -1) else int(devices)
     if count > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
-    if gpus:
-        return torch.device("cuda", number)
-    return torch.device("mps" if machine.mps and accelerator in ("auto", "gpu", "mps") else "cpu")
+    name = f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator
+    return torch.device(device_named(name, Present(len(machine.gpus), machine.mps)))
 
 
 class Trial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -36,7 +36,7 @@ def serve(words: list[str]) -> None:
         "--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's"
     )
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--accelerator", type=Literal["auto", "cpu", "gpu", "mps"], default="auto", help="what the net runs on")
+    parser.add_argument("--accelerator", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     parser.add_argument("--max-mb", type=float, default=usual.body / 1e6, help="largest body of a request, in MB")
     parser.add_argument("--max-pixels", type=int, default=usual.pixels, help="of one image, as its header says")
     parser.add_argument("--max-images", type=int, default=usual.images, help="in one request")

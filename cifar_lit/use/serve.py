@@ -40,7 +40,7 @@ def serve(
     """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     path: a run's folder or its model.safetensors. listening: a bound socket. local: whether it is bound to this machine alone.
-    accelerator: "auto", "cpu", "gpu" or "mps". version: told by /health. ready: called when requests are answered.
+    accelerator: as for `device_named`. version: told by /health. ready: called when requests are answered.
     Raises UsageError and Failure when the net cannot be loaded, Failure when it cannot be loaded again after its process died.
     """
     signal.signal(signal.SIGTERM, _stop_at_once)

@@ -23,6 +23,7 @@ from litserve.loops.base import LitLoop
 from litserve.loops.simple_loops import BatchedLoop
 from starlette.responses import JSONResponse
 
+from cifar_lit.device import device_named
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.memory import keep_freed_memory
 
@@ -69,7 +70,7 @@ class GreedyLoop(BatchedLoop):
 class NetAPI(ls.LitAPI):
     """A run's net under LitServe.
 
-    path: the run's folder or its model.safetensors. accelerator: "auto", "cpu", "gpu" or "mps". told: where the process says
+    path: the run's folder or its model.safetensors. accelerator: as for `device_named`. told: where the process says
     `Facts`, or the error that kept it from coming up.
     """
 
@@ -103,7 +104,7 @@ class NetAPI(ls.LitAPI):
         from cifar_lit.use.classifier import load
 
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: threads that wait spin
-        chosen = _device(self.accelerator)
+        chosen = device_named(self.accelerator)
         self.classifier = load(self.path, chosen)
         keep_freed_memory()
         self.classifier(torch.zeros(1, self.classifier.channels, *self.classifier.size, dtype=torch.uint8))  # not in a request
@@ -153,18 +154,6 @@ def _picture(pixels: Any) -> str:
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _device(accelerator: str) -> str:
-    import torch
-
-    there = {"gpu": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    names = {"gpu": "cuda", "mps": "mps", "cpu": "cpu"}
-    if accelerator == "auto":
-        return next(names[kind] for kind, found in there.items() if found)
-    if not there[accelerator]:
-        raise UsageError(f"--accelerator {accelerator}: torch finds none here; use --accelerator cpu")
-    return names[accelerator]
 
 
 def _follow_parent(siblings: list[int]) -> None:

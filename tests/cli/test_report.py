@@ -137,7 +137,7 @@ def test_a_run_without_a_model_is_refused(here: Path) -> None:
 
 
 def test_a_device_that_is_not_there_is_refused(own: Path) -> None:
-    line = "cifar-lit: this machine has no device 'cuba': `cifar-lit devices` lists what it has; cpu always works"
+    line = "cifar-lit: this machine has no device 'cuba': it has cpu…. Did you mean cuda? auto takes the fastest."
     refused(typed("report", "own-1", "--device", "cuba"), line, 2)
 
 

@@ -91,7 +91,7 @@ def test_where_no_rate_lowers_the_loss_it_is_said(data: ImageData, model: ImageC
     ("gpus", "accelerator", "devices", "expected"),
     [
         (0, "auto", "auto", "cpu"),
-        (1, "auto", "auto", "cuda:0"),
+        (1, "auto", "auto", "cuda"),
         (2, "cpu", 1, "cpu"),
         (2, "gpu", [1], "cuda:1"),
         (2, "auto", "auto", None),

@@ -194,7 +194,7 @@ def test_a_net_without_maps_explains_nothing(tmp_path: Path, capsys: pytest.Capt
         (["pictures", "--csv=pictures/10.jpg"], "would write rows into a picture"),
         (["pictures", "--sheet", "sheet.txt"], "name a picture, such as sheet.png"),
         (["pictures", "--sheet", "pictures/2.png"], "is among the pictures to classify"),
-        (["pictures", "--device", "tpu"], "--device must be auto, cpu or cuda, not tpu"),
+        (["pictures", "--device", "tpu"], "this machine has no device 'tpu': it has cpu"),
         (["pictures", "--topp", "2"], "there is no flag --topp. Did you mean --top?"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_pixel_limit_refuses_what_is_larger(run: Path, capsys: pytest.CaptureF
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = classify(capsys, run, "pictures", "--device", "cuda")
-    assert code == 2 and "no CUDA GPU" in err
+    assert code == 2 and "this machine has no device 'cuda': it has cpu" in err
 
 
 def test_classes_are_those_of_the_net(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_a_port_in_use_is_told_with_the_flag_that_helps(net: Path, capsys: pytes
         (["--max-mb", "0"], "--max-mb must be more than 0, not 0"),
         (["--decode-seconds", "nan"], "decode_seconds must be a number, not nan"),
         (["--prot", "1"], "there is no flag --prot. Did you mean --port?"),
-        (["--accelerator", "abacus"], "accelerator must be one of auto, cpu, gpu, mps, not abacus"),
+        (["--accelerator", "abacus"], "this machine has no device 'abacus': it has cpu"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(net: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:

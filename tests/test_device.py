@@ -1,0 +1,69 @@
+"""Which device computes, whatever command asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cifar_lit.device import Present, device_named, present
+from cifar_lit.errors import UsageError
+
+CPU, ONE, TWO, APPLE = Present(0, False), Present(1, False), Present(2, False), Present(0, True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "found"),
+    [
+        (CPU, "auto", "cpu"),
+        (CPU, "cpu", "cpu"),
+        (ONE, "auto", "cuda"),
+        (ONE, "cpu", "cpu"),
+        (ONE, "gpu", "cuda"),
+        (ONE, "cuda:0", "cuda:0"),
+        (TWO, "cuda", "cuda"),
+        (TWO, "cuda:1", "cuda:1"),
+        (TWO, "gpu:1", "cuda:1"),
+        (APPLE, "auto", "mps"),
+        (APPLE, "gpu", "mps"),
+        (APPLE, "mps", "mps"),
+        (APPLE, "gpu:0", "mps"),
+        (APPLE, "cpu", "cpu"),
+    ],
+)
+def test_a_name_is_turned_into_torchs(machine: Present, name: str, found: str) -> None:
+    assert device_named(name, machine) == found
+    assert str(torch.device(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "has"),
+    [
+        (CPU, "gpu", "cpu"),
+        (CPU, "cuda", "cpu"),
+        (CPU, "mps", "cpu"),
+        (CPU, "cpu:1", "cpu"),
+        (CPU, "auto:0", "cpu"),
+        (ONE, "cuda:1", "cpu, cuda:0"),
+        (ONE, "mps", "cpu, cuda:0"),
+        (TWO, "gpu:2", "cpu, cuda:0, cuda:1"),
+        (APPLE, "cuda", "cpu, mps"),
+        (APPLE, "gpu:1", "cpu, mps"),
+        (APPLE, "auto:0", "cpu, mps"),
+        (CPU, "", "cpu"),
+        (CPU, "cuda:x", "cpu"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_answered_with_what_it_has(machine: Present, name: str, has: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        device_named(name, machine)
+    assert str(caught.value).startswith(f"this machine has no device {name!r}: it has {has}.")
+
+
+def test_a_slip_is_answered_with_the_nearest_right_name() -> None:
+    with pytest.raises(UsageError, match=r"no device 'cuba': it has cpu\. Did you mean cuda\? auto takes the fastest\."):
+        device_named("cuba", CPU)
+
+
+def test_this_machine_computes_where_auto_says() -> None:
+    assert torch.zeros(1, device=device_named("auto")).sum() == 0
+    assert str(present()).startswith("cpu")
