@@ -25,6 +25,7 @@ from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks.meeting import join
 from cifar_lit.ranks.place import is_first_process, place_of
+from cifar_lit.ranks.progress import Progress
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import RunFolder, run_of, shown
 from cifar_lit.training.callbacks import Interrupted
@@ -194,6 +195,7 @@ class TrainingCLI(LightningCLI):
             callbacks=[
                 *(callbacks if isinstance(callbacks, list) else [callbacks]),
                 *self.run.callbacks(validates, bar=bar),
+                *([Progress(self.watch)] if self.watch else []),
             ],
             logger=[
                 *(self.run.loggers(step) if wanted.logger is not False else []),

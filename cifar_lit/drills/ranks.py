@@ -22,7 +22,7 @@ from rich.markup import escape
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
 from cifar_lit.drills.kill import TRAINING as KILLED
 from cifar_lit.drills.machines import TwoMachines, why_not
-from cifar_lit.drills.signs import CRASH, FREEZE, KILL, VARIABLE
+from cifar_lit.drills.signs import CRASH, FREEZE, HANG, KILL, VARIABLE
 from cifar_lit.drills.survivors import differences, finished, run_in
 from cifar_lit.errors import Failure, UsageError
 
@@ -33,7 +33,7 @@ WHAT = (
 )
 CUT, FULL = "network cut", "full disk"
 OWN, TORCHRUN, MACHINES = "--devices 2", "torchrun", "two machines"
-FAULTS = {OWN: (CRASH, KILL, FREEZE, FULL), TORCHRUN: (CRASH, KILL, FREEZE), MACHINES: (CRASH, KILL, FREEZE, CUT)}
+FAULTS = {OWN: (CRASH, KILL, FREEZE, HANG, FULL), TORCHRUN: (CRASH, KILL, FREEZE), MACHINES: (CRASH, KILL, FREEZE, CUT)}
 TRAINING = [word.replace("phases.Announce", "signs.Signs") for word in KILLED]
 EPOCHS = 3
 START = 120.0  # seconds within which a training must be in its second epoch
@@ -145,7 +145,7 @@ def carry_out(case: Case, folder: Path, machines: TwoMachines | None, expected: 
         else:
             (signs / "new").write_text(case.fault)
             (signs / "new").rename(signs / f"fault-{case.rank}")
-        codes = training.codes(limit + START)
+        codes = training.codes(2 * limit + START)
         seconds = time.monotonic() - started
         left = training.clear(AFTER)
         said = training.log.read_text()

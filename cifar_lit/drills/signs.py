@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 VARIABLE = "CIFAR_LIT_RANK_DRILL"  # the folder; without it nothing happens
 PAUSE = 0.02  # seconds a step, so that there is time to meddle
-CRASH, KILL, FREEZE = "crash", "kill -9", "SIGSTOP"
+CRASH, KILL, FREEZE, HANG = "crash", "kill -9", "SIGSTOP", "hang"
 
 
 class Signs(Callback):
@@ -34,4 +34,6 @@ class Signs(Callback):
             return
         if fault == CRASH:
             raise RuntimeError("the drill asked for it")
+        if fault == HANG:  # as in a read from a file system that is gone; other threads go on
+            time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL if fault == KILL else signal.SIGSTOP)

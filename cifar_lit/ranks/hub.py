@@ -11,9 +11,10 @@ from typing import Any
 
 from cifar_lit.ranks.line import Closed, Line, Member
 from cifar_lit.ranks.place import Place
-from cifar_lit.ranks.watch import DONE, FAILED, GONE, PATIENCE, SILENT, Fault, Watch
+from cifar_lit.ranks.watch import DONE, FAILED, GONE, PATIENCE, SILENT, STUCK, Fault, Watch
 
 JOIN = 5.0  # times the limit: how long ranks wait for each other at the start
+BEHIND = 2.0  # times the limit: how long one rank's main thread may keep the others waiting
 ANNOUNCED = 15.0  # seconds after which the first one says whom it waits for
 
 
@@ -32,6 +33,8 @@ class Hub(Watch):
         self.token = secrets.token_hex(16)
         self._lines: dict[int, Line] = {}
         self._seen: dict[int, float] = {}
+        self._positions: dict[int, list[int]] = {}
+        self._level: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
         self._over: set[int] = {place.rank}  # ranks that ended in order
         self._failures: dict[str, int] = {}  # which rank tells of what
         self._selector = selectors.DefaultSelector()
@@ -70,17 +73,20 @@ class Hub(Watch):
             line.close()
 
     def _look(self) -> Fault | None:
-        for key, _ in self._selector.select(self.beat):
+        for key, _ in self._selector.select(self.beat / 2):
             if key.fileobj is self._listener:
                 self._accept()
             elif fault := self._read(key.data, key.fileobj):  # type: ignore[arg-type]
                 return fault
         if slept := self.slept():
             self._seen = {rank: seen + slept for rank, seen in self._seen.items()}
+            self._level = {rank: level + slept for rank, level in self._level.items()}
             self._since += slept
-        for line in self._lines.values():
-            line.send({})
-        return self.lost_child() or self.lost_parent() or self._missing()
+        if self.beats():
+            for line in self._lines.values():
+                line.send({})
+        self._moved(self.place.rank, self.position)
+        return self.lost_child() or self.lost_parent() or self._missing() or self._stuck()
 
     def _accept(self) -> None:
         try:
@@ -138,10 +144,13 @@ class Hub(Watch):
         return member.rank
 
     def _heard(self, rank: int, message: dict[str, Any]) -> Fault | None:
+        if "at" in message:
+            self._moved(rank, message["at"])
         how = message.get("end")
         if how is None:
             return None
         self._over.add(rank)
+        self._positions.pop(rank, None)
         if how == DONE:
             return None
         what = str(message["what"])
@@ -151,7 +160,7 @@ class Hub(Watch):
 
     def _missing(self) -> Fault | None:
         """A rank that is silent, or that has not come; whom it waits for is said on the way."""
-        now = time.monotonic()
+        now = self.now
         for rank, seen in self._seen.items():
             if rank not in self._over and now - seen > self.limit:
                 return self.silent(rank)
@@ -164,6 +173,21 @@ class Hub(Watch):
             if absent and now - since > JOIN * self.limit:
                 what = f"has not come within {JOIN * self.limit:.0f} s"
                 return Fault(min(absent), SILENT, what)
+        return None
+
+    def _moved(self, rank: int, position: list[int]) -> None:
+        if position != self._positions.get(rank):
+            self._positions[rank], self._level[rank] = position, time.monotonic()
+
+    def _stuck(self) -> Fault | None:
+        """A rank whose main thread does not come to where the others wait for it, though its watch is alive."""
+        now, furthest = self.now, max(self._positions.values())
+        for rank, position in self._positions.items():
+            if position == furthest:
+                self._level[rank] = now
+            elif now - self._level[rank] > BEHIND * self.limit:
+                waited = f"has kept the others waiting for {BEHIND * self.limit:.0f} s"
+                return Fault(rank, STUCK, f"{waited}: it hangs, in a file system, a driver or a deadlock")
         return None
 
 

@@ -56,7 +56,7 @@ class Peer(Watch):
 
     def _look(self) -> Fault | None:
         try:
-            if select.select([self._line], [], [], self.beat)[0]:
+            if select.select([self._line], [], [], self.beat / 2)[0]:
                 for message in self._line.receive():
                     if fault := self._heard(message):
                         return fault
@@ -66,11 +66,12 @@ class Peer(Watch):
                 return None
             return Fault(0, GONE, "is gone: it crashed, or was killed")
         self._seen += self.slept()
-        self._line.send({})
+        if self.beats():
+            self._line.send({"at": self.position})
         if lost := self.lost_child() or self.lost_parent():
             self._line.send({"end": lost.kind, "what": lost.what, "code": lost.code, "rank": lost.rank})
             return lost
-        if time.monotonic() - self._seen > self.limit:
+        if self.now - self._seen > self.limit:
             return self.silent(0)
         return None
 

@@ -22,9 +22,9 @@ from cifar_lit.ranks.guard import guard_of_this_process
 from cifar_lit.ranks.line import Member, this_process
 from cifar_lit.ranks.place import Place
 
-GONE, FAILED, SILENT, STOPPED, DONE = "gone", "failed", "silent", "stopped", "done"
+GONE, FAILED, SILENT, STUCK, STOPPED, DONE = "gone", "failed", "silent", "stuck", "stopped", "done"
 # Seconds that the main thread is given to end by itself, by the error that a lost rank gives it; frozen ones give none.
-PATIENCE = {GONE: 3.0, FAILED: 3.0, SILENT: 0.0, STOPPED: 15.0}
+PATIENCE = {GONE: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, STOPPED: 15.0}
 BEAT = 1.0  # seconds between two signs of life
 LAST = 10.0  # seconds after which a process that ends by itself is ended
 CHILDREN = 3.0  # seconds that ranks which this one has started are given to end
@@ -51,6 +51,7 @@ class Watch(threading.Thread):
         self.beat = min(BEAT, limit / 5)
         self.me = this_process(place.rank)
         self.members: dict[int, Member] = {place.rank: self.me}
+        self.position: list[int] = []  # how far the main thread is; see `Progress`
         self.fault: Fault | None = None
         self.found = threading.Event()  # a fault is
         self.children: dict[int, subprocess.Popen[bytes]] = {}  # ranks that this process has started, and when
@@ -59,7 +60,7 @@ class Watch(threading.Thread):
         self.release: Callable[[], None] = lambda: None  # gives back what an end in mid-work must not keep
         self._left = threading.Event()  # the main thread ends by itself
         self._speaking = threading.Lock()
-        self._ticked = time.monotonic()
+        self.now, self._beaten = time.monotonic(), 0.0
         self._guard = guard_of_this_process(limit + 2.0, self.beat)  # later than the others, who say that it was frozen
 
     def adopt(self, children: list[subprocess.Popen[bytes]]) -> None:
@@ -70,12 +71,22 @@ class Watch(threading.Thread):
     # ---- what both do at every beat
 
     def slept(self) -> float:
-        """Seconds for which this process itself was stopped or starved since the last beat: its own, not others' silence."""
+        """Seconds for which this process itself was stopped or starved since the last look: its own, not others' silence.
+
+        Sets `now`, which all that follows reckons with: the process may be stopped at any moment.
+        """
+        before, self.now = self.now, time.monotonic()
+        passed = self.now - before
+        return passed if passed > max(3 * self.beat, self.limit / 3) else 0.0
+
+    def beats(self) -> bool:
+        """Whether it is time for a sign of life to the others; the guard gets one too."""
+        if self.now - self._beaten < self.beat:
+            return False
+        self._beaten = self.now
         if self._guard:
             self._guard.reassure()
-        now = time.monotonic()
-        passed, self._ticked = now - self._ticked, now
-        return passed if passed > max(3 * self.beat, self.limit / 3) else 0.0
+        return True
 
     def lost_child(self) -> Fault | None:
         """A rank that this process has started and that ended in failure."""
@@ -105,10 +116,10 @@ class Watch(threading.Thread):
 
     def speaks(self, fault: Fault) -> bool:
         """Whether this rank tells of a fault: one of each machine does, but where the rank at fault has told of it itself."""
-        here = [rank for rank, member in self.members.items() if member.machine == self.me.machine]
+        here = {rank for rank, member in self.members.items() if member.machine == self.me.machine}
         if fault.kind == STOPPED or (fault.kind == FAILED and fault.rank in here):
             return False
-        return self.place.rank == min(rank for rank in here if rank != fault.rank or rank == self.place.rank)
+        return self.place.rank == min(here - {fault.rank} or {self.place.rank})
 
     def end(self, fault: Fault) -> None:
         """Ends this process for a fault: gives its main thread the time to do so, then does it itself."""

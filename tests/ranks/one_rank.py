@@ -49,6 +49,8 @@ def obey(watch: Watch) -> None:
                 os._exit(0)
         elif word == "launch":  # a rank that this one starts, and that ends with the given code before it has joined
             watch.adopt([subprocess.Popen([sys.executable, "-c", f"import os, signal; {rest}"])])
+        elif word == "at":
+            watch.position = [int(number) for number in rest.split()]
         elif word == "hang":  # as in a collective, where nothing else runs in the main thread
             threading.Event().wait()
         elif word == "end":

@@ -130,6 +130,17 @@ def test_a_frozen_rank_ends_the_run_at_the_limit_and_is_killed_by_its_guard(rank
     assert ranks[frozen].wait(LIMIT + 2 + SOON)[0] == -signal.SIGKILL
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_watching_costs_next_to_nothing(ranks: Ranks) -> None:
+    def computed() -> float:
+        ticks = [Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[11:13] for rank in ranks]
+        return sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
+
+    before = computed()
+    time.sleep(2.0)
+    assert computed() - before <= 0.1  # seconds of three processes, whose beats are more frequent here than a run's
+
+
 def test_a_run_that_is_stopped_as_a_whole_and_goes_on_later_has_lost_nobody(ranks: Ranks) -> None:
     for rank in ranks:
         os.killpg(rank.pid, signal.SIGSTOP)
@@ -137,7 +148,32 @@ def test_a_run_that_is_stopped_as_a_whole_and_goes_on_later_has_lost_nobody(rank
     for rank in ranks:
         os.killpg(rank.pid, signal.SIGCONT)
     time.sleep(LIMIT / 2)
-    assert [rank.process.poll() for rank in ranks] == [None] * 3
+    assert [rank.wait() for rank in ranks if rank.process.poll() is not None] == []
+
+
+@idle
+def test_a_rank_whose_main_thread_hangs_while_the_others_wait_for_it_ends_the_run(ranks: Ranks) -> None:
+    ranks[0].tell("at 1 0 0 7", "hang")
+    ranks[1].tell("at 1 0 0 6", "hang")
+    code, said = ranks[0].wait(2 * LIMIT + SOON)
+    assert code == 1
+    assert f"rank 1 (process {ranks[1].pid} on" in said
+    assert "has kept the others waiting for 4 s: it hangs, in a file system, a driver or a deadlock" in said
+    assert ranks[1].wait() == (1, "")  # its watch lives, and leaves it to the other one to tell
+
+
+@idle
+def test_ranks_that_are_long_at_the_same_place_or_move_do_not_hang(ranks: Ranks) -> None:
+    for rank in ranks:
+        rank.tell("at 1 0 1 0")
+    time.sleep(3 * LIMIT)
+    ranks[0].tell("at 1 0 2 0")  # it is done with its share of an evaluation first
+    time.sleep(LIMIT)
+    ranks[1].tell("at 1 0 2 0")
+    time.sleep(1.0)
+    for rank in ranks:
+        rank.tell("end 0")
+        assert rank.wait() == (0, "")
 
 
 @idle
