@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 
 from cifar_lit.cli.drill import DRILLS, drill
 from cifar_lit.drills.checkpoint import classes, damaged_files
+from cifar_lit.drills.exact import LARGEST, check_own_test, sizes_from, unequal_scores
 from cifar_lit.drills.kill import KINDS, NINE, ONE_OF_TWO, TERM, draw_plan
 from cifar_lit.drills.phases import PHASES
 from cifar_lit.drills.soak import grown
 from cifar_lit.drills.survivors import differences, plain, unequal
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="drills fork their trainings")
@@ -67,6 +68,40 @@ def test_no_damaged_checkpoint_is_loaded(drilled: tuple[dict[str, Any], str]) ->
     assert all(row["detected"] == row["files"] > 0 for row in figures["damaged"])
     flipped = [row for row in figures["damaged"] if (row["way"], row["place"]) == ("bit flipped", "tensors")]
     assert flipped[0]["torch_alone_loads"] == flipped[0]["files"]  # so that there was something to detect
+
+
+def test_a_checkpoint_scores_the_same_to_the_last_digit_on_any_number_of_processes(drilled: tuple[dict[str, Any], str]) -> None:
+    figures = drilled[0]["exact"]
+    sizes = sizes_from(figures["settings"]["sizes"])
+    assert [row["processes"] for row in figures["processes"]] == [1, 2, 3]
+    assert all(row["equal"] == row["sizes"] == len(sizes) for row in figures["processes"])
+    assert [row["sizes_with_an_idle_process"] for row in figures["processes"]] == [0, 5, 6]
+    assert [row["size"] for row in figures["scores"]] == [1, 2, 31, 32, 33, 97, 1003]
+    assert figures["scores"][-1]["accuracy"] > 0.2  # ten classes: the checkpoint has learned something
+
+
+def test_scores_that_differ_in_one_digit_are_told() -> None:
+    score = {"size": 3, "accuracy": 1 / 3, "loss": 1.5, "per_class": [float("nan"), 0.5], "confusion": [[1, 0], [0, 2]]}
+    assert unequal_scores(score, [dict(score), {**score, "per_class": [float("nan"), 0.5]}]) == []
+    for other in (
+        {"accuracy": 0.3333333333333334},
+        {"loss": 1.500001},
+        {"per_class": [0.0, 0.5]},
+        {"confusion": [[1, 0], [1, 1]]},
+    ):
+        assert unequal_scores(score, [score, {**score, **other}]) == list(other)
+    own = {"accuracy": 0.25, "loss": 2.0, "images": LARGEST}
+    check_own_test({LARGEST: own}, dict(own))
+    check_own_test({3: {**own, "loss": 2.1}}, own)
+    with pytest.raises(Failure, match=r"own test differs: loss 2\.0, and here 2\.1"):
+        check_own_test({LARGEST: {**own, "loss": 2.1}}, own)
+
+
+def test_sizes_are_read_as_lists_and_ranges() -> None:
+    assert sizes_from("1,4-6, 5,1003") == [1, 4, 5, 6, 1003]
+    for text in ("", "0", "1004", "a", "3-", "5-3"):
+        with pytest.raises(UsageError, match="--sizes"):
+            sizes_from(text)
 
 
 def test_a_long_training_holds_no_more_than_a_short_one(drilled: tuple[dict[str, Any], str]) -> None:
