@@ -1,7 +1,7 @@
 """Commands of `cifar-lit` in forks of this process, which has everything imported: they start in milliseconds, not seconds.
 
 A fork is a process of its own in all that matters here: its memory is gone when it is killed, its files stay, its locks are
-taken back. What it cannot show is a kill during the imports, which write nothing.
+taken back. What it cannot show is a kill during the imports: see `cifar_lit.drills.starts`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
 from cifar_lit.drills.forked import Forked, warm
 from cifar_lit.drills.phases import PHASES
+from cifar_lit.drills.starts import drill_starts
 from cifar_lit.drills.survivors import differences, finished, run_in
 from cifar_lit.errors import Failure, UsageError
 
@@ -168,16 +169,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of this drill."""
     parser.add_argument("--kills", type=int, default=200, help="how many kills must hit")
     parser.add_argument("--each", type=int, default=3, help="up to how many kills a run meets before it is left alone")
+    parser.add_argument("--starts", type=int, default=10, help="how many real processes are killed in their first seconds")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
 
 
-SHORT = {"kills": 6}
+SHORT = {"kills": 6, "starts": 1}
 
 
 def run(settings: Namespace) -> None:
     """Drills and reports; raises Failure when a survivor is not the same."""
-    if settings.kills < 1 or settings.each < 1:
-        raise UsageError("a drill takes at least --kills 1 and --each 1")
+    if settings.kills < 1 or settings.each < 1 or settings.starts < 1:
+        raise UsageError("a drill takes at least --kills 1, --each 1 and --starts 1")
     warm()
     draw = random.Random(settings.seed)
     with tempfile.TemporaryDirectory(prefix="cifar-lit-drill-") as name:
@@ -198,7 +200,10 @@ def run(settings: Namespace) -> None:
             survivors[kind] += 1
             hits += found
             shutil.rmtree(folder)
-    report(settings, hits, survivors)
+        first = next(iter(KINDS))
+        words = [*TRAINING, *KINDS[first].flags]
+        starts = drill_starts(words, settings.starts, undisturbed(first)[0], draw, Path(name) / "starts")
+    report(settings, hits, survivors, starts)
 
 
 def _undisturbed(kind: str, folder: Path) -> tuple[Path, float]:
@@ -213,7 +218,7 @@ def _undisturbed(kind: str, folder: Path) -> tuple[Path, float]:
     return found, seconds
 
 
-def report(settings: Namespace, hits: list[Kill], survivors: Counter[str]) -> None:
+def report(settings: Namespace, hits: list[Kill], survivors: Counter[str], starts: dict[str, Any]) -> None:
     """Prints where the kills fell, and writes the figures."""
     ways = (NINE, TERM, ONE_OF_TWO)
     fell = {phase: {how: sum((hit.phase, hit.how) == (phase, how) for hit in hits) for how in ways} for phase in PHASES.values()}
@@ -232,6 +237,7 @@ def report(settings: Namespace, hits: list[Kill], survivors: Counter[str]) -> No
             }
             for kind, one in KINDS.items()
         },
+        "starts": starts,
         "in_resumed_runs": sum(hit.resumed for hit in hits),
         "one_of_two_ended_by_itself": sum(hit.ended for hit in hits if hit.how == ONE_OF_TWO),
         **headline(
@@ -257,6 +263,11 @@ def report(settings: Namespace, hits: list[Kill], survivors: Counter[str]) -> No
     if ones := totals[-1]:
         noticed = figures["one_of_two_ended_by_itself"]
         lines.append(f"of {ones} whose other half was killed, {noticed} ended within {PATIENCE:.0f} s, the others were ended")
+    lines += [
+        f"{starts['kills']} real processes were killed in their first {starts['within_seconds']} s, {starts['in_imports']} of "
+        "them during imports; started again, each came to the same end",
+        f"run folders without a checkpoint that they left: {starts['run_folders_without_a_checkpoint']}; other files: none",
+    ]
     show("by the way of training", ("", "kills", "runs", "to one undisturbed"), by_kind, *lines, footer(figures))
 
 

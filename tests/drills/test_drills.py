@@ -23,6 +23,7 @@ from cifar_lit.drills.exact import LARGEST, check_own_test, sizes_from, unequal_
 from cifar_lit.drills.kill import KINDS, NINE, ONE_OF_TWO, TERM, draw_plan
 from cifar_lit.drills.phases import PHASES
 from cifar_lit.drills.soak import grown
+from cifar_lit.drills.starts import left_behind
 from cifar_lit.drills.survivors import differences, plain, unequal
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
@@ -59,6 +60,7 @@ def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(drilled: tuple[
     for kind, found in figures["kinds"].items():
         assert found["survivors"] == found["equal to 1e-05" if "gone on with" in kind else "identical"]
     assert sum(found["survivors"] for found in figures["kinds"].values()) >= 2
+    assert figures["starts"]["kills"] == figures["starts"]["identical"] == 1
     assert "where the kills fell" in said and "by the way of training" in said
 
 
@@ -133,6 +135,17 @@ def test_any_difference_between_two_values_is_found() -> None:
         assert unequal(plain(value), plain(other)) == [place]
 
 
+def test_what_a_killed_start_leaves_is_found_and_runs_do_not_count(tmp_path: Path) -> None:
+    for name in ("lightning_logs/quickstart-1/config.yaml", "log.txt", "tmp/empty/deeper/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tmp/empty/deeper/x").unlink()
+    assert left_behind(tmp_path) == []
+    for name in ("config.yaml", "tmp/empty/half"):
+        (tmp_path / name).touch()
+    assert sorted(left_behind(tmp_path)) == [tmp_path / "config.yaml", tmp_path / "tmp/empty/half"]
+
+
 def test_up_to_rounding_only_fractions_may_differ_and_what_each_process_has() -> None:
     value = {"a": [torch.tensor([1.0, -200.0]), 0.5, 7, "x"], "b": torch.tensor([3, 4]), "random_state": [torch.zeros(2, 9)]}
     close = {"a": [torch.tensor([1.0 + 5e-6, -200.001]), 0.5 - 5e-6, 7, "x"], "b": torch.tensor([3, 4])}
@@ -205,7 +218,14 @@ def test_the_command_lists_its_drills_and_refuses_others(capsys: pytest.CaptureF
     assert all(f"  {name} " in listed for name in DRILLS)
     with pytest.raises(UsageError, match=r"no drill is called 'kil'\. Did you mean kill\?"):
         drill(["kil"])
-    for words in (["kill", "--kills", "0"], ["checkpoint", "--cuts", "1"], ["soak", "--early", "500"], ["soak", "--epoch", "3"]):
+    for words in (
+        ["kill", "--kills", "0"],
+        ["kill", "--starts", "0"],
+        ["exact", "--sizes", "0"],
+        ["checkpoint", "--cuts", "1"],
+        ["soak", "--early", "500"],
+        ["soak", "--epoch", "3"],
+    ):
         with pytest.raises(UsageError):
             drill(words)
 

@@ -6,6 +6,7 @@ from real_runs import only_run
 from small_runs import classifier, shapes_data, trainer
 from torch.nn import functional as F
 
+from cifar_lit.data.imageset import ImageSet
 from cifar_lit.results.outcomes import outcomes_of
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.training.metrics import total_norm
@@ -83,7 +84,9 @@ def test_a_set_of_one_image_has_outcomes_of_one_row() -> None:
 
 
 def test_a_test_of_one_image_can_be_written_down(tmp_path: Path) -> None:
-    model, data = classifier(), shapes_data(count=5, val_size=0)
+    model, data = classifier(), shapes_data(count=10)
+    whole = data.test_images
+    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)
     trainer().test(model, datamodule=data, verbose=False)
     assert model.outcomes is not None
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.outcomes]) == 1
