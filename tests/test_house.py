@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "memory": set(),
     "disk": set(),
+    "ranks": set(),
     "data": set(),
     "models": set(),
     "training": {"models"},

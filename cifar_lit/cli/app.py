@@ -10,10 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit.cli import machine, trust
+from cifar_lit.cli.checks import check_numbers
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.resume import asked_for, settled
@@ -21,7 +23,8 @@ from cifar_lit.cli.run import Run
 from cifar_lit.cli.search import device_of, memory_told, search
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.models.table import takes_any_size
+from cifar_lit.ranks.meeting import join
+from cifar_lit.ranks.place import is_first_process, place_of
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import RunFolder, run_of, shown
 from cifar_lit.training.callbacks import Interrupted
@@ -29,7 +32,6 @@ from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.containers import describe
 from cifar_lit.training.profiling import NoProfiler
-from cifar_lit.training.saving import interval
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 
@@ -117,6 +119,8 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         text = "checkpoints within epochs, every so many steps (500) or minutes (10m); their ends have one anyway"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
+        text = "seconds without a sign from one of several processes after which the run is ended"
+        parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
         parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
@@ -138,8 +142,6 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Checks the machine and what is to be tested before data are touched."""
-        if self.settings.checkpoint_every is not None:
-            interval(self.settings.checkpoint_every)
         if self.name != "fit":
             tested = self.settings.ckpt_path
             if tested is None:
@@ -153,17 +155,12 @@ class TrainingCLI(LightningCLI):
             if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
                 raise UsageError("predict runs on one device: leave --devices out, or name one")
             trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
+        place = place_of(machine.count_devices(self.machine, trainer.accelerator, trainer.devices), trainer.num_nodes)
+        self.watch = join(place, self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = machine.choose_precision(self.machine, trainer.accelerator)
-        if trainer.max_epochs is not None and trainer.max_epochs < 1:
-            raise UsageError(f"--epochs must be at least 1, not {trainer.max_epochs}")
-        if self.settings.data.batch_size < 1:
-            raise UsageError(f"--batch-size must be at least 1, not {self.settings.data.batch_size}")
-        if self.settings.data.resolutions and not takes_any_size(self.settings.model.net):
-            raise UsageError(f"{self.settings.model.net} takes images of one size: leave data.resolutions out")
-        if self.settings.data.eval_batch_size < 1:
-            raise UsageError(f"data.eval_batch_size must be at least 1, not {self.settings.data.eval_batch_size}")
+        check_numbers(self.settings)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
@@ -186,6 +183,8 @@ class TrainingCLI(LightningCLI):
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         trust.remember(text)
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, self.name)
+        if self.watch:
+            self.watch.release, self.watch.hint = folder.release, self._hint
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
         loggers = wanted.logger if isinstance(wanted.logger, list) else [wanted.logger]
@@ -226,12 +225,15 @@ class TrainingCLI(LightningCLI):
             with memory_told(self.datamodule):
                 super()._run_subcommand(subcommand)
         except Interrupted as interruption:
-            interruption.resume = self.run.resume_command(sys.argv[0], self.command.name)
+            interruption.resume = self._hint()
             raise
         finally:
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
                 torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort it there
+
+    def _hint(self) -> str | None:
+        return self.run.resume_command(sys.argv[0], self.command.name)
 
     def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Trains, then takes the best weights; `train` goes on to test them."""
@@ -291,10 +293,3 @@ class TrainingCLI(LightningCLI):
         self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
         self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
         self.run.print_end(metrics, test, self.datamodule)
-
-
-def is_first_process(environment: dict[str, str]) -> bool:
-    """Whether this process is the first of all, from what torchrun, Lightning or the user of several nodes set."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return environment["RANK"] == "0"
-    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"

@@ -36,6 +36,7 @@ flags of fit, train, validate, test and predict
   --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
+  --rank-timeout 60  of several processes, one that gives no sign for so many seconds ends the run
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --resume [PATH]    go on with the newest run, or with the given one
@@ -103,8 +104,10 @@ def _run(words: list[str], default: str) -> int:
     quieten()
     catch_signals()
     from cifar_lit.cli.app import run_command
+    from cifar_lit.ranks.meeting import leave
 
     run_command(command)
+    leave("", 0)
     return 0
 
 
@@ -112,13 +115,14 @@ def _tell(error: BaseException, debug: bool) -> int:
     """Prints what went wrong and returns the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    from cifar_lit.cli.failures import explain
+    from cifar_lit.cli.failures import explain, is_lost_peer
+    from cifar_lit.ranks.meeting import leave
 
     if debug:
         import traceback
 
         traceback.print_exception(error)
     line, code = explain(error)
-    if line:
+    if line := leave(line, code, is_lost_peer(error)):
         print(line, file=sys.stderr, flush=True)
     return code

@@ -25,7 +25,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)  # names out of files must not move a terminal's cursor
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank != "0" and line:
-        line = "" if _is_lost_peer(error) or code >= 128 else f"[process {rank}] {line}"
+        line = "" if is_lost_peer(error) or code >= 128 else f"[rank {rank}] {line}"
     return line, code
 
 
@@ -54,7 +54,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
     if isinstance(error, PermissionError):
         return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
-    if _is_lost_peer(error):
+    if is_lost_peer(error):
         return "cifar-lit: another process of this run ended early; what it printed says why. Go on with --resume.", 1
     if isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
@@ -71,5 +71,6 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error is what the loss of another process of the run leads to."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)

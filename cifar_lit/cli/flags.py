@@ -25,6 +25,7 @@ SHORT = {
     "lr": "model.lr",
     "seed": "seed_everything",
     "checkpoint-every": "checkpoint_every",
+    "rank-timeout": "rank_timeout",
 }
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
@@ -133,6 +134,7 @@ _EXAMPLES = {
     "devices": "2", "accelerator": "gpu", "nodes": "2", "precision": "bf16-mixed", "epochs": "10", "dataset": "folder",
     "data-dir": "PATH", "batch-size": "128", "net": "resnet18", "lr": "0.1", "seed": "1", "recipe": "quickstart",
     "config": "my.yaml", "logs": "DIR", "checkpoint-every": "10m",
+    "rank-timeout": "60",
 }  # fmt: skip
 
 

@@ -135,6 +135,15 @@ def _parse_devices(devices: Any) -> Any:
     return devices
 
 
+def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
+    """On how many devices a Trainer of these settings, as `choose_devices` returns them, works on this machine."""
+    if isinstance(devices, list):
+        return len(devices)
+    if devices not in ("auto", -1):
+        return int(devices)
+    return max(1, len(machine.gpus)) if accelerator in ("auto", "gpu", "cuda") else 1
+
+
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """The fastest precision that trains as well as float32, with the reason, for when none was asked for."""
     if accelerator in ("gpu", "cuda", "auto") and machine.gpus:

@@ -23,6 +23,7 @@ def catch_signals() -> None:
 def quieten() -> None:
     """To be called before anything else imports Lightning; our own output and real warnings are untouched."""
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of how torch looks up the names of other machines
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # what Lightning's command line calls
     # torch's own deprecation inside Lightning's batch handling
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

@@ -48,9 +48,11 @@ def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
     for name in ("last.ckpt", "best.ckpt"):
         first, second = (plain(read_checkpoint(each / "checkpoints" / name), apart) for each in (run, expected))
         found += [f"{name}: {path}" for path in unequal(first, second, tolerance=tolerance)]
-    for name in ("model.safetensors", "metrics.csv", "predictions.csv"):
-        left, right = (_contents(each / name, parsed=tolerance > 0) for each in (run, expected))
-        if unequal(plain(left, apart), plain(right, apart), tolerance=tolerance):
+    kept, whole = (plain(_model(each / "model.safetensors"), apart) for each in (run, expected))
+    found += [f"model.safetensors: {path}" for path in unequal(kept, whole, tolerance=tolerance)]
+    for name in ("metrics.csv", "predictions.csv"):
+        left, right = (_table(each / name, parsed=tolerance > 0) for each in (run, expected))
+        if unequal(left, right, tolerance=tolerance):
             found.append(name)
     left, right = (json.loads((each / "metrics.json").read_text()) for each in (run, expected))
     found += [
@@ -65,25 +67,23 @@ def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
     return found + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in LOCKS]
 
 
-def _contents(path: Path, parsed: bool) -> Any:
-    """A file's bytes, if parsed its rows with numbers where there are such; None when it is missing.
+def _model(file: Path) -> dict[str, Any]:
+    """Card and tensors of a model.safetensors, whose bytes have the metadata in any order; empty where there is none."""
+    if not file.exists():
+        return {}
+    with safe_open(file, "pt") as opened:
+        card = {name: json.loads(text) if name == "card" else text for name, text in opened.metadata().items()}
+        return {"": card, **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
 
-    Of safetensors always tensors and card: their library writes the keys of the metadata in an order that it draws.
-    """
+
+def _table(path: Path, parsed: bool) -> Any:
+    """A table's bytes or, parsed, its rows with numbers where there are such; None where there is none."""
     if not path.exists():
         return None
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as opened:
-            return {"metadata": _card(opened.metadata()), **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118
     if not parsed:
         return path.read_bytes()
     with path.open(newline="") as file:
         return [[_number(cell) for cell in row] for row in csv.reader(file)]
-
-
-def _card(metadata: dict[str, str] | None) -> dict[str, Any]:
-    """A file's metadata, with the numbers of a card's text as such."""
-    return {name: json.loads(text) if name == "card" else text for name, text in (metadata or {}).items()}
 
 
 def _number(cell: str) -> float | str:

@@ -83,7 +83,7 @@ def test_what_ended_a_command_becomes_a_line_and_an_exit_code(error: BaseExcepti
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (UsageError("no"), "[process 1] cifar-lit: no"),  # a failure of this process alone would be told nowhere else
+        (UsageError("no"), "[rank 1] cifar-lit: no"),  # a failure of this process alone would be told nowhere else
         (LOST_PEER, ""),
         (Interrupted(signal.SIGINT), ""),
     ],

@@ -180,7 +180,8 @@ def make_run(folder: Path, weight: float = 1.0) -> Path:
 def test_runs_are_the_same_or_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
     expected = make_run(tmp_path / "expected")
     assert differences(make_run(tmp_path / "same"), expected) == []
-    wanted = ["last.ckpt: .state_dict.weight", "best.ckpt: .state_dict.weight", "model.safetensors", "metrics.json: test"]
+    files = ("last.ckpt: .state_dict.weight", "best.ckpt: .state_dict.weight")
+    wanted = [*files, "model.safetensors: ..card.std.0", "model.safetensors: .weight", "metrics.json: test"]
     assert differences(make_run(tmp_path / "other", 1.0000001), expected) == wanted
     assert differences(tmp_path / "other", expected, tolerance=1e-6) == []
     assert differences(make_run(tmp_path / "far", 1.0001), expected, tolerance=1e-6) == wanted

@@ -1,0 +1,22 @@
+"""Settings that no type refuses and no training can be made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cifar_lit.errors import UsageError
+from cifar_lit.models.table import takes_any_size
+from cifar_lit.training.saving import interval
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises UsageError for a number of a training command's settings that makes no sense, before data are touched."""
+    if settings.checkpoint_every is not None:
+        interval(settings.checkpoint_every)
+    epochs, data = settings.trainer.max_epochs, settings.data
+    numbers = (("--epochs", epochs), ("--batch-size", data.batch_size), ("data.eval_batch_size", data.eval_batch_size))
+    for flag, number in numbers:
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} must be at least 1, not {number}")
+    if data.resolutions and not takes_any_size(settings.model.net):
+        raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")

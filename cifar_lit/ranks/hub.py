@@ -1,0 +1,171 @@
+"""The first rank's watch, which all others are connected to."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import sys
+import time
+from typing import Any
+
+from cifar_lit.ranks.line import Closed, Line, Member
+from cifar_lit.ranks.place import Place
+from cifar_lit.ranks.watch import DONE, FAILED, GONE, PATIENCE, SILENT, Fault, Watch
+
+JOIN = 5.0  # times the limit: how long ranks wait for each other at the start
+ANNOUNCED = 15.0  # seconds after which the first one says whom it waits for
+
+
+class Hub(Watch):
+    """Notices when a rank is gone, and tells the others.
+
+    port, token: what others connect with.
+    """
+
+    def __init__(self, place: Place, limit: float) -> None:
+        super().__init__(place, limit)
+        alone = place.address is None  # on this machine
+        self._listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=128)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        self._lines: dict[int, Line] = {}
+        self._seen: dict[int, float] = {}
+        self._over: set[int] = {place.rank}  # ranks that ended in order
+        self._failures: dict[str, int] = {}  # which rank tells of what
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._since, self._announced = time.monotonic(), False
+        self.closed = False
+
+    def run(self) -> None:
+        """Until a fault, or the end of the process."""
+        while not self.closed:
+            fault = self._look()
+            if fault is not None:
+                self.tell(fault)
+                self.end(fault)
+
+    def tell(self, fault: Fault) -> None:
+        """Lets all ranks know of a fault."""
+        for line in list(self._lines.values()):
+            line.send({"fault": fault._asdict()})
+
+    def close(self) -> None:
+        """Lets the others end without this one, in order."""
+        self.closed = True
+        for line in list(self._lines.values()):
+            line.send({"end": DONE})
+
+    def first_to_say(self, what: str, rank: int) -> bool:
+        """Whether no other rank has failed for the same reason before: it is told once."""
+        return self._failures.setdefault(what, rank) == rank
+
+    def forget(self) -> None:
+        """Closes the connections of a fork."""
+        super().forget()
+        self._listener.close()
+        for line in self._lines.values():
+            line.close()
+
+    def _look(self) -> Fault | None:
+        for key, _ in self._selector.select(self.beat):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif fault := self._read(key.data, key.fileobj):  # type: ignore[arg-type]
+                return fault
+        if slept := self.slept():
+            self._seen = {rank: seen + slept for rank, seen in self._seen.items()}
+            self._since += slept
+        for line in self._lines.values():
+            line.send({})
+        return self.lost_child() or self.lost_parent() or self._missing()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        self._selector.register(Line(connected), selectors.EVENT_READ, None)
+
+    def _read(self, rank: int | None, line: Line) -> Fault | None:
+        """Takes what a rank, or a connection that has not said yet which it is, has sent."""
+        try:
+            for message in line.receive():
+                if rank is None:
+                    rank = self._welcome(line, message)
+                elif fault := self._heard(rank, message):
+                    return fault
+        except Closed:
+            self._selector.unregister(line)
+            line.close()
+            if rank is None:
+                return None  # somebody else's
+            self._lines.pop(rank, None)
+            if rank in self._over:
+                return None
+            if fault := self._exit_code(rank):
+                return fault
+            return Fault(rank, GONE, "is gone: it crashed, or was killed")
+        if rank is not None:
+            self._seen[rank] = time.monotonic()
+        return None
+
+    def _exit_code(self, rank: int) -> Fault | None:
+        """How a rank ended that this process has started: the system may take a moment to say it."""
+        if rank not in self.children:
+            return None
+        deadline = time.monotonic() + 1.0
+        while self.children[rank].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.lost_child()
+
+    def _welcome(self, line: Line, message: dict[str, Any]) -> int:
+        """A rank says which it is; raises Closed for strangers."""
+        try:
+            known = secrets.compare_digest(str(message["token"]), self.token)
+            member = Member(int(message["rank"]), int(message["pid"]), str(message["host"]), str(message["machine"]))
+        except (KeyError, TypeError, ValueError):
+            raise Closed from None
+        if not known or not 0 < member.rank < self.place.world or member.rank in self._lines:
+            raise Closed
+        self.members[member.rank], self._lines[member.rank] = member, line
+        self._selector.modify(line, selectors.EVENT_READ, member.rank)
+        everybody = [list(each) for each in self.members.values()]
+        for each in self._lines.values():
+            each.send({"members": everybody})
+        return member.rank
+
+    def _heard(self, rank: int, message: dict[str, Any]) -> Fault | None:
+        how = message.get("end")
+        if how is None:
+            return None
+        self._over.add(rank)
+        if how == DONE:
+            return None
+        what = str(message["what"])
+        if how == FAILED:
+            self._lines[rank].send({"speak": self.first_to_say(what, rank)})
+        return Fault(int(message.get("rank", rank)), how, what, int(message["code"])) if how in PATIENCE else None
+
+    def _missing(self) -> Fault | None:
+        """A rank that is silent, or that has not come; whom it waits for is said on the way."""
+        now = time.monotonic()
+        for rank, seen in self._seen.items():
+            if rank not in self._over and now - seen > self.limit:
+                return self.silent(rank)
+        # ranks that a Trainer starts come when that one has prepared its data, which may take hours
+        others = [rank for rank in range(0, self.place.world, self.place.each) if rank not in self.members]
+        if others and not self._announced and now - self._since > ANNOUNCED:
+            self._announced = True
+            print(f"waiting for rank {_listed(others)} of {self.place.world}", file=sys.stderr, flush=True)
+        for absent, since in ((others, self._since), ([*self.children.keys() - self.members.keys()], self.launched)):
+            if absent and now - since > JOIN * self.limit:
+                what = f"has not come within {JOIN * self.limit:.0f} s"
+                return Fault(min(absent), SILENT, what)
+        return None
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

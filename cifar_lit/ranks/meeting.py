@@ -1,0 +1,186 @@
+"""How the ranks of a run come together before they share any work, and part again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.ranks.hub import JOIN, Hub
+from cifar_lit.ranks.network import busy, choose_interface
+from cifar_lit.ranks.peer import Peer
+from cifar_lit.ranks.place import Place
+from cifar_lit.ranks.watch import DONE, FAILED, STOPPED, Fault, Watch
+
+HUB = "CIFAR_LIT_HUB"  # tells ranks that the first one's Trainer starts where its watch listens
+LOST = 5.0  # seconds that a rank's loss may take to be known here, after it was felt
+
+_watch: Watch | None = None
+_kept: list[Any] = []  # the store, which lives as long as the process
+
+
+def join(place: Place, limit: float) -> Watch | None:
+    """Starts this process's watch, None when it is alone; waits for the first rank where that must be found.
+
+    limit: seconds of silence after which a rank counts as lost, and `JOIN` times that for all to come together.
+    Raises UsageError when the port that all are to meet at is taken, Failure when the first rank cannot be found.
+    """
+    global _watch
+    if place.world == 1:
+        return None
+    from lightning.pytorch.strategies.launchers import subprocess_script
+
+    if place.address is not None:
+        choose_interface(place.address)
+    watch: Watch = _first(place, limit) if place.rank == 0 else _other(place, limit)
+    _watch = watch
+    os.register_at_fork(after_in_child=_forget)
+    # Lightning's own observer kills this process, without a word, up to 5 s after a rank that it has started ended in failure
+    subprocess_script._launch_process_observer = watch.adopt  # type: ignore[assignment]
+    watch.start()
+    return watch
+
+
+def leave(line: str, code: int, lost: bool = False) -> str:
+    """Tells the other ranks how this one ends; returns what it is to print of `line`.
+
+    lost: the error is what the loss of another rank leads to, so that the line is about that rank.
+    """
+    global _watch
+    watch, _watch = _watch, None
+    if watch is None:
+        return line
+    if lost and watch.found.wait(LOST):
+        watch.leave()
+        assert watch.fault is not None
+        line = watch.say(watch.fault)
+        watch.end_children()
+        return line
+    watch.leave()
+    how = DONE if code == 0 else STOPPED if code >= 128 else FAILED
+    what = "lost its connection to another rank" if lost else f"failed: {line.rpartition('cifar-lit: ')[2]}"
+    if isinstance(watch, Peer):
+        return line if watch.report(how, what, code) else ""
+    assert isinstance(watch, Hub)
+    if how == DONE:
+        watch.close()
+        return line
+    if watch.fault is None:
+        watch.fault = Fault(0, how, what, code)
+        watch.tell(watch.fault)
+    watch.end_children()
+    return line if how == STOPPED or watch.first_to_say(what, 0) else ""
+
+
+def _forget() -> None:
+    """In a fork of this process, such as a worker that loads images: it is no rank."""
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None:
+        watch.forget()
+
+
+def _first(place: Place, limit: float) -> Hub:
+    hub = Hub(place, limit)
+    if place.address is None or place.port is None:
+        os.environ[HUB] = f"127.0.0.1:{hub.port}:{hub.token}"
+        _avoid_busy_port()
+        return hub
+    store = _store(place, limit, serve=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    store.set(_key(), json.dumps([hub.port, hub.token]))
+    _kept.append(store)
+    return hub
+
+
+def _other(place: Place, limit: float) -> Peer:
+    if place.address is None:
+        address, port, token = os.environ[HUB].split(":")
+    else:
+        address = place.address
+        port, token = _find_hub(place, limit)
+    try:
+        connected = socket.create_connection((address, int(port)), timeout=limit)
+    except OSError as error:
+        raise Failure(f"rank 0 does not answer at {address}, port {port}: {error.strerror or error}") from None
+    return Peer(place, limit, connected, token)
+
+
+def _find_hub(place: Place, limit: float) -> tuple[str, str]:
+    """Port and token of the first rank's watch, as soon as it has said them."""
+    deadline = time.monotonic() + JOIN * limit
+    where = f"rank 0 of {place.world} at {place.address}, port {place.port}"
+    while True:  # not torch's own wait, which cannot be interrupted
+        try:
+            socket.create_connection((str(place.address), int(place.port or 0)), timeout=2).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Failure(
+                    f"cannot reach {where}, for {JOIN * limit:.0f} s: {error.strerror or error}. Start it within that time; "
+                    "is MASTER_ADDR its address, and does no firewall lie between?"
+                ) from None
+            time.sleep(0.2)
+    store = _store(place, limit, serve=False)
+    try:
+        while not store.check([_key()]):
+            if time.monotonic() > deadline:
+                raise Failure(f"{where} has not begun within {JOIN * limit:.0f} s: see what it printed")
+            time.sleep(0.1)
+        port, token = json.loads(store.get(_key()))
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, Failure):
+            raise
+        raise Failure(f"what answers as {where} is not of this run ({_first_line(error)}): choose another MASTER_PORT") from None
+    return str(port), str(token)
+
+
+def _key() -> str:
+    """Of the store's entry; the agent of torchrun may keep one store over its restarts."""
+    return f"cifar_lit/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _store(place: Place, limit: float, serve: bool) -> Any:
+    """torch's store at the place's address, which the process group will use too."""
+    from torch.distributed import DistError, TCPStore
+
+    assert place.address is not None and place.port is not None
+    if serve:
+        _check_free(place.port)
+    try:
+        return TCPStore(
+            place.address,
+            place.port,
+            is_master=serve,
+            timeout=timedelta(seconds=limit),
+            wait_for_workers=False,
+            multi_tenant=serve,
+        )
+    except (DistError, RuntimeError) as error:
+        where = f"{place.address}, port {place.port}"
+        raise Failure(f"no store of this run answers at {where}: {_first_line(error)}. Choose another MASTER_PORT.") from None
+
+
+def _check_free(port: int) -> None:
+    """Raises UsageError when another process listens on the port that all ranks are to meet at."""
+    if busy(port):
+        raise UsageError(
+            f"port {port}, which MASTER_PORT names, is taken on this machine by another process: choose another, the same for all"
+        )
+
+
+def _avoid_busy_port() -> None:
+    """On one machine nobody else needs to know the port: without MASTER_PORT Lightning takes a free one."""
+    port = os.environ.get("MASTER_PORT", "")
+    if not port.isdecimal() or busy(int(port)):
+        os.environ.pop("MASTER_PORT", None)
+
+
+def _first_line(error: BaseException) -> str:
+    with suppress(IndexError):
+        return str(error).strip().splitlines()[0]
+    return type(error).__name__

@@ -1,0 +1,82 @@
+"""The watch of every rank but the first: it sees that one, and hears from it about the others."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+from cifar_lit.ranks.line import Closed, Line, Member
+from cifar_lit.ranks.place import Place
+from cifar_lit.ranks.watch import DONE, GONE, Fault, Watch
+
+REPLY = 1.0  # seconds to wait for the first rank's word on who tells of a failure
+
+
+class Peer(Watch):
+    """A rank's connection to the first.
+
+    connected: to the hub's port. token: the hub's.
+    """
+
+    def __init__(self, place: Place, limit: float, connected: socket.socket, token: str) -> None:
+        super().__init__(place, limit)
+        self._line = Line(connected)
+        self._line.send({"token": token, **self.me._asdict()})
+        self._seen = time.monotonic()
+        self._may_speak: bool | None = None
+        self._replied = threading.Event()
+        self.closed = False
+
+    def run(self) -> None:
+        """Until a fault, or the end of the first rank's."""
+        while not self.closed:
+            fault = self._look()
+            if fault is not None:
+                self.end(fault)
+
+    def report(self, how: str, what: str, code: int) -> bool:
+        """Tells the first rank of this one's own end; returns whether this one is to print why."""
+        self._line.send({"end": how, "what": what, "code": code})
+        if how == DONE:
+            self.closed = True
+            return True
+        self._replied.wait(REPLY)
+        return self._may_speak is not False
+
+    def forget(self) -> None:
+        """Closes the connection of a fork."""
+        super().forget()
+        self._line.close()
+
+    def _look(self) -> Fault | None:
+        try:
+            if select.select([self._line], [], [], self.beat)[0]:
+                for message in self._line.receive():
+                    if fault := self._heard(message):
+                        return fault
+                self._seen = time.monotonic()
+        except (Closed, OSError, ValueError):  # ValueError: a connection that was closed here
+            if self.closed:
+                return None
+            return Fault(0, GONE, "is gone: it crashed, or was killed")
+        self._seen += self.slept()
+        self._line.send({})
+        if lost := self.lost_child() or self.lost_parent():
+            self._line.send({"end": lost.kind, "what": lost.what, "code": lost.code, "rank": lost.rank})
+            return lost
+        if time.monotonic() - self._seen > self.limit:
+            return self.silent(0)
+        return None
+
+    def _heard(self, message: dict[str, Any]) -> Fault | None:
+        if "members" in message:
+            self.members = {each[0]: Member(*each) for each in message["members"]}
+        if "speak" in message:
+            self._may_speak = bool(message["speak"])
+            self._replied.set()
+        if message.get("end") == DONE:
+            self.closed = True
+        return Fault(**message["fault"]) if "fault" in message else None

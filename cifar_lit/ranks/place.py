@@ -1,0 +1,60 @@
+"""Where a process stands among those of its run, from what torchrun, SLURM, Lightning's launcher or the user has set."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from cifar_lit.errors import UsageError
+
+
+class Place(NamedTuple):
+    """One of `world` processes, counted over all machines.
+
+    address, port: where the first one's store answers; None when it is to be found by the Trainer, which starts all others
+    itself, on this machine. each: how many ranks of each machine its first one starts, itself included. parent: the agent
+    of torchrun that has started this process, if one has.
+    """
+
+    rank: int
+    world: int
+    address: str | None = None
+    port: int | None = None
+    each: int = 1
+    parent: int | None = None
+
+
+def place_of(devices: int, nodes: int) -> Place:
+    """This process's place in a run on `devices` devices of each of `nodes` machines.
+
+    Raises UsageError when there are several machines, and nothing says how they reach the first.
+    """
+    from lightning.fabric.plugins import environments as known
+
+    # in the Trainer's order: torchrun may run inside a job of SLURM
+    for kind in (known.TorchElasticEnvironment, known.SLURMEnvironment, known.LSFEnvironment, known.MPIEnvironment):
+        if kind.detect():
+            found = kind()
+            parent = os.getppid() if kind is known.TorchElasticEnvironment else None
+            return Place(found.global_rank(), found.world_size(), found.main_address, found.main_port, parent=parent)
+    own = known.LightningEnvironment()
+    local, node = own.local_rank(), own.node_rank()
+    rank, world = node * devices + local, devices * nodes
+    if nodes == 1:
+        return Place(rank, world, each=devices)
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]:
+        raise UsageError(
+            f"{nodes} machines must know how to meet: set {', '.join(missing)}, as in "
+            "MASTER_ADDR=192.168.0.1 MASTER_PORT=29500 NODE_RANK=0 (the first one's address; 0, 1, … for each)"
+        )
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {port!r}")
+    return Place(rank, world, os.environ["MASTER_ADDR"], int(port), each=devices)
+
+
+def is_first_process(environment: dict[str, str]) -> bool:
+    """Whether this process is the first of all, from what torchrun, Lightning or the user of several nodes set."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return environment["RANK"] == "0"
+    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"
