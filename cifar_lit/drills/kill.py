@@ -224,6 +224,8 @@ def report(settings: Namespace, hits: list[Kill], survivors: Counter[str], start
     fell = {phase: {how: sum((hit.phase, hit.how) == (phase, how) for hit in hits) for how in ways} for phase in PHASES.values()}
     close = [kind for kind in survivors.elements() if KINDS[kind].tolerance]
     same = [kind for kind in survivors.elements() if not KINDS[kind].tolerance]
+    label = f"gone on with in another number of processes, equal to {ROUNDING:.0e}"
+    rounded = [(label, len(close), f"of {len(close)}")] if close else []
     figures: dict[str, Any] = {
         "bench": "kill",
         "command": "drill kill",
@@ -243,10 +245,8 @@ def report(settings: Namespace, hits: list[Kill], survivors: Counter[str], start
         **headline(
             ("kills that hit", len(hits), ""),
             ("runs that were killed and resumed, identical to the last bit", len(same), f"of {len(same)}"),
-            *(
-                [(f"gone on with in another number of processes, equal to {ROUNDING:.0e}", len(close), f"of {len(close)}")]
-                * bool(close)
-            ),
+            *rounded,
+            ("killed in their first seconds and started again, identical", starts["identical"], f"of {starts['kills']}"),
         ),
         "environment": environment(),
     }
@@ -264,8 +264,8 @@ def report(settings: Namespace, hits: list[Kill], survivors: Counter[str], start
         noticed = figures["one_of_two_ended_by_itself"]
         lines.append(f"of {ones} whose other half was killed, {noticed} ended within {PATIENCE:.0f} s, the others were ended")
     lines += [
-        f"{starts['kills']} real processes were killed in their first {starts['within_seconds']} s, {starts['in_imports']} of "
-        "them during imports; started again, each came to the same end",
+        f"real processes killed in their first {starts['within_seconds']} s: {starts['kills']}, of these during imports: "
+        f"{starts['in_imports']}; started again, each came to the same end",
         f"run folders without a checkpoint that they left: {starts['run_folders_without_a_checkpoint']}; other files: none",
     ]
     show("by the way of training", ("", "kills", "runs", "to one undisturbed"), by_kind, *lines, footer(figures))

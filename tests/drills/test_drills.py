@@ -46,7 +46,7 @@ def drilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     folder = tmp_path_factory.mktemp("drills")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-c", ALL, str(folder), *DRILLS]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in DRILLS}, done.stdout
