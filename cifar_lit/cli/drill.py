@@ -8,9 +8,10 @@ from pathlib import Path
 from cifar_lit.errors import UsageError, nearest
 
 DRILLS = {
-    "kill": "trainings killed at random moments and resumed; survivors compared bit for bit",
+    "kill": "trainings killed at random moments and resumed; survivors compared with undisturbed ones",
     "ranks": "one of two processes crashes, is killed, frozen or cut off: the run must end soon, and go on",
     "checkpoint": "checkpoints cut and flipped at every kind of place: none may be loaded",
+    "exact": "one checkpoint scored on 1, 2 and 3 processes, sets of every size: equal to the last digit",
     "soak": "hundreds of short epochs: memory, open files and disk must stay flat",
 }
 

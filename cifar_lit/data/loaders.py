@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     labels: int64 (B,), `PADDING` where the image is not to be counted. indices: int64 (B,), rows of the image set.
     share: this part's share of the global batch times the number of devices. Weighting the mean loss with it makes
         the gradient, averaged over devices, that of the mean over the global batch, also when the parts are unequal.
+        0 on a device that has no image of it: what it computes with then counts nowhere.
     """
 
     images: Tensor
@@ -58,18 +59,20 @@ class Chunk(NamedTuple):
             start += size
 
 
-def count_batches(images: int, batch_size: int, world: int) -> int:
-    """Training batches of an epoch on `world` devices; see `TrainLoader` for the last one."""
+def count_batches(images: int, batch_size: int) -> int:
+    """Training batches of an epoch, on however many devices; see `TrainLoader` for the last one."""
     full, rest = divmod(images, batch_size)
-    return full + (rest >= 2 * world or full == 0)
+    return full + (rest >= 2 or full == 0)
 
 
 class TrainLoader:
     """Training batches of one device, `chunk` of them at a time: order and augmentation follow from (seed, epoch, image).
 
-    Every device gets the same number of batches, each its part of the same global batch. The last, smaller batch is
-    kept unless it has fewer than two images for each device, which batch norm cannot take. The position in the epoch
-    is saved in checkpoints. Batches are made where the images are: on a GPU when `source` has been moved there.
+    Every device gets the same number of batches, each its part of the same global batch, which does not depend on the
+    number of devices: a training can be gone on with on more or fewer. The last, smaller batch is kept unless it is a
+    single image, which batch norm cannot take. Where it has fewer than two for each device, fewer devices share it, and
+    the others get two of its images with a share of 0. The position in the epoch is saved in checkpoints. Batches are
+    made where the images are: on a GPU when `source` has been moved there.
 
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
@@ -109,7 +112,7 @@ class TrainLoader:
     @property
     def batch_count(self) -> int:
         """Batches of an epoch."""
-        return count_batches(len(self.indices), self.batch_size, self.world)
+        return count_batches(len(self.indices), self.batch_size)
 
     def __len__(self) -> int:
         return -(-self.batch_count // self.chunk)
@@ -163,9 +166,10 @@ class ChunkMaker:
         plan = loader.augmentation.plan(len(source), source.height, source.width, loader.seed, loader.epoch)
         parts, self._shares = [], []
         for batch in loader.order(loader.epoch).split(loader.batch_size)[start : loader.batch_count]:
-            mine = batch.tensor_split(loader.world)[loader.rank]
-            parts.append(mine)
-            self._shares.append(len(mine) * loader.world / len(batch))
+            shared = batch.tensor_split(_devices_for(len(batch), loader))
+            counts = loader.rank < len(shared)
+            parts.append(shared[loader.rank] if counts else batch[:2])
+            self._shares.append(len(parts[-1]) * loader.world / len(batch) if counts else 0.0)
         self._sizes = [len(part) for part in parts]
         self._chunk = loader.chunk
         # one transfer an epoch each, which does not wait for what the device is still computing
@@ -185,6 +189,11 @@ class ChunkMaker:
         rows = self._rows[start : start + sum(sizes)]
         images = take(self._source.images, rows, self._plan, self._cutout, self._fill)
         return Chunk(images, self._source.labels.index_select(0, rows), rows, sizes, shares)
+
+
+def _devices_for(images: int, loader: TrainLoader) -> int:
+    """How many devices share a global batch of so many images: all, but for a last one that is too small for that."""
+    return loader.world if images == loader.batch_size else min(loader.world, max(1, images // 2))
 
 
 def _beside(values: Tensor, images: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class ImageData(pl.LightningDataModule):
 
     def _stopped_in_mid_epoch(self, batch_size: int) -> bool:
         position = (self._resumed or {}).get("position", 0)
-        return 0 < position < count_batches(len(self.split[0]), batch_size, self._world)
+        return 0 < position < count_batches(len(self.split[0]), batch_size)
 
     @property
     def device(self) -> torch.device:

@@ -1,7 +1,7 @@
 """Commands of `cifar-lit` in forks of this process, which has everything imported: they start in milliseconds, not seconds.
 
 A fork is a process of its own in all that matters here: its memory is gone when it is killed, its files stay, its locks are
-taken back. What it cannot show is a kill during the imports, which write nothing.
+taken back. What it cannot show is a kill during the imports: see `cifar_lit.drills.starts`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -42,10 +42,18 @@ def warm() -> None:
 
 
 class Forked:
-    """A command in one process or in several, as torchrun would start them; `log` takes what they print."""
+    """A command in one process or in several, as torchrun would start them; `log` takes what they print.
+
+    words: of the command, or a function that returns the exit code.
+    """
 
     def __init__(
-        self, words: Sequence[str], folder: Path, log: Path, processes: int = 1, more: Mapping[str, str] | None = None
+        self,
+        words: Sequence[str] | Callable[[], int],
+        folder: Path,
+        log: Path,
+        processes: int = 1,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -138,7 +146,9 @@ def _torchrun(processes: int) -> dict[str, str]:
     }
 
 
-def _become(words: Sequence[str], folder: Path, log: Path, environment: dict[str, str], group: int) -> NoReturn:
+def _become(
+    words: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: dict[str, str], group: int
+) -> NoReturn:
     """Turns this process, a fork, into the command; never returns."""
     code = 70
     try:
@@ -159,7 +169,7 @@ def _become(words: Sequence[str], folder: Path, log: Path, environment: dict[str
         faulthandler.register(signal.SIGUSR1, file=descriptor)
         from cifar_lit.cli import main
 
-        code = main(list(words))
+        code = words() if callable(words) else main(list(words))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -1,7 +1,8 @@
-"""What a run left behind, compared bit for bit with a run that nothing happened to."""
+"""What a run left behind, compared with a run that nothing happened to: bit for bit, or up to rounding."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from cifar_lit.training.checkpoints import read_checkpoint
 TIMES = ("train_seconds", "images_per_second")  # of metrics.json
 LOCKS = (".lock", ".owner")  # which a kill in the last moment leaves, as nobody goes on with the run any more
 CLOCKS = ("seconds", "validation")  # of checkpoints
+# what is not compared up to rounding, as there is one of it for each process: of checkpoints the states from which dropout
+# would draw, the parts of a sum that is compared itself, and how many batches of a validation were its; of metrics.json how
+# many there were; and the threshold of what looks foreign, which hangs on features in half precision, compared themselves
+NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "threshold")
 
 
 def run_in(folder: Path) -> Path | None:
@@ -31,23 +36,30 @@ def finished(run: Path) -> bool:
         return False
 
 
-def differences(run: Path, expected: Path) -> list[str]:
+def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
     """In what a run differs from the undisturbed one: weights, optimizer, averages, curves, results, files; nothing if in none.
 
-    Times differ always and do not count; nor do the paths that a checkpoint holds, but for their last part.
+    Times differ always and do not count; nor do the paths that a checkpoint holds, but for their last part. With a
+    `tolerance`, for a run that went on with another number of processes, fractions may differ by it, absolutely or, above 1,
+    relatively, and `NOT_ROUNDED` does not count.
     """
+    apart = NOT_ROUNDED if tolerance else ()
     found = []
     for name in ("last.ckpt", "best.ckpt"):
-        first, second = (plain(read_checkpoint(each / "checkpoints" / name)) for each in (run, expected))
-        found += [f"{name}: {path}" for path in unequal(first, second)]
-    kept, whole = (_model(each / "model.safetensors") for each in (run, expected))
-    found += [f"model.safetensors: {path}" for path in unequal(kept, whole)]
+        first, second = (plain(read_checkpoint(each / "checkpoints" / name), apart) for each in (run, expected))
+        found += [f"{name}: {path}" for path in unequal(first, second, tolerance=tolerance)]
+    kept, whole = (plain(_model(each / "model.safetensors"), apart) for each in (run, expected))
+    found += [f"model.safetensors: {path}" for path in unequal(kept, whole, tolerance=tolerance)]
     for name in ("metrics.csv", "predictions.csv"):
-        contents = [path.read_bytes() if path.exists() else None for path in (run / name, expected / name)]
-        if contents[0] != contents[1]:
+        left, right = (_table(each / name, parsed=tolerance > 0) for each in (run, expected))
+        if unequal(left, right, tolerance=tolerance):
             found.append(name)
-    results = [json.loads((each / "metrics.json").read_text()) for each in (run, expected)]
-    found += [f"metrics.json: {name}" for name in results[1] if name not in TIMES and results[0].get(name) != results[1][name]]
+    left, right = (json.loads((each / "metrics.json").read_text()) for each in (run, expected))
+    found += [
+        f"metrics.json: {name}"
+        for name in right
+        if name not in (*TIMES, *apart) and (name not in left or unequal(left[name], right[name], tolerance=tolerance))
+    ]
     names = [
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file() and "tfevents" not in path.name}
         for each in (run, expected)
@@ -56,31 +68,61 @@ def differences(run: Path, expected: Path) -> list[str]:
 
 
 def _model(file: Path) -> dict[str, Any]:
-    """Metadata and tensors of a model.safetensors, whose bytes have the former in any order; empty where there is none."""
+    """Card and tensors of a model.safetensors, whose bytes have the metadata in any order; empty where there is none."""
     if not file.exists():
         return {}
     with safe_open(file, "pt") as opened:
-        return {"": opened.metadata(), **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
+        card = {name: json.loads(text) if name == "card" else text for name, text in opened.metadata().items()}
+        return {"": card, **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
 
 
-def plain(value: Any) -> Any:
-    """A checkpoint's contents without the times, and with the last part of each path in its place."""
+def _table(path: Path, parsed: bool) -> Any:
+    """A table's bytes or, parsed, its rows with numbers where there are such; None where there is none."""
+    if not path.exists():
+        return None
+    if not parsed:
+        return path.read_bytes()
+    with path.open(newline="") as file:
+        return [[_number(cell) for cell in row] for row in csv.reader(file)]
+
+
+def _number(cell: str) -> float | str:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def plain(value: Any, apart: tuple[str, ...] = ()) -> Any:
+    """A checkpoint's contents without the times and the keys in `apart`, and with the last part of each path in its place."""
     if isinstance(value, dict):
-        return {plain(key): plain(inner) for key, inner in value.items() if key not in CLOCKS}
+        return {plain(key): plain(inner, apart) for key, inner in value.items() if key not in (*CLOCKS, *apart)}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [plain(inner, apart) for inner in value]
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
-def unequal(first: Any, second: Any, path: str = "") -> list[str]:
-    """Where two nested values differ; tensors must be equal to the last bit."""
+def unequal(first: Any, second: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
+    """Where two nested values differ: tensors and fractions by more than `tolerance`, for 0 in any bit; all else at all."""
     if isinstance(first, dict) and isinstance(second, dict):
         alone = [f"{path}.{key}" for key in first.keys() ^ second.keys()]
         shared = sorted(first.keys() & second.keys(), key=str)
-        return alone + [place for key in shared for place in unequal(first[key], second[key], f"{path}.{key}")]
+        return alone + [place for key in shared for place in unequal(first[key], second[key], f"{path}.{key}", tolerance)]
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
-        return [place for number, pair in pairs for place in unequal(*pair, f"{path}.{number}")]
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return [] if first.dtype == second.dtype and torch.equal(first, second) else [path]
-    return [] if type(first) is type(second) and (first == second or first != first) else [path]
+        return [place for number, pair in pairs for place in unequal(*pair, f"{path}.{number}", tolerance)]
+    if type(first) is not type(second):
+        return [path]
+    if isinstance(first, Tensor):
+        return [] if first.dtype == second.dtype and _same_tensor(first, second, tolerance) else [path]
+    close = isinstance(first, float) and tolerance and abs(first - second) <= tolerance * max(1.0, abs(second))
+    return [] if close or first == second or (first != first and second != second) else [path]
+
+
+def _same_tensor(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    if torch.equal(first, second):
+        return True
+    if not tolerance or first.shape != second.shape or not first.is_floating_point():
+        return False
+    limit = max(tolerance, torch.finfo(first.dtype).eps)  # half precision cannot come closer
+    return bool(((first.double() - second.double()).abs() <= limit * second.double().abs().clamp_min(1.0)).all())

@@ -53,8 +53,7 @@ def _ranked(places: Tensor, by: Tensor) -> Tensor:
 def outcomes_of(found: Mapping[str, Tensor]) -> Outcomes:
     """The outcomes in what a test gathers: `indices`, `labels` (N,) and `probabilities` (N, classes)."""
     probability, predicted = found["probabilities"].max(1)
-    # torchmetrics hands out tensors of one element without their dimension, as those of a set of one image are
-    return Outcomes(found["indices"].reshape(-1), found["labels"].reshape(-1), predicted, probability.double())
+    return Outcomes(found["indices"], found["labels"], predicted, probability.double())
 
 
 def read_outcomes(path: Path, classes: Sequence[str]) -> Outcomes | None:

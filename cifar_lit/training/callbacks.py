@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import time
@@ -59,7 +60,7 @@ class Clock(Callback):
         """Counts the images of the global batches."""
         several = hasattr(batch, "sizes")
         parts = zip(batch.sizes, batch.shares, strict=True) if several else [(len(batch.labels), batch.share)]
-        self.images += sum(round(size * trainer.world_size / share) for size, share in parts)
+        self.images += sum(round(size * trainer.world_size / share) for size, share in parts if share)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation begins."""
@@ -84,7 +85,12 @@ class Clock(Callback):
 
 
 class RandomState(Callback):
-    """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn."""
+    """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn.
+
+    On another number of devices it cannot: other parts of a batch are computed together. Each device then starts from a
+    seed that follows from the saved states and its number. So dropout's masks are others from there on, but the same ones
+    each time that this checkpoint is gone on with on so many devices.
+    """
 
     def __init__(self) -> None:
         self._restored: list[Tensor] | None = None
@@ -101,14 +107,25 @@ class RandomState(Callback):
         self._restored = checkpoint.get("random_state")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts this device's state in place, if the checkpoint knew as many devices."""
-        if self._restored is None or len(self._restored[0]) != trainer.world_size:
+        """Puts this device's state in place or, where the checkpoint knew another number of devices, a new one."""
+        if self._restored is None:
+            return
+        if len(self._restored[0]) != trainer.world_size:
+            torch.manual_seed(_seed_for(trainer.global_rank, self._restored))
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
         torch.set_rng_state(own[0])
         if len(own) > 1 and pl_module.device.type != "cpu":
             torch.get_device_module(pl_module.device).set_rng_state(own[1])
+
+
+def _seed_for(rank: int, states: list[Tensor]) -> int:
+    """64 bits for the device `rank`, which follow from the states (devices, n) that a checkpoint holds."""
+    digest = hashlib.sha256(rank.to_bytes(8, "big"))
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big")
 
 
 def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Tensor) -> Tensor:

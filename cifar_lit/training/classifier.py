@@ -282,7 +282,7 @@ class ImageClassifier(pl.LightningModule):
 
     def _finish_evaluation(self, prefix: str) -> None:
         score = self.score = self.evaluation.compute()
-        self.outcomes = self._outcomes.compute() if self._outcomes.update_called else None
+        self.outcomes = self._outcomes.rows() if self._outcomes.update_called else None
         values = {f"{prefix}/loss": score.loss, f"{prefix}/accuracy": score.accuracy}
         self.log_dict(values, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[prefix] = score.accuracy

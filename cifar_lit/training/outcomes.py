@@ -35,10 +35,16 @@ class Outcomes(Metric):
     def compute(self) -> dict[str, Tensor]:
         """`indices` and `labels` int64 (N,), `probabilities` float64 (N, classes) over all devices, on the CPU, by index.
 
-        In float64, logits that differ stay different, so that the likeliest class is the one that was counted.
+        In float64, logits that differ stay different, so that the likeliest class is the one that was counted. Of a single
+        image torchmetrics hands the first two out as scalars: see `rows`.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
         counted = labels >= 0  # chosen here, as choosing by value would have made each batch wait
         order = indices[counted].argsort()
         rows = torch.arange(len(labels))[counted][order]
         return {"indices": indices[rows], "labels": labels[rows], "probabilities": logits[rows].double().softmax(1)}
+
+    def rows(self) -> dict[str, Tensor]:
+        """What `compute` finds, with a row an image also where there is only one."""
+        found: dict[str, Tensor] = self.compute()
+        return {**found, "indices": found["indices"].reshape(-1), "labels": found["labels"].reshape(-1)}

@@ -127,7 +127,8 @@ class TrainingStep:
 
     def run(self, batch: Any, last: bool) -> None:
         """One batch; `last` of its epoch. Raises NotFiniteLoss, at once or, when captured, from `check`."""
-        self._model.sums.images += len(batch.labels)
+        if batch.share:
+            self._model.sums.images += len(batch.labels)
         if self._graphs is None:
             self._eager(batch, last)
         else:
@@ -146,11 +147,12 @@ class TrainingStep:
     # ---- what a step is made of
 
     def _loss(self, images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """The mean loss, and the same weighted with `share`, to go back from; counts loss and hits."""
+        """The mean loss, and the same weighted with `share`, to go back from; counts loss and hits, of a share of 0 none."""
         logits = self._model.forward(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         with torch.no_grad():
-            self._model.sums.add(loss.detach(), (logits.argmax(1) == labels).sum(), len(labels))
+            if share:
+                self._model.sums.add(loss.detach(), (logits.argmax(1) == labels).sum(), len(labels))
         return loss, loss if share == 1.0 else loss * share
 
     def _eager(self, batch: Any, last: bool) -> None:

@@ -36,13 +36,26 @@ def test_every_device_gets_its_part_of_the_same_global_batch_at_every_step(count
     source = image_set(count)
     loaders = train_loaders(source, batch_size, world, seed=4)
     order = epoch_order(count, seed=4, epoch=0).tolist()
-    parts = [indices_of(list(loader)) for loader in loaders]
-    assert {len(part) for part in parts} == {len(loaders[0])}
+    batches = [list(loader) for loader in loaders]
+    assert {len(part) for part in batches} == {len(loaders[0])}
     wanted = [order[start : start + batch_size] for start in range(0, count, batch_size)]
-    if len(wanted) > 1 and len(wanted[-1]) < min(batch_size, 2 * world):
+    if len(wanted) > 1 and len(wanted[-1]) == 1:
         wanted.pop()  # batch norm cannot take a single image
-    assert [list(chain(*step)) for step in zip(*parts, strict=True)] == wanted
-    assert min(len(batch) for part in parts for batch in part) >= 1
+    counted = [[batch.indices.tolist() if batch.shares[0] else [] for batch in part] for part in batches]
+    assert [list(chain(*step)) for step in zip(*counted, strict=True)] == wanted
+    assert min(len(batch.indices) for part in batches for batch in part) >= 1
+
+
+@pytest.mark.parametrize(("rest", "parts"), [(2, [2, 0, 0]), (3, [3, 0, 0]), (4, [2, 2, 0]), (5, [3, 2, 0]), (6, [2, 2, 2])])
+def test_a_last_batch_too_small_for_all_devices_is_shared_by_fewer_and_the_others_count_nothing(
+    rest: int, parts: list[int]
+) -> None:
+    last = [list(loader)[-1] for loader in train_loaders(image_set(24 + rest), 8, 3)]
+    assert [len(batch.indices) if batch.shares[0] else 0 for batch in last] == parts
+    assert sum(batch.shares[0] for batch in last) == pytest.approx(3)
+    everything = set(chain(*(batch.indices.tolist() for batch in last)))
+    assert len(everything) == rest
+    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can take it
 
 
 @pytest.mark.parametrize(("count", "batch_size", "world"), SIZES)
@@ -51,7 +64,7 @@ def test_shares_make_the_average_over_devices_the_mean_over_the_global_batch(cou
     for chunks in zip(*train_loaders(image_set(count), batch_size, world), strict=True):
         step = [next(chunk.batches()) for chunk in chunks]
         averaged = sum(batch.share * losses[batch.indices].mean() for batch in step) / world
-        everything = torch.cat([batch.indices for batch in step])
+        everything = torch.cat([batch.indices for batch in step if batch.share])
         assert float(averaged) == pytest.approx(float(losses[everything].mean()), rel=1e-12)
 
 

@@ -19,11 +19,13 @@ from safetensors.torch import save_file
 
 from cifar_lit.cli.drill import DRILLS, drill
 from cifar_lit.drills.checkpoint import classes, damaged_files
+from cifar_lit.drills.exact import LARGEST, check_own_test, sizes_from, unequal_scores
 from cifar_lit.drills.kill import KINDS, NINE, ONE_OF_TWO, TERM, draw_plan
 from cifar_lit.drills.phases import PHASES
 from cifar_lit.drills.soak import grown
+from cifar_lit.drills.starts import left_behind
 from cifar_lit.drills.survivors import differences, plain, unequal
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="drills fork their trainings")
@@ -44,7 +46,7 @@ def drilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     folder = tmp_path_factory.mktemp("drills")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-c", ALL, str(folder), *DRILLS]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in DRILLS}, done.stdout
@@ -55,8 +57,10 @@ def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(drilled: tuple[
     assert figures["headline"]["kills that hit"] == figures["settings"]["kills"] == 6
     assert sum(count for by in figures["fell"].values() for count in by.values()) == 6
     assert set(figures["fell"]) == set(PHASES.values())
-    assert all(found["survivors"] == found["identical"] for found in figures["kinds"].values())
+    for kind, found in figures["kinds"].items():
+        assert found["survivors"] == found["equal to 1e-05" if "gone on with" in kind else "identical"]
     assert sum(found["survivors"] for found in figures["kinds"].values()) >= 2
+    assert figures["starts"]["kills"] == figures["starts"]["identical"] == 1
     assert "where the kills fell" in said and "by the way of training" in said
 
 
@@ -66,6 +70,40 @@ def test_no_damaged_checkpoint_is_loaded(drilled: tuple[dict[str, Any], str]) ->
     assert all(row["detected"] == row["files"] > 0 for row in figures["damaged"])
     flipped = [row for row in figures["damaged"] if (row["way"], row["place"]) == ("bit flipped", "tensors")]
     assert flipped[0]["torch_alone_loads"] == flipped[0]["files"]  # so that there was something to detect
+
+
+def test_a_checkpoint_scores_the_same_to_the_last_digit_on_any_number_of_processes(drilled: tuple[dict[str, Any], str]) -> None:
+    figures = drilled[0]["exact"]
+    sizes = sizes_from(figures["settings"]["sizes"])
+    assert [row["processes"] for row in figures["processes"]] == [1, 2, 3]
+    assert all(row["equal"] == row["sizes"] == len(sizes) for row in figures["processes"])
+    assert [row["sizes_with_an_idle_process"] for row in figures["processes"]] == [0, 5, 6]
+    assert [row["size"] for row in figures["scores"]] == [1, 2, 31, 32, 33, 97, 1003]
+    assert figures["scores"][-1]["accuracy"] > 0.2  # ten classes: the checkpoint has learned something
+
+
+def test_scores_that_differ_in_one_digit_are_told() -> None:
+    score = {"size": 3, "accuracy": 1 / 3, "loss": 1.5, "per_class": [float("nan"), 0.5], "confusion": [[1, 0], [0, 2]]}
+    assert unequal_scores(score, [dict(score), {**score, "per_class": [float("nan"), 0.5]}]) == []
+    for other in (
+        {"accuracy": 0.3333333333333334},
+        {"loss": 1.500001},
+        {"per_class": [0.0, 0.5]},
+        {"confusion": [[1, 0], [1, 1]]},
+    ):
+        assert unequal_scores(score, [score, {**score, **other}]) == list(other)
+    own = {"accuracy": 0.25, "loss": 2.0, "images": LARGEST}
+    check_own_test({LARGEST: own}, dict(own))
+    check_own_test({3: {**own, "loss": 2.1}}, own)
+    with pytest.raises(Failure, match=r"own test differs: loss 2\.0, and here 2\.1"):
+        check_own_test({LARGEST: {**own, "loss": 2.1}}, own)
+
+
+def test_sizes_are_read_as_lists_and_ranges() -> None:
+    assert sizes_from("1,4-6, 5,1003") == [1, 4, 5, 6, 1003]
+    for text in ("", "0", "1004", "a", "3-", "5-3"):
+        with pytest.raises(UsageError, match="--sizes"):
+            sizes_from(text)
 
 
 def test_a_long_training_holds_no_more_than_a_short_one(drilled: tuple[dict[str, Any], str]) -> None:
@@ -97,11 +135,43 @@ def test_any_difference_between_two_values_is_found() -> None:
         assert unequal(plain(value), plain(other)) == [place]
 
 
+def test_what_a_killed_start_leaves_is_found_and_runs_do_not_count(tmp_path: Path) -> None:
+    for name in ("lightning_logs/quickstart-1/config.yaml", "log.txt", "tmp/empty/deeper/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tmp/empty/deeper/x").unlink()
+    assert left_behind(tmp_path) == []
+    for name in ("config.yaml", "tmp/empty/half"):
+        (tmp_path / name).touch()
+    assert sorted(left_behind(tmp_path)) == [tmp_path / "config.yaml", tmp_path / "tmp/empty/half"]
+
+
+def test_up_to_rounding_only_fractions_may_differ_and_what_each_process_has() -> None:
+    value = {"a": [torch.tensor([1.0, -200.0]), 0.5, 7, "x"], "b": torch.tensor([3, 4]), "random_state": [torch.zeros(2, 9)]}
+    close = {"a": [torch.tensor([1.0 + 5e-6, -200.001]), 0.5 - 5e-6, 7, "x"], "b": torch.tensor([3, 4])}
+    first, second = (plain(each, ("random_state",)) for each in (value, close))
+    assert unequal(first, second, tolerance=1e-5) == []
+    assert unequal(first, second) == [".a.0", ".a.1"]
+    half = torch.tensor([0.5, 0.5], dtype=torch.float16)
+    assert unequal(half, torch.nextafter(half, half + 1), tolerance=1e-5) == []
+    assert unequal(half, half + 0.01, tolerance=1e-5) == [""]
+    for other in (
+        {**close, "a": [torch.tensor([1.00002, -200.0]), 0.5, 7, "x"]},
+        {**close, "a": [torch.tensor([1.0, float("nan")]), 0.5, 7, "x"]},
+        {**close, "a": [torch.tensor([1.0, -200.0]), float("nan"), 7, "x"]},
+        {**close, "a": [torch.tensor([1.0, -200.0]), 0.5, 8, "x"]},
+        {**close, "a": [torch.tensor([1.0]), 0.5, 7, "x"]},
+        {**close, "b": torch.tensor([3, 5])},
+    ):
+        assert len(unequal(first, plain(other), tolerance=1e-5)) == 1
+
+
 def make_run(folder: Path, weight: float = 1.0) -> Path:
     checkpoint = {"state_dict": {"weight": torch.tensor([weight])}, "global_step": 3}
     for name in ("last.ckpt", "best.ckpt"):
         WholeCheckpoints().save_checkpoint(checkpoint, folder / "checkpoints" / name)
-    save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors", {"net": "small", "width": "1"})
+    card = {"card": json.dumps({"net": "lenet", "std": [weight]}), "format": "1"}
+    save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors", metadata=card)
     (folder / "metrics.csv").write_text("step\n3\n")
     (folder / "metrics.json").write_text(json.dumps({"test": {"accuracy": weight}, "train_seconds": random.random()}))
     return folder
@@ -110,9 +180,11 @@ def make_run(folder: Path, weight: float = 1.0) -> Path:
 def test_runs_are_the_same_or_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
     expected = make_run(tmp_path / "expected")
     assert differences(make_run(tmp_path / "same"), expected) == []
-    files = ("last.ckpt: .state_dict", "best.ckpt: .state_dict", "model.safetensors: ")
-    wanted = [*(f"{name}.weight" for name in files), "metrics.json: test"]
+    files = ("last.ckpt: .state_dict.weight", "best.ckpt: .state_dict.weight")
+    wanted = [*files, "model.safetensors: ..card.std.0", "model.safetensors: .weight", "metrics.json: test"]
     assert differences(make_run(tmp_path / "other", 1.0000001), expected) == wanted
+    assert differences(tmp_path / "other", expected, tolerance=1e-6) == []
+    assert differences(make_run(tmp_path / "far", 1.0001), expected, tolerance=1e-6) == wanted
     left = make_run(tmp_path / "left")
     (left / "metrics.csv").write_text("step\n3\n3\n")
     for name in (".lock", "metrics.json.part"):
@@ -147,7 +219,14 @@ def test_the_command_lists_its_drills_and_refuses_others(capsys: pytest.CaptureF
     assert all(f"  {name} " in listed for name in DRILLS)
     with pytest.raises(UsageError, match=r"no drill is called 'kil'\. Did you mean kill\?"):
         drill(["kil"])
-    for words in (["kill", "--kills", "0"], ["checkpoint", "--cuts", "1"], ["soak", "--early", "500"], ["soak", "--epoch", "3"]):
+    for words in (
+        ["kill", "--kills", "0"],
+        ["kill", "--starts", "0"],
+        ["exact", "--sizes", "0"],
+        ["checkpoint", "--cuts", "1"],
+        ["soak", "--early", "500"],
+        ["soak", "--epoch", "3"],
+    ):
         with pytest.raises(UsageError):
             drill(words)
 

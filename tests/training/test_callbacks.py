@@ -53,6 +53,12 @@ def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time:
     assert (resumed.seconds, resumed.training_seconds, resumed.images) == (26, 20, 32)
 
 
+def test_the_clock_does_not_count_what_a_device_without_images_computes_with() -> None:
+    clock = Clock()
+    clock.on_train_batch_end(SimpleNamespace(world_size=3), None, None, batch(2, 0.0), 0)  # type: ignore[arg-type]
+    assert clock.images == 0
+
+
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
 def test_the_clock_counts_the_global_batch_on_every_device(parts: tuple[int, ...], total: int) -> None:
     for part in parts:
@@ -95,13 +101,19 @@ def test_each_device_gets_its_own_random_state_back() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_random_state_of_another_number_of_devices_is_not_used() -> None:
-    alone: Any = SimpleNamespace(world_size=1, global_rank=0)
-    restored = RandomState()
-    restored.on_load_checkpoint(alone, None, {"random_state": [torch.zeros(2, 5056, dtype=torch.uint8)]})  # type: ignore[arg-type]
-    before = torch.get_rng_state()
-    restored.on_train_start(alone, None)  # type: ignore[arg-type]
-    assert torch.equal(torch.get_rng_state(), before)
+def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoint_and_the_device() -> None:
+    def drawn(state: int, rank: int, world: int) -> list[float]:
+        device: Any = SimpleNamespace(world_size=world, global_rank=rank)
+        restored = RandomState()
+        restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})  # type: ignore[arg-type]
+        torch.rand(int(torch.randint(5, ())))  # whatever set-up has drawn
+        restored.on_train_start(device, None)  # type: ignore[arg-type]
+        return torch.rand(3).tolist()
+
+    first = drawn(0, 0, 1)
+    assert drawn(0, 0, 1) == first
+    others = [drawn(1, 0, 1), drawn(0, 1, 3), drawn(0, 2, 3)]
+    assert all(other != first for other in others) and others[1] != others[2]
 
 
 def test_an_interruption_knows_the_shells_exit_code() -> None:

@@ -6,7 +6,9 @@ from real_runs import only_run
 from small_runs import classifier, shapes_data, trainer
 from torch.nn import functional as F
 
+from cifar_lit.data.imageset import ImageSet
 from cifar_lit.results.outcomes import outcomes_of
+from cifar_lit.results.predictions import write_predictions
 from cifar_lit.training.metrics import total_norm
 from cifar_lit.training.outcomes import Outcomes
 
@@ -76,6 +78,15 @@ def test_the_norm_is_of_all_numbers_together() -> None:
 def test_a_set_of_one_image_has_outcomes_of_one_row() -> None:
     outcomes = Outcomes()
     outcomes.update(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), torch.tensor([0]))
-    found = outcomes_of(outcomes.compute())
+    found = outcomes_of(outcomes.rows())
     assert (found.indices.tolist(), found.labels.tolist(), found.predicted.tolist()) == ([0], [1], [1])
     assert found.probability.shape == (1,)
+
+
+def test_a_test_of_one_image_can_be_written_down(tmp_path: Path) -> None:
+    model, data = classifier(), shapes_data(count=10)
+    whole = data.test_images
+    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)
+    trainer().test(model, datamodule=data, verbose=False)
+    assert model.outcomes is not None
+    assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.outcomes]) == 1
