@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from cifar_lit.cli import machine, trust
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.launched import check_nodes, is_first_process
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.resume import asked_for, settled
 from cifar_lit.cli.run import Run
@@ -81,7 +82,7 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        return asked_for(self.command, is_first_process(dict(os.environ)))
+        return asked_for(self.command, is_first_process(os.environ))
 
     def _base(self) -> Path | None:
         """The weakest settings: of the run that is resumed or tested, else of a recipe."""
@@ -147,6 +148,7 @@ class TrainingCLI(LightningCLI):
             if not Path(tested).expanduser().is_file():
                 raise UsageError(f"there is no checkpoint {tested}")
         trainer = self.settings.trainer
+        check_nodes(trainer.num_nodes, os.environ)
         self.machine = machine.look()
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict":
@@ -172,8 +174,10 @@ class TrainingCLI(LightningCLI):
         self._search()
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
-        first = is_first_process(dict(os.environ))
-        folder = RunFolder(Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first=first)
+        first = is_first_process(os.environ)
+        folder = RunFolder(
+            Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first, self.command.job
+        )
         step = None
         if self.checkpoint:
             try:
@@ -291,10 +295,3 @@ class TrainingCLI(LightningCLI):
         self.run.show(metrics, val, test, self.model.outcomes, self.datamodule, self.trainer.global_step)
         self.run.write(metrics, self.model if keep else None, self.datamodule, self.model.outcomes if test else None)
         self.run.print_end(metrics, test, self.datamodule)
-
-
-def is_first_process(environment: dict[str, str]) -> bool:
-    """Whether this process is the first of all, from what torchrun, Lightning or the user of several nodes set."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return environment["RANK"] == "0"
-    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"

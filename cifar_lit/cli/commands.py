@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from importlib import import_module
 
-from cifar_lit.cli import flags
+from cifar_lit.cli import flags, job, launched
 from cifar_lit.errors import UsageError, nearest
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -97,7 +98,9 @@ def _run(words: list[str], default: str) -> int:
     command = flags.parse(name, rest)
     if command.recipe:
         flags.recipe_path(command.recipe)
-    flags.apply_torchrun(command, dict(os.environ))
+    launched.apply_torchrun(command, os.environ)
+    launched.apply_slurm(command, os.environ)
+    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
     from cifar_lit.cli.quiet import catch_signals, quieten
 
     quieten()
