@@ -7,7 +7,7 @@ import platform
 import sys
 from importlib import import_module
 
-from cifar_lit.cli import flags, job, launched
+from cifar_lit.cli import flags, job, launched, rendezvous
 from cifar_lit.errors import UsageError, nearest
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -101,6 +101,7 @@ def _run(words: list[str], default: str) -> int:
     launched.apply_torchrun(command, os.environ)
     launched.apply_slurm(command, os.environ)
     job.go_on(command, rest, os.environ, os.getppid(), platform.node())
+    rendezvous.meet_anew(os.environ)
     from cifar_lit.cli.quiet import catch_signals, quieten
 
     quieten()
@@ -122,6 +123,8 @@ def _tell(error: BaseException, debug: bool) -> int:
 
         traceback.print_exception(error)
     line, code = explain(error)
+    if getattr(error, "requeue", False) and launched.is_first_process(os.environ):
+        line = job.requeued(os.environ, getattr(error, "resume", None))
     if line:
         print(line, file=sys.stderr, flush=True)
     return code

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,14 +52,19 @@ def job_of(environment: Mapping[str, str], parent: int, host: str) -> Job | None
     if name := environment.get(NAME):
         return Job(name, f"job {name}", again, named=True)
     if "SLURM_JOB_ID" in environment:
-        number = environment["SLURM_JOB_ID"]
-        if "SLURM_ARRAY_JOB_ID" in environment:
-            number = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+        number = slurm_number(environment)
         return Job(f"slurm:{environment.get('SLURM_CLUSTER_NAME', '')}:{number}", f"SLURM's job {number}", again)
     if by_torchrun(environment):
         run = environment["TORCHELASTIC_RUN_ID"]  # with it, as several nodes may change places; "none" where none was given
         return Job(f"torchrun:{run}" if run != "none" else f"torchrun:none:{parent}@{host}", "torchrun's job", again)
     return None
+
+
+def slurm_number(environment: Mapping[str, str]) -> str:
+    """The number of SLURM's job as its commands take it: of a task of an array with the array's."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
 
 
 def digest(name: str, words: list[str]) -> str:
@@ -90,12 +97,16 @@ def go_on(command: Command, words: list[str], environment: Mapping[str, str], pa
     logs = Path(_logs(command)).expanduser()
     run = _decided(logs, job, record, first, environment)
     os.environ[DECIDED] = str(run) if run else ""
-    _end_if_finished(run, job, first, tests)
     if run is not None:
+        began = json.loads((run / JOB).read_text())
+        if began.get("recipe") != command.recipe:
+            recipe = began.get("recipe") or "that fits this machine"
+            raise UsageError(f"{shown(run)} of {job} began with the recipe {recipe}: keep to it, or give {NAME} another value")
+        _end_if_finished(run, job, first, tests)
         if first:
             reason = "was started again" if job.again else "has a run"
             print(f"going on with {shown(run)}: {job} {reason}", file=sys.stderr, flush=True)
-        _resume(command, run, record)
+        _resume(command, run, same_line=began.get("line") == record["line"])
     elif job.again and first:
         print(f"{job} was started again, but has no checkpoint in {shown(logs)} yet: starting anew", file=sys.stderr, flush=True)
 
@@ -119,15 +130,9 @@ def _end_if_finished(run: Path | None, job: Job, first: bool, tests: bool) -> No
     raise SystemExit(0)
 
 
-def _resume(command: Command, run: Path, record: Mapping[str, Any]) -> None:
-    """Turns the line that began a run into one that resumes it: its config.yaml holds what files and searches gave."""
-    began = json.loads((run / JOB).read_text())
-    if began.get("recipe") != record["recipe"]:
-        raise UsageError(
-            f"{shown(run)} of job {record['job']} began with the recipe {began.get('recipe') or 'that fits this machine'}: "
-            f"keep to it, or give {NAME} another value"
-        )
-    if began.get("line") == record["line"]:
+def _resume(command: Command, run: Path, same_line: bool) -> None:
+    """Turns a line into one that resumes a run, whose config.yaml holds what files and searches gave at its beginning."""
+    if same_line:
         command.configs = []
     for found, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
         if found in command.auto:
@@ -145,3 +150,24 @@ def _logs(command: Command) -> str:
         if isinstance(values, dict) and values.get("logs"):
             return str(values["logs"])
     return LOGS
+
+
+def requeued(environment: Mapping[str, str], resume: str | None) -> str:
+    """Asks SLURM to start this process's job again; the line that tells what came of it.
+
+    resume: the command that goes on, None when there is no checkpoint. SLURM ends the job at once, so everything must be
+    written by now; its signals are not heeded any more.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    number_of_job = slurm_number(environment)
+    try:
+        done = subprocess.run(["scontrol", "requeue", number_of_job], capture_output=True, text=True, timeout=60, check=False)
+        reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = getattr(error, "strerror", None) or "it did not answer within 60 s"
+    state = "at its checkpoint" if resume else "before its first checkpoint"
+    if not reason:
+        return f"cifar-lit: stopped {state}; SLURM's job {number_of_job} is queued again, and will go on by itself"
+    hint = f"Go on with:\n  {resume}" if resume else "Start it again."
+    return f"cifar-lit: stopped {state}, but `scontrol requeue {number_of_job}` failed: {reason}. {hint}"

@@ -27,6 +27,12 @@ def by_torchrun(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment and "LOCAL_WORLD_SIZE" in environment
 
 
+def starts_again(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun will start the processes again when one of them fails."""
+    count, most = (int(environment.get(f"TORCHELASTIC_{name}") or 0) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
+
+
 def by_slurm(environment: Mapping[str, str]) -> bool:
     """Whether this process belongs to a SLURM job as Lightning sees it: not to an interactive shell, nor to torchrun."""
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")

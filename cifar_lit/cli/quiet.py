@@ -8,15 +8,20 @@ import warnings
 
 
 def catch_signals() -> None:
-    """Makes Ctrl-C and SIGTERM raise `Interrupted` wherever the command is; a training stops after its step instead."""
+    """Makes Ctrl-C, SIGTERM and SLURM's signal to requeue raise `Interrupted` wherever the command is.
+
+    A training stops after its step instead.
+    """
     import signal
 
+    from cifar_lit.cli.launched import by_slurm
     from cifar_lit.training.callbacks import Interrupted
 
     def stop(number: int, frame: object) -> None:
-        raise Interrupted(number)
+        raise Interrupted(number, requeue=number == requeue)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    requeue = signal.SIGUSR1 if by_slurm(os.environ) else None
+    for number in filter(None, (signal.SIGINT, signal.SIGTERM, requeue)):
         signal.signal(number, stop)
 
 

@@ -24,7 +24,7 @@ from cifar_lit.results.outcomes import fingerprint
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import PREVIOUS, RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
-from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
+from cifar_lit.training.callbacks import Clock, OrderlyStop, OwnSignals, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.divergence import Divergence
@@ -57,7 +57,7 @@ class Run:
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """All callbacks of a training; checkpoints by validation only where there is one."""
-        chosen: list[Callback] = [_Folder(self)]
+        chosen: list[Callback] = [OwnSignals(), _Folder(self)]
         if bar:
             chosen.append(LiveBar())
         if self.trains:

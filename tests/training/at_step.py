@@ -13,11 +13,17 @@ from lightning.pytorch.callbacks import Callback
 class AtStep(Callback):
     """In the step after AT_STEP waits while the file AT_STEP_WAIT is there, or sends its own process AT_STEP_SIGNAL.
 
+    With AT_STEP_RANK only that process does, and in no case does one that torchrun has started again.
+
     At the end of a training every process leaves its weights in the folder RANK_WEIGHTS.
     """
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if os.environ.get("AT_STEP") != str(trainer.global_step):
+            return
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            return
+        if os.environ.get("AT_STEP_RANK", str(trainer.global_rank)) != str(trainer.global_rank):
             return
         if number := os.environ.get("AT_STEP_SIGNAL"):
             os.kill(os.getpid(), int(number))

@@ -1,0 +1,95 @@
+"""Where the processes that torchrun starts again meet: at a port that the first of them opens anew.
+
+torchrun lets all attempts meet at the agent's store, where the addresses that an earlier attempt left are still found;
+who reads them too early cannot connect (github.com/pytorch/pytorch/issues/135712, and seen with torch 2.15). Its count
+of restarts does not tell attempts apart on several nodes, as each node counts its own. So they agree on a port by a
+handshake that nothing of an earlier attempt can answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Protocol
+
+from cifar_lit.cli.launched import by_torchrun
+from cifar_lit.errors import Failure
+
+LIMIT = 600.0  # seconds; processes come late where starting takes long
+PAUSE = 0.02
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed.Store."""
+
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+
+
+def meet_anew(environment: MutableMapping[str, str]) -> None:
+    """Moves the meeting point of a torchrun that may have started processes before; else nothing changes.
+
+    Raises Failure when not all processes come within the limit.
+    """
+    if not by_torchrun(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    world, here = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+    if world == 1 or (world == here and environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"):
+        return
+    from torch.distributed import TCPStore
+
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LIMIT))
+    agreed = agree(store, int(environment["RANK"]), world, LIMIT)
+    environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"] = str(agreed), "False"
+
+
+def agree(store: Store, rank: int, world: int, limit: float) -> int:
+    """The port at which `world` processes of one attempt meet, free on the machine of rank 0; called by each of them.
+
+    Each further process says hello with a token of its own, until the first one answers that it has heard it, and
+    confirms. Raises Failure after `limit` seconds.
+    """
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + limit
+
+    def read(key: str) -> str | None:
+        return store.get(key).decode() if store.check([key]) else None
+
+    if rank > 0:
+        store.set(f"cifar_lit/hello/{rank}", own)
+        while True:
+            answer = json.loads(read("cifar_lit/answer") or "{}")
+            if answer.get("heard", {}).get(str(rank)) == own:
+                store.set(f"cifar_lit/confirmed/{rank}", answer["token"])
+                return int(answer["port"])
+            _wait(deadline, limit)
+    port = _free_port()
+    others = range(1, world)
+    said: dict[str, str | None] = {}
+    while any(read(f"cifar_lit/confirmed/{other}") != own for other in others):
+        heard = {str(other): read(f"cifar_lit/hello/{other}") for other in others}
+        if heard != said:
+            store.set("cifar_lit/answer", json.dumps({"token": own, "port": port, "heard": heard}))
+            said = heard
+        _wait(deadline, limit)
+    return port
+
+
+def _wait(deadline: float, limit: float) -> None:
+    if time.monotonic() > deadline:
+        raise Failure(f"process {os.getpid()} has waited {limit:.0f} s for the others of this run: see what they printed")
+    time.sleep(PAUSE)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
