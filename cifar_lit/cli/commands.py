@@ -102,8 +102,9 @@ def _run(words: list[str], default: str) -> int:
     launched.apply_slurm(command, os.environ)
     job.go_on(command, rest, os.environ, os.getppid(), platform.node())
     rendezvous.meet_anew(os.environ)
-    from cifar_lit.cli.quiet import catch_signals, quieten
+    from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
+    hold_signals()
     quieten()
     catch_signals()
     from cifar_lit.cli.app import run_command

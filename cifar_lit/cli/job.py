@@ -166,8 +166,8 @@ def requeued(environment: Mapping[str, str], resume: str | None) -> str:
         reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or "it did not answer within 60 s"
-    state = "at its checkpoint" if resume else "before its first checkpoint"
+    state = "stopped at its checkpoint" if resume else "stopped"
     if not reason:
-        return f"cifar-lit: stopped {state}; SLURM's job {number_of_job} is queued again, and will go on by itself"
+        return f"cifar-lit: {state}; SLURM's job {number_of_job} is queued again, and will go on by itself"
     hint = f"Go on with:\n  {resume}" if resume else "Start it again."
-    return f"cifar-lit: stopped {state}, but `scontrol requeue {number_of_job}` failed: {reason}. {hint}"
+    return f"cifar-lit: {state}, but `scontrol requeue {number_of_job}` failed: {reason}. {hint}"

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
+
+from cifar_lit.cli.launched import by_slurm
+
+
+def hold_signals() -> None:
+    """Keeps SLURM's signal to requeue, which would kill a process without a handler, until `catch_signals`.
+
+    To be called before libraries are imported, which takes seconds; the signal can come at once where --time is short.
+    """
+    if by_slurm(os.environ):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def catch_signals() -> None:
@@ -12,9 +24,6 @@ def catch_signals() -> None:
 
     A training stops after its step instead.
     """
-    import signal
-
-    from cifar_lit.cli.launched import by_slurm
     from cifar_lit.training.callbacks import Interrupted
 
     def stop(number: int, frame: object) -> None:
@@ -23,6 +32,8 @@ def catch_signals() -> None:
     requeue = signal.SIGUSR1 if by_slurm(os.environ) else None
     for number in filter(None, (signal.SIGINT, signal.SIGTERM, requeue)):
         signal.signal(number, stop)
+    if requeue:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 
 def quieten() -> None:

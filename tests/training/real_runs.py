@@ -107,7 +107,7 @@ def stopped(words: Sequence[str], folder: Path, step: int, number: int) -> Done:
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
     """Takes back what a command changes in its process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     before, folder, argv = dict(os.environ), Path.cwd(), sys.argv
     try:
