@@ -85,9 +85,9 @@ def test_slurms_signal_writes_a_checkpoint_then_requeues_and_the_next_start_goes
 @pytest.mark.parametrize(
     ("stage", "step", "said"),
     [
-        ("fit", None, "before its first checkpoint"),
-        ("validation", STEPS_PER_EPOCH, "at its checkpoint"),
-        ("test", 39, "at its …"),
+        ("fit", None, "stopped;"),
+        ("validation", STEPS_PER_EPOCH, "stopped at its checkpoint;"),
+        ("test", 39, "stopped at its checkpoint;"),
     ],
 )
 def test_outside_of_steps_it_does_the_same_with_the_checkpoint_that_there_is(
