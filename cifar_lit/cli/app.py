@@ -185,7 +185,7 @@ class TrainingCLI(LightningCLI):
             except BaseException:
                 folder.release()
                 raise
-            self.notes["resume"] = shown(self.checkpoint)
+            self.notes |= {"resume": shown(self.checkpoint), "step": str(step)}
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         trust.remember(text)

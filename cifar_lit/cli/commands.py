@@ -124,7 +124,7 @@ def _tell(error: BaseException, debug: bool) -> int:
 
         traceback.print_exception(error)
     line, code = explain(error)
-    if getattr(error, "requeue", False) and launched.is_first_process(os.environ):
+    if getattr(error, "requeue", False):
         line = job.requeued(os.environ, getattr(error, "resume", None))
     if line:
         print(line, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -24,6 +25,7 @@ from cifar_lit.results.plain_yaml import plain_values
 from cifar_lit.results.run_folder import JOB, find_resumable, is_finished, run_of, runs_of_job, shown
 
 NAME = "CIFAR_LIT_JOB"  # set by a user or a scheduler's file; it must be unique among the jobs that share --logs
+GRACE = 5.0  # seconds that SLURM is given to end a job that is queued again
 DECIDED = "CIFAR_LIT_JOB_RUN"  # tells processes that this one starts what it has decided: a run, or "" for a new one
 
 
@@ -153,21 +155,26 @@ def _logs(command: Command) -> str:
 
 
 def requeued(environment: Mapping[str, str], resume: str | None) -> str:
-    """Asks SLURM to start this process's job again; the line that tells what came of it.
+    """Asks SLURM to start this process's job again; a line about what went wrong, empty when nothing did.
 
     resume: the command that goes on, None when there is no checkpoint. SLURM ends the job at once, so everything must be
-    written by now; its signals are not heeded any more.
+    written by now, the line that says so as well. Signals are not heeded any more. Processes but the first wait for
+    that end: were they gone before, `srun --kill-on-bad-exit` could take the first one with them.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    number_of_job = slurm_number(environment)
+    if not is_first_process(environment):
+        time.sleep(GRACE)
+        return ""
+    job = slurm_number(environment)
+    state = "stopped at its checkpoint" if resume else "stopped"
+    print(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself", file=sys.stderr, flush=True)
     try:
-        done = subprocess.run(["scontrol", "requeue", number_of_job], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
         reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or "it did not answer within 60 s"
-    state = "stopped at its checkpoint" if resume else "stopped"
     if not reason:
-        return f"cifar-lit: {state}; SLURM's job {number_of_job} is queued again, and will go on by itself"
+        return ""
     hint = f"Go on with:\n  {resume}" if resume else "Start it again."
-    return f"cifar-lit: {state}, but `scontrol requeue {number_of_job}` failed: {reason}. {hint}"
+    return f"cifar-lit: it is not, as `scontrol requeue {job}` failed: {reason}. {hint}"

@@ -57,7 +57,7 @@ def apply_slurm(command: Command, environment: MutableMapping[str, str]) -> None
     made those of this step: a step may have fewer tasks than the job. Raises UsageError when the flags ask for something
     else, when nodes have different numbers of tasks, and when the tasks were never started. Without SLURM nothing changes.
     """
-    if not by_slurm(environment):
+    if not by_slurm(environment) or command.asks_only:
         return
     tasks = int(environment["SLURM_NTASKS"])
     if tasks > 1 and "SLURM_STEP_ID" not in environment:

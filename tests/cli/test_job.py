@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from command_line import config_of, metrics_of, refused, typed
 from cifar_lit.cli.flags import Command, parse
 from cifar_lit.cli.job import DECIDED, Job, go_on, job_of
 from cifar_lit.cli.rendezvous import agree
+from cifar_lit.cli.run import Run
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.results.run_folder import RunFolder
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
@@ -206,3 +209,44 @@ def test_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> N
     store.set("cifar_lit/hello/1", "of one that is gone")
     with pytest.raises(Failure, match=r"has waited 0 s for the others of this run"):
         agree(store, rank, 2, 0.1)
+
+
+# ---- every process starts from the same checkpoint
+
+
+class OtherFirst:
+    """What a run's setup sees of a Trainer, in the second process of two, the first of which sent `said`."""
+
+    fast_dev_run, is_global_zero, global_rank, checkpoint_callbacks = False, False, 1, ()
+
+    def __init__(self, said: list[str]) -> None:
+        self.strategy, self._said = self, said
+
+    def broadcast(self, own: object) -> tuple[str, list[str]]:
+        return "logs/small-1", self._said
+
+
+@pytest.mark.parametrize(
+    ("notes", "said", "line"),
+    [
+        ({"resume": "a-1/checkpoints/last.ckpt", "step": "7"}, ["a-1", "checkpoints", "last.ckpt", "7"], None),
+        ({}, [""], None),
+        (
+            {"resume": "a-1/checkpoints/last.ckpt", "step": "7"},
+            ["a-1", "checkpoints", "last.ckpt", "9"],
+            "process 1 would start from a-1/checkpoints/last.ckpt of step 7, the first one from a-1/.*last.ckpt of step 9: ",
+        ),
+        (
+            {},
+            ["a-1", "checkpoints", "last.ckpt", "9"],
+            "from the beginning, the first one from a-1/checkpoints/last.ckpt of step 9",
+        ),
+    ],
+)
+def test_processes_that_see_different_checkpoints_do_not_train_together(
+    notes: dict[str, str], said: list[str], line: str | None
+) -> None:
+    run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
+    folder = run.callbacks(validates=False, bar=False)[1]
+    with nullcontext() if line is None else pytest.raises(Failure, match=line):
+        folder.setup(OtherFirst(said), None, "fit")  # type: ignore[arg-type]

@@ -131,8 +131,8 @@ def test_a_requeue_that_fails_says_how_to_go_on_by_hand(tmp_path: Path, script: 
     path = scontrol(tmp_path / "bin", script)
     done = here(WORDS, tmp_path, **SLURM, **array, PATH=path, AT_STEP="3", AT_STEP_SIGNAL=USR1)
     assert done.code == 138
-    line = f"cifar-lit: stopped at its checkpoint, but `scontrol requeue 5_2` failed: {reason}. Go on with:\n"
-    assert done.err == f"{line}  cifar-lit train --resume lightning_logs/tudui-1\n"
+    line = f"cifar-lit: it is not, as `scontrol requeue 5_2` failed: {reason}. Go on with:\n"
+    assert done.err.endswith(f" {QUEUED}\n{line}  cifar-lit train --resume lightning_logs/tudui-1\n")
 
 
 def test_sigterm_in_slurm_writes_a_checkpoint_as_elsewhere_and_requeues_nothing(tmp_path: Path) -> None:
