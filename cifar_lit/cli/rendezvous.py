@@ -2,7 +2,7 @@
 
 torchrun lets all attempts meet at the agent's store, where the addresses that an earlier attempt left are still found;
 who reads them too early cannot connect (github.com/pytorch/pytorch/issues/135712, and seen with torch 2.15). Its count
-of restarts does not tell attempts apart on several nodes, as each node counts its own. So they agree on a port by a
+of restarts does not tell attempts apart on several nodes, as each node counts its own. So they agree on both by a
 handshake that nothing of an earlier attempt can answer.
 """
 
@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import MutableMapping
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from cifar_lit.cli.launched import by_torchrun
 from cifar_lit.errors import Failure
@@ -46,40 +46,47 @@ def meet_anew(environment: MutableMapping[str, str]) -> None:
 
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LIMIT))
-    agreed = agree(store, int(environment["RANK"]), world, LIMIT)
-    environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"] = str(agreed), "False"
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    port, restarts = agree(store, int(environment["RANK"]), world, restarts, LIMIT)
+    environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"] = str(port), "False"
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
 
 
-def agree(store: Store, rank: int, world: int, limit: float) -> int:
-    """The port at which `world` processes of one attempt meet, free on the machine of rank 0; called by each of them.
+def agree(store: Store, rank: int, world: int, restarts: int, limit: float) -> tuple[int, int]:
+    """The port at which `world` processes of one attempt meet, free on the machine of rank 0, and how often they were
+    started again: by the highest of their counts, and at least once where an earlier attempt has come this far.
 
-    Each further process says hello with a token of its own, until the first one answers that it has heard it, and
-    confirms. Raises Failure after `limit` seconds.
+    Called by each of them. Each further process says hello with a token of its own until the first one answers that it
+    has heard it, and confirms; when all have, the first one says what holds. Raises Failure after `limit` seconds.
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + limit
 
-    def read(key: str) -> str | None:
-        return store.get(key).decode() if store.check([key]) else None
+    def read(key: str) -> Any:
+        return json.loads(store.get(f"cifar_lit/{key}")) if store.check([f"cifar_lit/{key}"]) else None
+
+    def say(key: str, value: Any) -> None:
+        store.set(f"cifar_lit/{key}", json.dumps(value))
 
     if rank > 0:
-        store.set(f"cifar_lit/hello/{rank}", own)
-        while True:
-            answer = json.loads(read("cifar_lit/answer") or "{}")
-            if answer.get("heard", {}).get(str(rank)) == own:
-                store.set(f"cifar_lit/confirmed/{rank}", answer["token"])
-                return int(answer["port"])
+        say(f"hello/{rank}", [own, restarts])
+        while own not in ((answer := read("answer")) or {"heard": []})["heard"]:
             _wait(deadline, limit)
-    port = _free_port()
-    others = range(1, world)
-    said: dict[str, str | None] = {}
-    while any(read(f"cifar_lit/confirmed/{other}") != own for other in others):
-        heard = {str(other): read(f"cifar_lit/hello/{other}") for other in others}
-        if heard != said:
-            store.set("cifar_lit/answer", json.dumps({"token": own, "port": port, "heard": heard}))
-            said = heard
+        say(f"confirmed/{rank}", answer["token"])
+        while (last := read("agreed") or {}).get("token") != answer["token"]:
+            _wait(deadline, limit)
+        return last["port"], last["restarts"]
+    before: list[Any] = []
+    while any(read(f"confirmed/{other}") != own for other in range(1, world)):
+        hellos = [read(f"hello/{other}") or ["", 0] for other in range(1, world)]
+        if hellos != before:
+            say("answer", {"token": own, "heard": [token for token, _ in hellos]})
+            before = hellos
         _wait(deadline, limit)
-    return port
+    counts = [restarts, *(read(f"hello/{other}")[1] for other in range(1, world)), int(read("agreed") is not None)]
+    found = {"token": own, "port": _free_port(), "restarts": max(counts)}
+    say("agreed", found)
+    return found["port"], found["restarts"]
 
 
 def _wait(deadline: float, limit: float) -> None:

@@ -192,23 +192,25 @@ def test_what_a_job_leaves_in_a_runs_folder_is_in_nobodys_way(run: Path) -> None
 # ---- where processes that torchrun starts again meet
 
 
-def test_processes_agree_on_a_port_whatever_an_earlier_attempt_has_left() -> None:
+def test_processes_agree_whatever_an_earlier_attempt_has_left_and_whichever_node_has_counted_it() -> None:
     store = dist.HashStore()
-    ports = []
+    ports, restarts = [], []
     with ThreadPoolExecutor(3) as processes:
-        for _ in range(3):
-            found = list(processes.map(lambda rank: agree(store, rank, 3, 20.0), (2, 0, 1)))
+        for counted in ((0, 0, 0), (0, 0, 0), (0, 2, 1)):
+            found = list(processes.map(lambda rank, count: agree(store, rank, 3, count, 20.0), (2, 0, 1), counted))
             assert len(set(found)) == 1
-            ports.append(found[0])
+            ports.append(found[0][0])
+            restarts.append(found[0][1])
     assert len(set(ports)) > 1  # of the system's choice
+    assert restarts == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> None:
     store = dist.HashStore()
-    store.set("cifar_lit/hello/1", "of one that is gone")
+    store.set("cifar_lit/hello/1", '["of one that is gone", 0]')
     with pytest.raises(Failure, match=r"has waited 0 s for the others of this run"):
-        agree(store, rank, 2, 0.1)
+        agree(store, rank, 2, 0, 0.1)
 
 
 # ---- every process starts from the same checkpoint
