@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 from importlib import import_module
 
@@ -115,6 +116,9 @@ def _run(words: list[str], default: str) -> int:
 
 def _tell(error: BaseException, debug: bool) -> int:
     """Prints what went wrong and returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing left to save: one that comes now ends it quietly
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     from cifar_lit.cli.failures import explain
