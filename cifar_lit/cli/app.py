@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from cifar_lit.cli import machine, sharding, trust
 from cifar_lit.cli.checks import check_numbers
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.launched import advice, is_first_process
 from cifar_lit.cli.parser_errors import long_flags, parsed
 from cifar_lit.cli.resume import asked_for, settled
 from cifar_lit.cli.run import Run
@@ -24,7 +25,7 @@ from cifar_lit.cli.search import device_of, memory_told, search
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks.meeting import join
-from cifar_lit.ranks.place import is_first_process, place_of
+from cifar_lit.ranks.place import place_of
 from cifar_lit.ranks.progress import Progress
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import RunFolder, run_of, shown
@@ -84,7 +85,7 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        return asked_for(self.command, is_first_process(dict(os.environ)))
+        return asked_for(self.command, is_first_process(os.environ))
 
     def _base(self) -> Path | None:
         """The weakest settings: of the run that is resumed or tested, else of a recipe."""
@@ -170,8 +171,10 @@ class TrainingCLI(LightningCLI):
         self._search()
         self.settings.data.mean, self.settings.data.std = data.statistics
         run_path = run_of(self.checkpoint) if self.checkpoint else None
-        first = is_first_process(dict(os.environ))
-        folder = RunFolder(Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first=first)
+        first = is_first_process(os.environ)
+        folder = RunFolder(
+            Path(self.settings.logs).expanduser(), self.settings.recipe or "custom", run_path, first, self.command.job
+        )
         step = None
         if self.checkpoint:
             try:
@@ -179,13 +182,13 @@ class TrainingCLI(LightningCLI):
             except BaseException:
                 folder.release()
                 raise
-            self.notes["resume"] = shown(self.checkpoint)
+            self.notes |= {"resume": shown(self.checkpoint), "step": str(step)}
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         trust.remember(text)
         self.run = Run(folder, yaml.safe_load(text), text, self.notes, self.name)
         if self.watch:
-            self.watch.release, self.watch.hint = folder.release, self._hint
+            self.watch.release, self.watch.advice = folder.release, lambda: advice(self._hint(), os.environ)
         wanted = self.config_init[self.name].trainer
         callbacks = wanted.callbacks or []
         loggers = wanted.logger if isinstance(wanted.logger, list) else [wanted.logger]

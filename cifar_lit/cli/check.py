@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from cifar_lit.bench.process import environment
-from cifar_lit.cli import console, flags
+from cifar_lit.cli import console, flags, launched
 from cifar_lit.cli.check_processes import together
 from cifar_lit.cli.check_torchrun import Board, Job
 from cifar_lit.cli.check_verdicts import Row, Verdict, device_verdict, group_verdict
@@ -71,7 +71,7 @@ def check(accelerator: str, devices: str | None, limit: float) -> None:
     if job is None:
         verdicts = _alone(accelerator, devices, limit)
     else:
-        flags.apply_torchrun(
+        launched.apply_torchrun(
             flags.Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ)
         )
         board = Board(job, os.environ, limit)

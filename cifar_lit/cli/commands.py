@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import signal
 import sys
 from importlib import import_module
 
-from cifar_lit.cli import flags
+from cifar_lit.cli import flags, job, launched, rendezvous
 from cifar_lit.errors import UsageError, nearest
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -98,9 +100,13 @@ def _run(words: list[str], default: str) -> int:
     command = flags.parse(name, rest)
     if command.recipe:
         flags.recipe_path(command.recipe)
-    flags.apply_torchrun(command, dict(os.environ))
-    from cifar_lit.cli.quiet import catch_signals, quieten
+    launched.apply_torchrun(command, os.environ)
+    launched.apply_slurm(command, os.environ)
+    rendezvous.meet_anew(os.environ)
+    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
+    from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
+    hold_signals()
     quieten()
     catch_signals()
     from cifar_lit.cli.app import run_command
@@ -113,6 +119,9 @@ def _run(words: list[str], default: str) -> int:
 
 def _tell(error: BaseException, debug: bool) -> int:
     """Prints what went wrong and returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing left to save: one that comes now ends it quietly
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     from cifar_lit.cli.failures import explain, is_lost_peer
@@ -123,6 +132,9 @@ def _tell(error: BaseException, debug: bool) -> int:
 
         traceback.print_exception(error)
     line, code = explain(error)
-    if line := leave(line, code, is_lost_peer(error)):
+    line = leave(line, code, is_lost_peer(error))
+    if getattr(error, "requeue", False):
+        line = job.requeued(os.environ, getattr(error, "resume", None))
+    if line:
         print(line, file=sys.stderr, flush=True)
     return code

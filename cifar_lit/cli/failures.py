@@ -6,6 +6,7 @@ import errno
 import os
 import re
 
+from cifar_lit.cli.launched import starts_again
 from cifar_lit.errors import Failure, UsageError
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
@@ -55,7 +56,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, PermissionError):
         return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
     if is_lost_peer(error):
-        return "cifar-lit: another process of this run ended early; what it printed says why. Go on with --resume.", 1
+        hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
+        return f"cifar-lit: another process of this run ended early; what it printed says why. {hint}.", 1
     if isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     return f"cifar-lit: {kind}: {text} (--debug shows where)", 1

@@ -38,7 +38,8 @@ class Command:
     """A training command: its name, and the pieces that LightningCLI's line is built from.
 
     resume: "" for the newest run, a path, or None when nothing is to be resumed. trust: configuration files may name any class.
-    auto: which of "batch" and "lr" are to be found before the training.
+    auto: which of "batch" and "lr" are to be found before the training. job: what a new run's folder records of the
+    scheduler's job that it belongs to, None outside one.
     """
 
     name: str
@@ -49,11 +50,22 @@ class Command:
     trust: bool = False
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
+    job: str | None = None
 
     @property
     def asks_only(self) -> bool:
         """Whether nothing is to be run: help or a printed configuration is wanted."""
         return any(flag.split("=")[0] in ("-h", "--help", "--print_config") or flag.startswith("--print_") for flag in self.flags)
+
+    def without(self, flag: str) -> list[str]:
+        """The flags but for one long one and its values."""
+        kept: list[str] = []
+        drop = False
+        for word in self.flags:
+            drop = (drop and not word.startswith("--")) or word == f"--{flag}" or word.startswith(f"--{flag}=")
+            if not drop:
+                kept.append(word)
+        return kept
 
     def value(self, flag: str) -> str | None:
         """The last value given for a long flag, None when it is not on the line."""
@@ -157,26 +169,6 @@ def _store(command: Command, key: str, value: str) -> None:
         command.logs = value
     else:
         command.flags.append(f"--{SHORT[key]}={value}")
-
-
-def apply_torchrun(command: Command, environment: dict[str, str]) -> None:
-    """Takes devices and nodes from torchrun's environment, which has started the processes already.
-
-    Raises UsageError when the flags ask for something else. Without torchrun nothing changes.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environment or "LOCAL_WORLD_SIZE" not in environment:
-        return
-    here, everywhere = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-    started = (("trainer.devices", here, "--nproc-per-node"), ("trainer.num_nodes", everywhere // here, "--nnodes"))
-    for flag, number, option in started:
-        asked = command.value(flag)
-        if asked is not None and asked not in ("auto", "-1", str(number)):
-            short = next(name for name, long in SHORT.items() if long == flag)
-            raise UsageError(
-                f"--{short} {asked} contradicts torchrun, which started {number} ({option}): "
-                f"leave --{short} out or make them agree"
-            )
-        command.flags.append(f"--{flag}={number}")
 
 
 def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
+
+from cifar_lit.cli.launched import by_slurm
+
+
+def hold_signals() -> None:
+    """Keeps SLURM's signal to requeue, which would kill a process without a handler, until `catch_signals`.
+
+    To be called before libraries are imported, which takes seconds; the signal can come at once where --time is short.
+    """
+    if by_slurm(os.environ):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def catch_signals() -> None:
-    """Makes Ctrl-C and SIGTERM raise `Interrupted` wherever the command is; a training stops after its step instead."""
-    import signal
+    """Makes Ctrl-C, SIGTERM and SLURM's signal to requeue raise `Interrupted` wherever the command is.
 
+    A training stops after its step instead.
+    """
     from cifar_lit.training.callbacks import Interrupted
 
     def stop(number: int, frame: object) -> None:
-        raise Interrupted(number)
+        raise Interrupted(number, requeue=number == requeue)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    requeue = signal.SIGUSR1 if by_slurm(os.environ) else None
+    for number in filter(None, (signal.SIGINT, signal.SIGTERM, requeue)):
         signal.signal(number, stop)
+    if requeue:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 
 def quieten() -> None:

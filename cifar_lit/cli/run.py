@@ -19,12 +19,13 @@ from torchvision.utils import make_grid
 
 from cifar_lit.cli import console
 from cifar_lit.data.module import ImageData
+from cifar_lit.errors import Failure
 from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.results.outcomes import fingerprint
 from cifar_lit.results.predictions import write_predictions
 from cifar_lit.results.run_folder import PREVIOUS, RunFolder, shown, write_text
 from cifar_lit.results.weights import ModelCard, save_weights
-from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
+from cifar_lit.training.callbacks import Clock, OrderlyStop, OwnSignals, RandomState
 from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.divergence import Divergence
@@ -57,7 +58,7 @@ class Run:
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """All callbacks of a training; checkpoints by validation only where there is one."""
-        chosen: list[Callback] = [_Folder(self)]
+        chosen: list[Callback] = [OwnSignals(), _Folder(self)]
         if bar:
             chosen.append(LiveBar())
         if self.trains:
@@ -187,7 +188,13 @@ class _Folder(Callback):
         run = self._run
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        path = trainer.strategy.broadcast(str(run.folder.path) if trainer.is_global_zero else "")
+        own = [*Path(run.notes.get("resume", "")).parts[-3:], run.notes.get("step", "")]
+        path, first = trainer.strategy.broadcast((str(run.folder.path) if trainer.is_global_zero else "", own))
+        if own != first:  # on a file system whose nodes see changes late, or not at all
+            raise Failure(
+                f"process {trainer.global_rank} would start from {_place(own)}, the first one from {_place(first)}: "
+                "--logs must be a folder that all processes see alike"
+            )
         run.folder.follow(Path(path))
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", "") is None:
@@ -238,6 +245,10 @@ class _Folder(Callback):
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rows.append(("run", shown(self._run.folder.path)))
         return rows
+
+
+def _place(found: list[str]) -> str:
+    return f"{'/'.join(found[:-1])} of step {found[-1]}" if found[-1] else "the beginning"
 
 
 def program(script: str, command: str) -> str:

@@ -42,19 +42,13 @@ def place_of(devices: int, nodes: int) -> Place:
     rank, world = node * devices + local, devices * nodes
     if nodes == 1:
         return Place(rank, world, each=devices)
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing := missing + ["NODE_RANK"] * ({"NODE_RANK", "GROUP_RANK"}.isdisjoint(os.environ)):
         raise UsageError(
-            f"{nodes} machines must know how to meet: set {', '.join(missing)}, as in "
-            "MASTER_ADDR=192.168.0.1 MASTER_PORT=29500 NODE_RANK=0 (the first one's address; 0, 1, … for each)"
+            f"--nodes {nodes} needs {', '.join(missing)} in the environment of each machine, as in "
+            f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {nodes - 1}) cifar-lit …, or torchrun or SLURM to start it"
         )
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {port!r}")
     return Place(rank, world, os.environ["MASTER_ADDR"], int(port), each=devices)
-
-
-def is_first_process(environment: dict[str, str]) -> bool:
-    """Whether this process is the first of all, from what torchrun, Lightning or the user of several nodes set."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return environment["RANK"] == "0"
-    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"

@@ -56,7 +56,7 @@ class Watch(threading.Thread):
         self.found = threading.Event()  # a fault is
         self.children: dict[int, subprocess.Popen[bytes]] = {}  # ranks that this process has started, and when
         self.launched = 0.0
-        self.hint: Callable[[], str | None] = lambda: None  # the command to go on with
+        self.advice: Callable[[], str] = lambda: ""  # how to go on
         self.release: Callable[[], None] = lambda: None  # gives back what an end in mid-work must not keep
         self._left = threading.Event()  # the main thread ends by itself
         self._speaking = threading.Lock()
@@ -108,11 +108,9 @@ class Watch(threading.Thread):
     # ---- the end
 
     def sentence(self, fault: Fault) -> str:
-        """The line about a fault, with the command to go on with."""
+        """The line about a fault, and how to go on."""
         who = self.members.get(fault.rank, f"rank {fault.rank}")
-        hint = self.hint()
-        rest = f"Go on with:\n  {hint}" if hint else "It has no checkpoint yet: start it again."
-        return f"cifar-lit: {who} {fault.what}. The run was ended. {rest}"
+        return f"cifar-lit: {who} {fault.what}. The run was ended. {self.advice()}".rstrip()
 
     def speaks(self, fault: Fault) -> bool:
         """Whether this rank tells of a fault: one of each machine does, but where the rank at fault has told of it itself."""
@@ -131,7 +129,7 @@ class Watch(threading.Thread):
             if line:
                 print(line, file=sys.stderr, flush=True)
             self._abandon(fault.code)
-        time.sleep(LAST)
+        time.sleep(LAST if fault.kind != STOPPED else 9 * LAST)  # which may hand its job back to a scheduler
         self._abandon(fault.code)
 
     def say(self, fault: Fault) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,24 @@ from cifar_lit.results.lock import RunLock
 
 # In the order in which a run is gone on from them.
 _, PREVIOUS, _ = CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/previous.ckpt", "checkpoints/best.ckpt")
+JOB = ".job"  # of a scheduler, that a run was started by
 
 
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
 
     logs: the folder of all runs. name: the recipe's. path: an existing run to go on with instead of a new one.
-    first: whether this is the run's first process; the others never claim a folder, they `follow` it.
+    first: whether this is the run's first process; the others never claim a folder, they `follow` it. job: what a new
+    folder records of the scheduler's job that it belongs to, so that the job finds it when it is started again.
     Raises Failure when the folder cannot be written, or another process is writing it.
     """
 
-    def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True) -> None:
+    def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
         self.logs, self.name = logs, name
         self.resumed = path is not None
         self._path: Path | None = None
         self._lock: RunLock | None = None
-        self._first = first
+        self._first, self._job = first, job
         if path is not None and first:
             self._take(path)
 
@@ -37,6 +41,8 @@ class RunFolder:
         """The folder; the first process claims a new number at its first call, others see `logs` until they follow."""
         if self._path is None and self._first:
             self._take(self._claim())
+            if self._job and self._path:
+                write_text(self._path / JOB, self._job)
         return self._path or self.logs
 
     @property
@@ -121,10 +127,27 @@ def _newest(run: Path) -> Path:
     return next((place for place in places if place.is_file()), places[0])
 
 
+def is_finished(run: Path, needs_test: bool) -> bool:
+    """Whether a run has nothing left to do; `needs_test`: the command ends with a test."""
+    metrics = read_metrics(run)
+    return bool(metrics and (metrics.get("test") or not needs_test))
+
+
+def runs_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[Path]:
+    """The trainings in `logs` whose record of a job `belongs` takes, if finished or fit to be gone on with; newest first."""
+    found = []
+    for record in logs.glob(f"*/{JOB}"):
+        run = record.parent
+        with suppress(OSError, ValueError, RecursionError):  # no such record: then it is no job's
+            job = json.loads(record.read_text())
+            if isinstance(job, dict) and belongs(job) and (read_metrics(run) or _newest(run).is_file()):
+                found.append(((run / "config.yaml").stat().st_mtime_ns, run))
+    return [run for _, run in sorted(found, reverse=True)]
+
+
 def check_unfinished(run: Path, needs_test: bool) -> None:
     """Raises UsageError when a run has nothing left to do; `needs_test`: the command ends with a test."""
-    metrics = read_metrics(run)
-    if metrics and (metrics.get("test") or not needs_test):
+    if is_finished(run, needs_test):
         results = shown(run / "metrics.json")
         raise UsageError(f"{shown(run)} is finished: its results are in {results}. Start a new run without --resume.")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from torch import Tensor
 
@@ -136,16 +137,37 @@ def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Ten
 
 
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM).
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue).
 
-    exit_code: the shell's for that signal. resume: the command that goes on, once it is known.
+    exit_code: the shell's for that signal. requeue: SLURM is to start the job again. resume: the command that goes on,
+    once it is known.
     """
 
     resume: str | None = None
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, requeue: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
         self.exit_code = 128 + number
+        self.requeue = requeue
+
+
+class OwnSignals(Callback):
+    """Keeps the Trainer from taking the signals over at the start of each stage: fit, validation, test.
+
+    Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other
+    processes inside the handler, which can wait for ever. Without them a signal raises `Interrupted` where the command
+    is, as at start-up; in a training `OrderlyStop` takes them.
+    """
+
+    takes_chunks = True
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Before the Trainer would register them."""
+        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    """In the place of what is not to be done."""
 
 
 def may_save(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
@@ -157,6 +179,7 @@ def may_save(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
 class OrderlyStop(Checkpoint):
     """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
 
+    So does the signal by which SLURM says that the job is to be requeued, unless its plugin has auto_requeue off.
     During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second
     signal stops at once, without a checkpoint. It is a `Checkpoint` so that the Trainer calls it after the callbacks
     that change what is saved: the average of the weights must have taken this step in.
@@ -170,17 +193,31 @@ class OrderlyStop(Checkpoint):
         self._last = last
         self._received = 0
         self._before: dict[int, Any] = {}
+        self._requeue: int | None = None
+
+    def _interrupted(self, number: int) -> Interrupted:
+        return Interrupted(number, requeue=number == self._requeue)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received:
-            raise Interrupted(number)
+            raise self._interrupted(number)
         self._received = number
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
+            print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Learns from SLURM's plugin which signal asks for a requeue."""
+        cluster = trainer._accelerator_connector.cluster_environment
+        if isinstance(cluster, SLURMEnvironment):
+            self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
+            if not cluster.auto_requeue:
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
         if not self._before:
-            self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+            numbers = (*self.SIGNALS, *((self._requeue,) if self._requeue else ()))
+            self._before = {number: signal.signal(number, self._receive) for number in numbers}
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -205,18 +242,18 @@ class OrderlyStop(Checkpoint):
         if number := self._agreed(trainer, pl_module):
             assert self._last.dirpath is not None
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            raise Interrupted(number)
+            raise self._interrupted(number)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops between epochs, where the last one has left its checkpoint."""
         if number := self._agreed(trainer, pl_module):
-            raise Interrupted(number)
+            raise self._interrupted(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gives the signals back; one that came in the last epoch counts now."""
         self._restore()
         if self._received:
-            raise Interrupted(self._received)
+            raise self._interrupted(self._received)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Gives the signals back."""

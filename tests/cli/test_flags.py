@@ -9,7 +9,6 @@ from cifar_lit.cli.flags import (
     SHORT,
     TRAINING,
     Command,
-    apply_torchrun,
     arguments,
     parse,
     recipe_header,
@@ -17,6 +16,7 @@ from cifar_lit.cli.flags import (
     recipe_path,
     recipe_settings,
 )
+from cifar_lit.cli.launched import apply_torchrun
 from cifar_lit.errors import UsageError
 
 VALUES = {

@@ -29,7 +29,7 @@ def main() -> None:
     else:
         watch = Peer(place, limit, socket.create_connection(("127.0.0.1", int(sys.argv[4])), 5), sys.argv[5])
         print("joined", flush=True)
-    watch.hint = lambda: "cifar-lit train --resume a-run"
+    watch.advice = lambda: "Go on with:\n  cifar-lit train --resume a-run"
     watch.release = lambda: print("released", flush=True)
     meeting._watch = watch
     os.register_at_fork(after_in_child=meeting._forget)

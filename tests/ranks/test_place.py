@@ -7,7 +7,7 @@ import pytest
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks import meeting
 from cifar_lit.ranks.network import GLOO, busy, choose_interface, interface_to
-from cifar_lit.ranks.place import Place, is_first_process, place_of
+from cifar_lit.ranks.place import Place, place_of
 
 NAMES = (
     "RANK",
@@ -52,7 +52,7 @@ def test_on_several_machines_ranks_are_counted_over_all_of_them(monkeypatch: pyt
 
 def test_several_machines_that_do_not_know_how_to_meet_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    with pytest.raises(UsageError, match="2 machines must know how to meet: set MASTER_PORT, NODE_RANK, as in"):
+    with pytest.raises(UsageError, match="--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in"):
         place_of(1, 2)
     put(monkeypatch, NODE_RANK="0", MASTER_PORT="http")
     with pytest.raises(UsageError, match="MASTER_PORT must be a port from 1 to 65535, not 'http'"):
@@ -64,14 +64,6 @@ def test_what_torchrun_has_set_counts_and_its_agent_is_the_parent(monkeypatch: p
     found = place_of(2, 2)
     assert found._replace(parent=None) == Place(3, 4, "a", 1234)
     assert found.parent
-
-
-def test_the_first_process_is_told_by_its_global_or_by_both_of_its_local_numbers() -> None:
-    assert is_first_process({})
-    assert is_first_process({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    assert not is_first_process({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
-    assert not is_first_process({"NODE_RANK": "1"})
-    assert not is_first_process({"LOCAL_RANK": "1", "NODE_RANK": "0"})
 
 
 def test_a_process_alone_has_nobody_to_watch() -> None:

@@ -47,7 +47,10 @@ class Done(NamedTuple):
     err: str
 
 
-STRANGE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CIFAR_LIT_RESUME", "AT_STEP")
+STRANGE = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CIFAR_LIT_RESUME", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN", "AT_STEP"),
+)
 # taken once, as commands start in threads while others run, and change it, in this process
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRANGE}
 
@@ -104,7 +107,7 @@ def stopped(words: Sequence[str], folder: Path, step: int, number: int) -> Done:
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
     """Takes back what a command changes in its process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     before, folder, argv = dict(os.environ), Path.cwd(), sys.argv
     try:

@@ -1,0 +1,120 @@
+"""The scheduler files in examples/: their form, and that our command line takes what they start."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cifar_lit.cli.app import run_command
+from cifar_lit.cli.flags import parse
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# From sbatch's manual, https://slurm.schedmd.com/sbatch.html, of those that a training may want.
+SBATCH = {
+    *("account", "array", "chdir", "constraint", "cpus-per-task", "error", "exclusive", "gpus-per-node", "gres", "job-name"),
+    *("mail-type", "mail-user", "mem", "nodes", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue"),
+    *("signal", "time"),
+}
+# From srun's, https://slurm.schedmd.com/srun.html.
+SRUN = {"cpus-per-task", "kill-on-bad-exit"}
+# The CRD kubeflow.org_pytorchjobs.yaml of training-operator v1.9.0, and what its webhook asks for besides.
+SPEC = {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+ELASTIC = {
+    *("maxReplicas", "maxRestarts", "metrics", "minReplicas", "nProcPerNode", "rdzvBackend", "rdzvConf", "rdzvHost", "rdzvId"),
+    *("rdzvPort", "standalone"),
+}
+RUN_POLICY = {
+    *("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy", "suspend"),
+    "ttlSecondsAfterFinished",
+}
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """What our command line makes of the words of a training; nothing is run."""
+    command = parse(words[0], [*words[1:], "--print_config"])
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        run_command(command)
+    assert ended.value.code == 0
+    return yaml.safe_load(out.getvalue())
+
+
+# ---- SLURM
+
+
+@pytest.fixture(scope="module")
+def sbatch() -> str:
+    return (EXAMPLES / "slurm.sbatch").read_text()
+
+
+def test_the_slurm_file_is_a_shell_script_that_bash_can_read() -> None:
+    assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sbatch"], check=False, capture_output=True).stderr == b""
+
+
+def test_its_options_stand_before_the_first_command_and_are_sbatchs(sbatch: str) -> None:
+    head, commands = re.split(r"^(?=[^#\n])", sbatch, maxsplit=1, flags=re.MULTILINE)
+    assert sbatch.startswith("#!/bin/bash\n") and "#SBATCH" not in commands
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", head, flags=re.MULTILINE))
+    assert len(options) == head.count("#SBATCH")
+    assert options.keys() <= SBATCH
+    assert not any(" " in value for value in options.values())  # a comment on the line would be taken for options
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert re.fullmatch(r"USR1@\d+", options["signal"]) and "requeue" in options  # which our training takes
+
+
+def test_its_srun_line_is_a_training_that_our_command_line_takes(sbatch: str) -> None:
+    (line,) = re.findall(r"^srun (?:.*\\\n)*.*", sbatch, flags=re.MULTILINE)
+    before, _, ours = line.removeprefix("srun ").replace("\\\n", "").partition(" cifar-lit ")
+    assert {word.removeprefix("--").partition("=")[0] for word in shlex.split(before)} == SRUN
+    found = settings(shlex.split(ours))
+    assert found["checkpoint_every"] == "10m"
+    assert found["logs"].endswith("/runs") and found["data"]["root"].endswith("/data")
+
+
+# ---- Kubernetes
+
+
+@pytest.fixture(scope="module")
+def job() -> dict[str, Any]:
+    return yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
+
+
+def test_the_kubernetes_file_is_a_pytorch_job_as_the_operator_defines_it(job: dict[str, Any]) -> None:
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+    spec = job["spec"]
+    assert spec.keys() <= SPEC and spec["elasticPolicy"].keys() <= ELASTIC and spec["runPolicy"].keys() <= RUN_POLICY
+    assert isinstance(spec["nprocPerNode"], str)
+    replicas = spec["pytorchReplicaSpecs"]
+    assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
+    nodes = sum(replica["replicas"] for replica in replicas.values())
+    assert spec["elasticPolicy"]["minReplicas"] <= nodes == spec["elasticPolicy"]["maxReplicas"]
+    for replica in replicas.values():
+        assert replica.keys() == {"replicas", "restartPolicy", "template"} and replica["restartPolicy"] == "OnFailure"
+
+
+@pytest.mark.parametrize("role", ["Master", "Worker"])
+def test_its_pods_have_what_a_training_needs_and_find_their_run_again(job: dict[str, Any], role: str) -> None:
+    pod = job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch" and container["image"]
+    assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["nprocPerNode"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert mounts["shm"] == "/dev/shm"
+    named = {variable["name"]: variable for variable in container["env"]}
+    label = named["CIFAR_LIT_JOB"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert label == "metadata.labels['training.kubeflow.org/job-name']"
+    assert all(isinstance(variable.get("value", ""), str) for variable in named.values())
+    assert container["command"][:3] == ["torchrun", "-m", "cifar_lit"]
+    found = settings([*container["command"][3:], *container["args"]])
+    for folder in (found["logs"], found["data"]["root"]):
+        assert folder.startswith(f"{mounts['training']}/")
