@@ -14,7 +14,7 @@ from torch import Tensor
 from cifar_lit.training.checkpoints import read_checkpoint
 
 TIMES = ("train_seconds", "images_per_second")  # of metrics.json
-LOCKS = (".lock", ".owner")  # which a kill in the last moment leaves, as nobody goes on with the run any more
+NOT_RESULTS = (".lock", ".owner", ".job")  # a lock that a kill in the last moment left, and who started the run
 CLOCKS = ("seconds", "validation")  # of checkpoints
 # what is not compared up to rounding, as there is one of it for each process: of checkpoints the states from which dropout
 # would draw, the parts of a sum that is compared itself, and how many batches of a validation were its; of metrics.json how
@@ -64,7 +64,7 @@ def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file() and "tfevents" not in path.name}
         for each in (run, expected)
     ]
-    return found + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in LOCKS]
+    return found + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in NOT_RESULTS]
 
 
 def _model(file: Path) -> dict[str, Any]:

@@ -11,45 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from started_ranks import LIMIT, ROOT, SOON, Rank, meet
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
-
-ROOT = Path(__file__).parent.parent.parent
-LIMIT = 2.0
-SOON = 5.0  # seconds; what is not for the limit takes milliseconds and, at most, the time given to the main thread
-
-
-class Rank:
-    """A process of one_rank.py."""
-
-    def __init__(self, rank: int, world: int, *more: str, limit: float = LIMIT) -> None:
-        words = [sys.executable, str(Path(__file__).with_name("one_rank.py")), str(rank), str(world), str(limit), *more]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            words, env=environment, text=True, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, bufsize=1
-        )
-        assert self.process.stdout is not None
-        self.said = self.process.stdout.readline().split()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def tell(self, *orders: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("".join(f"{order}\n" for order in orders))
-        self.process.stdin.flush()
-
-    def wait(self, seconds: float = SOON) -> tuple[int, str]:
-        """Exit code and what was said on stderr."""
-        code = self.process.wait(seconds)
-        assert self.process.stderr is not None
-        return code, self.process.stderr.read()
-
-    def released(self) -> bool:
-        assert self.process.stdout is not None
-        return "released" in self.process.stdout.read()
-
 
 Ranks = list[Rank]
 
@@ -60,7 +24,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     count, hang = getattr(request, "param", (3, True))
     first = Rank(0, count)
     found = [first, *(Rank(number, count, *first.said) for number in range(1, count))]
-    _meet(first, count)
+    meet(first, count)
     if hang:
         for rank in found:
             rank.tell("hang")
@@ -69,16 +33,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         with suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
         rank.process.communicate()
-
-
-def _meet(first: Rank, count: int) -> None:
-    assert first.process.stdout is not None
-    deadline = time.monotonic() + SOON
-    line = ""
-    while line != str(list(range(count))) and time.monotonic() < deadline:
-        first.tell("members")
-        line = first.process.stdout.readline().strip()
-    assert line == str(list(range(count)))
 
 
 idle = pytest.mark.parametrize("ranks", [(2, False)], indirect=True)
@@ -274,7 +228,7 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing() -> None:
             if text:
                 assert stranger.recv(1) == b""
     second = Rank(1, 2, port, token)
-    _meet(first, 2)
+    meet(first, 2)
     for rank in (first, second):
         rank.tell("end 0")
         assert rank.wait() == (0, "")
