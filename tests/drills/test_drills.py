@@ -22,6 +22,8 @@ from cifar_lit.drills.checkpoint import classes, damaged_files
 from cifar_lit.drills.exact import LARGEST, check_own_test, sizes_from, unequal_scores
 from cifar_lit.drills.kill import KINDS, NINE, ONE_OF_TWO, TERM, draw_plan
 from cifar_lit.drills.phases import PHASES
+from cifar_lit.drills.ranks import FAULTS, FULL, OWN, chosen
+from cifar_lit.drills.signs import HANG, KILL
 from cifar_lit.drills.soak import grown
 from cifar_lit.drills.starts import left_behind
 from cifar_lit.drills.survivors import differences, plain, unequal
@@ -111,6 +113,28 @@ def test_a_long_training_holds_no_more_than_a_short_one(drilled: tuple[dict[str,
     assert (early["epoch"], late["epoch"]) == (20, 40)
     assert late["curves"] > early["curves"]
     assert grown(early, late) == []
+
+
+def test_a_run_that_loses_a_rank_ends_soon_names_it_leaves_nothing_and_goes_on(drilled: tuple[dict[str, Any], str]) -> None:
+    figures = drilled[0]["ranks"]
+    assert [case["way"] for case in figures["cases"]] == [OWN, OWN]
+    assert {case["fault"] for case in figures["cases"]} == {KILL, HANG}
+    for case in figures["cases"]:
+        assert f"rank {case['rank']} (process " in case["said"]
+        assert 0 not in case["codes"]
+        assert (case["left"], case["missed"]) == (0, [])
+        assert case["seconds"] < 2 * figures["settings"]["limit"] + 20  # on a busy machine the processes take long to end
+    assert "a rank is lost" in drilled[1]
+
+
+def test_each_fault_meets_each_rank_that_feels_it_and_a_few_cases_are_spread_over_all() -> None:
+    every = chosen(list(FAULTS), None, root=True)
+    assert len(every) == len(set(every)) == sum(2 * len(faults) for faults in FAULTS.values()) - 1
+    assert (OWN, FULL, 0) in every and (OWN, FULL, 1) not in every  # which writes nothing
+    assert not any(case.fault == FULL for case in chosen(list(FAULTS), None, root=False))
+    assert len({case.fault for case in chosen(list(FAULTS), 6, root=True)}) >= 4
+    with pytest.raises(UsageError, match="no way to start is called 'mpi': there are --devices 2, torchrun, two machines"):
+        drill(["ranks", "--ways", '["mpi"]'])
 
 
 def test_growth_is_noticed_beyond_what_an_allocator_does() -> None:
