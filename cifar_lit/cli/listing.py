@@ -75,7 +75,7 @@ def list_devices(words: list[str]) -> None:
     if not settings.check and (settings.devices or settings.limit != LIMIT):
         raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
     if settings.check:
-        from cifar_lit.cli.check import check
+        from cifar_lit.cli.check.command import check
 
         check(settings.accelerator, settings.devices, settings.limit)
     elif settings.net:

@@ -16,10 +16,10 @@ import torch
 from command_line import refused, started, typed
 
 from cifar_lit.bench.process import environment
-from cifar_lit.cli import check
-from cifar_lit.cli.check import Device, Group, chosen, devices_of, groups_of, look_apart
-from cifar_lit.cli.check_processes import Answer, together
-from cifar_lit.cli.check_verdicts import device_verdict, group_verdict
+from cifar_lit.cli.check import command as check
+from cifar_lit.cli.check.command import Device, Group, chosen, devices_of, groups_of, look_apart
+from cifar_lit.cli.check.processes import Answer, together
+from cifar_lit.cli.check.verdicts import device_verdict, group_verdict
 from cifar_lit.cli.machine import Machine
 from cifar_lit.errors import Failure, UsageError
 
@@ -111,8 +111,8 @@ def test_a_driver_that_hangs_when_it_is_asked_for_devices_is_named() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_probe_ends_when_the_command_is_killed() -> None:
-    command = [sys.executable, "-m", "cifar_lit.cli.check_probe", "group", "cpu", "0,1", "1"]
-    code = f"from cifar_lit.cli.check_processes import together\ntogether([{command!r}], 60, {environment()!r})"
+    command = [sys.executable, "-m", "cifar_lit.cli.check.probe", "group", "cpu", "0,1", "1"]
+    code = f"from cifar_lit.cli.check.processes import together\ntogether([{command!r}], 60, {environment()!r})"
     outer = subprocess.Popen(python(code), env=environment())
     deadline = time.monotonic() + 20
     probes: list[int] = []
@@ -209,7 +209,7 @@ def test_a_gpu_computes_right_and_forms_a_group_over_nccl() -> None:
 
 CRASHES = """
 import os, signal, sys
-from cifar_lit.cli import check_group, check_probe
+from cifar_lit.cli.check import group as check_group, probe as check_probe
 if os.environ.get("LOCAL_RANK") == "1":
     check_group.values = lambda *these: os.kill(os.getpid(), signal.SIGSEGV)
 raise SystemExit(check_probe.main(sys.argv[1:]))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.cli.check_device import difference, memory, net, product
-from cifar_lit.cli.check_group import wrong
+from cifar_lit.cli.check.device import difference, memory, net, product
+from cifar_lit.cli.check.group import wrong
 
 CPU = torch.device("cpu")
 FLOAT32, BF16 = torch.float32, torch.bfloat16
@@ -17,7 +17,7 @@ FLOAT32, BF16 = torch.float32, torch.bfloat16
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn is enough where no figure is wanted."""
-    monkeypatch.setattr("cifar_lit.cli.check_device.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("cifar_lit.cli.check.device.LEAST_SECONDS", 0.0)
 
 
 def test_a_cpu_that_computes_as_it_should_is_right() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Typed, typed
 
-from cifar_lit.cli.check_torchrun import Board, Job
+from cifar_lit.cli.check.torchrun import Board, Job
 
 LIMIT = 200  # seconds in which torchrun must have ended
 TORCHELASTIC = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cifar_lit.cli.check_verdicts import group_verdict
+from cifar_lit.cli.check.verdicts import group_verdict
 
 
 def words(rank: int, *stages: str, **last: Any) -> list[dict[str, Any]]:

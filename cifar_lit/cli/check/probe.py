@@ -1,4 +1,4 @@
-"""A process that tries out one thing and says what came of it, as JSON lines: `python -m cifar_lit.cli.check_probe WHAT …`.
+"""A process that tries out one thing and says what came of it, as JSON lines: `python -m cifar_lit.cli.check.probe WHAT …`.
 
 `look` says what the machine has; `device KIND NUMBER BF16` tries a device; `group KIND DEVICES NODES` forms the group of
 processes that the Trainer would, and tries it. Each try is announced ({"tries"}) before its outcome is said ({"tried"}),
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from torch import Tensor, nn
 
-    from cifar_lit.cli.check_device import Try
+    from cifar_lit.cli.check.device import Try
 
 STARTING = "starting"  # imports, which take a while on a busy or a cold machine
 
@@ -56,7 +56,7 @@ def device(kind: str, number: str, bf16: str) -> None:
     say(tries=STARTING)
     import torch
 
-    from cifar_lit.cli.check_device import device_tries
+    from cifar_lit.cli.check.device import device_tries
 
     place: Callable = _as_it_is
     where = torch.device("cpu")
@@ -100,7 +100,7 @@ def group(kind: str, devices: str, nodes: str) -> None:
 def _try_group(fabric: Fabric) -> None:
     import torch.distributed as dist
 
-    from cifar_lit.cli.check_group import group_tries
+    from cifar_lit.cli.check.group import group_tries
 
     try:
         make(group_tries(fabric.global_rank, fabric.world_size, fabric.device))

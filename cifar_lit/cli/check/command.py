@@ -12,13 +12,13 @@ from rich.table import Table
 
 from cifar_lit.bench.process import environment
 from cifar_lit.cli import console, flags, launched
-from cifar_lit.cli.check_processes import together
-from cifar_lit.cli.check_torchrun import Board, Job
-from cifar_lit.cli.check_verdicts import Row, Verdict, device_verdict, group_verdict
+from cifar_lit.cli.check.processes import together
+from cifar_lit.cli.check.torchrun import Board, Job
+from cifar_lit.cli.check.verdicts import Row, Verdict, device_verdict, group_verdict
 from cifar_lit.cli.machine import Machine, choose_devices
 from cifar_lit.errors import Failure, UsageError
 
-PROBE = (sys.executable, "-m", "cifar_lit.cli.check_probe")
+PROBE = (sys.executable, "-m", "cifar_lit.cli.check.probe")
 # what another launcher has set would make a probe wait for processes that nobody starts, or use a port that is taken
 STRANGE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),

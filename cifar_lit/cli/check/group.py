@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cifar_lit.cli.check_device import Found, Try, clock
+from cifar_lit.cli.check.device import Found, Try, clock
 
 FEW, FEW_TIMES = 2, 50  # float32 numbers, and how often they are sent; the median counts
 MANY, MANY_TIMES = 2**24, 3  # 64 MiB; the gradients of resnet18 take 43

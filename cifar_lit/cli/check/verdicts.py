@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cifar_lit.cli.check_processes import Answer, Said
+from cifar_lit.cli.check.processes import Answer, Said
 
 RIGHT, WRONG, SILENT, FAILED = "right", "wrong", "no answer", "failed"
 # what a process says whose peer has gone or is late, in contrast to what is wrong with itself
