@@ -102,12 +102,12 @@ def _run(words: list[str], default: str) -> int:
         flags.recipe_path(command.recipe)
     launched.apply_torchrun(command, os.environ)
     launched.apply_slurm(command, os.environ)
-    rendezvous.meet_anew(os.environ)
-    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()
     quieten()
+    rendezvous.meet_anew(os.environ)
+    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
     catch_signals()
     from cifar_lit.cli.app import run_command
     from cifar_lit.ranks.meeting import leave

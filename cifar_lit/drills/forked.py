@@ -29,7 +29,7 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 60.0  # seconds after which a command counts as frozen
 STRANGE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CIFAR_LIT_RESUME", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN"),
+    *("CIFAR_LIT_RESUME", "CIFAR_LIT_HUB", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN"),
 )
 
 

@@ -20,6 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.markup import escape
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
+from cifar_lit.drills.forked import STRANGE
 from cifar_lit.drills.kill import TRAINING as KILLED
 from cifar_lit.drills.machines import TwoMachines, why_not
 from cifar_lit.drills.signs import CRASH, FREEZE, HANG, KILL, VARIABLE
@@ -172,8 +173,7 @@ def _ours(text: str) -> str:
 
 
 def _clean() -> dict[str, str]:
-    strange = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CIFAR_LIT_RESUME", "CIFAR_LIT_HUB")
-    return {name: value for name, value in os.environ.items() if name not in strange}
+    return {name: value for name, value in os.environ.items() if name not in STRANGE}
 
 
 def _free_port() -> str:

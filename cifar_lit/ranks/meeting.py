@@ -20,6 +20,7 @@ from cifar_lit.ranks.watch import DONE, FAILED, STOPPED, Fault, Watch
 
 HUB = "CIFAR_LIT_HUB"  # tells ranks that the first one's Trainer starts where its watch listens
 LOST = 5.0  # seconds that a rank's loss may take to be known here, after it was felt
+STOPPED_FOR = 0.5  # the same, after torchrun has felt it
 
 _watch: Watch | None = None
 _kept: list[Any] = []  # the store, which lives as long as the process
@@ -56,6 +57,8 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     watch, _watch = _watch, None
     if watch is None:
         return line
+    if code >= 128 and watch.place.parent is not None:  # torchrun stops all others when it has lost one
+        lost = watch.found.wait(STOPPED_FOR) and watch.fault is not None and watch.fault.kind != STOPPED
     if lost and watch.found.wait(LOST):
         watch.leave()
         assert watch.fault is not None
