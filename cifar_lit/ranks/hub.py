@@ -7,6 +7,7 @@ import selectors
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from cifar_lit.ranks.line import Closed, Line, Member
@@ -26,8 +27,7 @@ class Hub(Watch):
 
     def __init__(self, place: Place, limit: float) -> None:
         super().__init__(place, limit)
-        alone = place.address is None  # on this machine
-        self._listener = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=128)
+        self._listener = _listen(everywhere=place.address is not None)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.token = secrets.token_hex(16)
@@ -189,6 +189,16 @@ class Hub(Watch):
                 waited = f"has kept the others waiting for {BEHIND * self.limit:.0f} s"
                 return Fault(rank, STUCK, f"{waited}: it hangs, in a file system, a driver or a deadlock")
         return None
+
+
+def _listen(everywhere: bool) -> socket.socket:
+    """A socket at a free port of this machine, which others reach over IPv4 and IPv6 if they are to."""
+    if not everywhere:
+        return socket.create_server(("127.0.0.1", 0), backlog=128)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # it may be switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=128)
 
 
 def _listed(ranks: list[int]) -> str:

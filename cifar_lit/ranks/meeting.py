@@ -41,7 +41,8 @@ def join(place: Place, limit: float) -> Watch | None:
         choose_interface(place.address)
     watch: Watch = _first(place, limit) if place.rank == 0 else _other(place, limit)
     _watch = watch
-    os.register_at_fork(after_in_child=_forget)
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=_forget)
     # Lightning's own observer kills this process, without a word, up to 5 s after a rank that it has started ended in failure
     subprocess_script._launch_process_observer = watch.adopt  # type: ignore[assignment]
     watch.start()

@@ -178,4 +178,4 @@ def how_it_ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"was killed by {name}" + (", as systems do that run out of memory" if -code == signal.SIGKILL else "")
+    return f"was killed by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")

@@ -6,6 +6,7 @@ import pytest
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks import meeting
+from cifar_lit.ranks.hub import Hub
 from cifar_lit.ranks.network import GLOO, busy, choose_interface, interface_to
 from cifar_lit.ranks.place import Place, place_of
 
@@ -110,6 +111,19 @@ def test_ranks_that_are_not_started_by_the_first_find_it_through_its_store() -> 
     store = meeting._store(place, 5.0, serve=True)
     store.set(meeting._key(), json.dumps([4321, "secret"]))
     assert meeting._find_hub(place._replace(rank=1), 5.0) == ("4321", "secret")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_of_other_machines_reach_the_first_over_either_protocol(address: str) -> None:
+    hub = Hub(Place(0, 2, "host", 1), 60.0)
+    try:
+        socket.create_connection((address, hub.port), 5).close()
+    except OSError as error:
+        if address == "::1":
+            pytest.skip(f"no IPv6 here: {error}")
+        raise
+    finally:
+        hub.forget()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its interfaces")
