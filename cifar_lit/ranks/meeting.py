@@ -15,10 +15,9 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.ranks.hub import JOIN, Hub
 from cifar_lit.ranks.network import busy, choose_interface
 from cifar_lit.ranks.peer import Peer
-from cifar_lit.ranks.place import Place
+from cifar_lit.ranks.place import HUB, Place
 from cifar_lit.ranks.watch import DONE, FAILED, STOPPED, Fault, Watch
 
-HUB = "CIFAR_LIT_HUB"  # tells ranks that the first one's Trainer starts where its watch listens
 LOST = 5.0  # seconds that a rank's loss may take to be known here, after it was felt
 STOPPED_FOR = 0.5  # the same, after torchrun has felt it
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from cifar_lit.errors import UsageError
 
+HUB = "CIFAR_LIT_HUB"  # tells ranks that the first one's Trainer starts where its watch listens
+
 
 class Place(NamedTuple):
     """One of `world` processes, counted over all machines.
@@ -40,15 +42,19 @@ def place_of(devices: int, nodes: int) -> Place:
     own = known.LightningEnvironment()
     local, node = own.local_rank(), own.node_rank()
     rank, world = node * devices + local, devices * nodes
-    if nodes == 1:
+    by_hand = "LOCAL_RANK" in os.environ and HUB not in os.environ
+    if world == 1 or (nodes == 1 and not by_hand):
         return Place(rank, world, each=devices)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing := missing + ["NODE_RANK"] * ({"NODE_RANK", "GROUP_RANK"}.isdisjoint(os.environ)):
+    if nodes > 1 and {"NODE_RANK", "GROUP_RANK"}.isdisjoint(os.environ):
+        missing.append("NODE_RANK")
+    if missing:
+        what, last = (f"--nodes {nodes}", nodes - 1) if nodes > 1 else (f"--devices {devices} with LOCAL_RANK", 0)
         raise UsageError(
-            f"--nodes {nodes} needs {', '.join(missing)} in the environment of each machine, as in "
-            f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {nodes - 1}) cifar-lit …, or torchrun or SLURM to start it"
+            f"{what} needs {', '.join(missing)} in the environment of each machine, as in "
+            f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {last}) cifar-lit …, or torchrun or SLURM to start it"
         )
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {port!r}")
-    return Place(rank, world, os.environ["MASTER_ADDR"], int(port), each=devices)
+    return Place(rank, world, os.environ["MASTER_ADDR"], int(port), each=1 if by_hand else devices)

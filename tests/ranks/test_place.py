@@ -42,12 +42,21 @@ def free_port() -> int:
 
 def test_on_one_machine_the_first_process_starts_the_others_which_know_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_of(3, 1) == Place(0, 3, each=3)
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    put(monkeypatch, LOCAL_RANK="2", CIFAR_LIT_HUB="127.0.0.1:1:token")
     assert place_of(3, 1) == Place(2, 3, each=3)
 
 
+def test_ranks_that_are_started_by_hand_on_one_machine_meet_as_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert place_of(1, 1).world == 1
+    with pytest.raises(UsageError, match="--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"):
+        place_of(2, 1)
+    put(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    assert place_of(2, 1) == Place(1, 2, "127.0.0.1", 29500)
+
+
 def test_on_several_machines_ranks_are_counted_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, NODE_RANK="1", LOCAL_RANK="1", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
+    put(monkeypatch, NODE_RANK="1", LOCAL_RANK="1", CIFAR_LIT_HUB="a:1:b", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
     assert place_of(2, 3) == Place(3, 6, "10.0.0.1", 29500, each=2)
 
 
