@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit.cli import machine, sharding, trust
-from cifar_lit.cli.checks import check_numbers
+from cifar_lit.cli.checks import check_settings
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launched import advice, is_first_process
 from cifar_lit.cli.parser_errors import long_flags, parsed
@@ -162,7 +162,7 @@ class TrainingCLI(LightningCLI):
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = machine.choose_precision(self.machine, trainer.accelerator)
-        check_numbers(self.settings)
+        check_settings(self.settings)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""

@@ -9,10 +9,13 @@ from cifar_lit.models.table import takes_any_size
 from cifar_lit.training.saving import interval
 
 
-def check_numbers(settings: Any) -> None:
-    """Raises UsageError for a number of a training command's settings that makes no sense, before data are touched."""
+def check_settings(settings: Any) -> None:
+    """Raises UsageError for what makes no sense in a training command's settings, before data are touched."""
     if settings.checkpoint_every is not None:
         interval(settings.checkpoint_every)
+    strategy = str(settings.trainer.strategy)
+    if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
+        raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
     epochs, data = settings.trainer.max_epochs, settings.data
     numbers = (("--epochs", epochs), ("--batch-size", data.batch_size), ("data.eval_batch_size", data.eval_batch_size))
     for flag, number in numbers:
