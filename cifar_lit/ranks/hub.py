@@ -40,7 +40,6 @@ class Hub(Watch):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._since, self._announced = time.monotonic(), False
-        self.closed = False
 
     def run(self) -> None:
         """Until a fault, or the end of the process."""
@@ -57,7 +56,7 @@ class Hub(Watch):
 
     def close(self) -> None:
         """Lets the others end without this one, in order."""
-        self.closed = True
+        self.rest()
         for line in list(self._lines.values()):
             line.send({"end": DONE})
 

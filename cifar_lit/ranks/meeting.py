@@ -78,6 +78,7 @@ def leave(line: str, code: int, lost: bool = False) -> str:
         watch.fault = Fault(0, how, what, code)
         watch.tell(watch.fault)
     watch.end_children()
+    watch.rest()
     return line if how == STOPPED or watch.first_to_say(what, 0) else ""
 
 

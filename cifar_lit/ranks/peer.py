@@ -28,7 +28,6 @@ class Peer(Watch):
         self._seen = time.monotonic()
         self._may_speak: bool | None = None
         self._replied = threading.Event()
-        self.closed = False
 
     def run(self) -> None:
         """Until a fault, or the end of the first rank's."""
@@ -41,7 +40,7 @@ class Peer(Watch):
         """Tells the first rank of this one's own end; returns whether this one is to print why."""
         self._line.send({"end": how, "what": what, "code": code})
         if how == DONE:
-            self.closed = True
+            self.rest()
             return True
         deadline = time.monotonic() + REPLY
         while not self._replied.wait(0.01) and not self.found.is_set() and time.monotonic() < deadline:
@@ -82,5 +81,5 @@ class Peer(Watch):
             self._may_speak = bool(message["speak"])
             self._replied.set()
         if message.get("end") == DONE:
-            self.closed = True
+            self.rest()
         return Fault(**message["fault"]) if "fault" in message else None

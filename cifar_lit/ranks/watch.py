@@ -58,6 +58,7 @@ class Watch(threading.Thread):
         self.launched = 0.0
         self.advice: Callable[[], str] = lambda: ""  # how to go on
         self.release: Callable[[], None] = lambda: None  # gives back what an end in mid-work must not keep
+        self.closed = False
         self._left = threading.Event()  # the main thread ends by itself
         self._speaking = threading.Lock()
         self.now, self._beaten = time.monotonic(), 0.0
@@ -141,6 +142,13 @@ class Watch(threading.Thread):
     def leave(self) -> None:
         """The main thread ends by itself."""
         self._left.set()
+
+    def rest(self) -> None:
+        """Ends the watch: nothing is to be noticed any more."""
+        self.closed = True
+        if self._guard:
+            self._guard.close()
+            self._guard = None
 
     def forget(self) -> None:
         """Closes in a fork of this process what it holds, or the others would not see when this process dies."""

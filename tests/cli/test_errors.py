@@ -75,7 +75,7 @@ TYPED: list[tuple[str, str]] = [
     (f"{S} --batch-size 0", "--batch-size must be at least 1, not 0"),
     (f"{S} --data.eval_batch_size 0", "data.eval_batch_size must be at least 1, not 0"),
     (f"{S} --epochs 0", "--epochs must be at least 1, not 0"),
-    (f"{S} --devices 2 --accelerator cpu --trainer.strategy ddp_fork", "--trainer.strategy ddp_fork is for scripts and notebooks"),
+    (f"{S} --devices 2 --accelerator cpu --trainer.strategy ddp_fork", "--trainer.strategy ddp_fork is for …: use ddp"),
     (f"{S} --lr 0", "the learning rate must be above 0, not 0: set --lr"),
     (f"{S} --model.width 0", "width multiplies the hidden widths, so it must be above 0, not 0.0."),
     (f"{S} --data.val_size 200", "data.val_size 200 must leave some of the 200 images to train on"),
