@@ -15,7 +15,7 @@ from cifar_lit.ranks.place import Place
 from cifar_lit.ranks.watch import DONE, FAILED, GONE, PATIENCE, SILENT, STUCK, Fault, Watch
 
 JOIN = 5.0  # times the limit: how long ranks wait for each other at the start
-BEHIND = 2.0  # times the limit: how long one rank's main thread may keep the others waiting
+BEHIND = 1.5  # times the limit: how long one rank's main thread may keep the others waiting
 ANNOUNCED = 15.0  # seconds after which the first one says whom it waits for
 
 

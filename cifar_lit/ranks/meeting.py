@@ -66,6 +66,8 @@ def leave(line: str, code: int, lost: bool = False) -> str:
         watch.end_children()
         return line
     watch.leave()
+    if watch.place.rank and line and not line.startswith("[rank"):  # of another machine, where it is the first process
+        line = f"[rank {watch.place.rank}] {line}"
     how = DONE if code == 0 else STOPPED if code >= 128 else FAILED
     what = "lost its connection to another rank" if lost else f"failed: {line.rpartition('cifar-lit: ')[2]}"
     if isinstance(watch, Peer):
