@@ -6,13 +6,20 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-class Failure(RuntimeError):
+class _OneLine(Exception):
+    """An exception whose text stays one line, whatever the file's name or the word holds that it tells of."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace("\r", "\\r").replace("\n", "\\n")
+
+
+class Failure(_OneLine, RuntimeError):
     """Something failed while running (network, disk, damaged file, loss not finite): exit code 1."""
 
     exit_code = 1
 
 
-class UsageError(ValueError):
+class UsageError(_OneLine, ValueError):
     """Something the user typed or configured cannot be meant: exit code 2."""
 
     exit_code = 2

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -203,6 +203,7 @@ def test_any_configuration_is_text_of_plain_values_or_one_line(tmp_path: Path, c
         | st.text(max_size=6)
     )
 )
+@example(["--config", "\n"])
 @fuzzed
 def test_any_words_are_sorted_or_answered(words: list[str]) -> None:
     one_line(lambda: flags.parse("train", words))
