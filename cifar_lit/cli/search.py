@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,12 @@ from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 SMALLEST, LARGEST = 16, 4096  # images; above that no device of ours takes less time for an image, and accuracy falls
 RESERVE = 0.1  # of the free memory that is kept for the images themselves and what else comes
 LEAST_STEPS = 20  # an epoch keeps at least so many, as far as SMALLEST allows
-MOST_IMAGES = 20_000  # of the range test, at most
-STEPS = 60  # of the range test
+MOST_IMAGES = 20_000  # of the range test, at most, but for its fewest steps
+FEWEST_STEPS, MOST_STEPS = 60, 300  # of the range test
 LOWEST, HIGHEST = 1e-3, 1e2  # times the configured rate
-SMOOTHING = 0.8  # weight of the losses before
+PROBE = 512  # images that the loss is taken on: always the same ones, or a small batch's chance would hide its fall
+WINDOW = 0.25  # decades of the rate over which a fall is measured, to either side
+CLEAR = 0.02  # of the first loss, that it must fall by in all: less is chance
 BLOWN_UP = 4.0  # times the lowest loss: the test ends
 
 
@@ -155,32 +156,43 @@ def available_memory() -> int:
 def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
     """A learning rate by a range test (L. N. Smith 2017, Cyclical Learning Rates for Training Neural Networks, section 3.3).
 
-    The rate rises from LOWEST to HIGHEST times `lr`, by the same factor each step; of the smoothed loss over the logarithm of
-    the rate, the place where it falls fastest is taken, as fast.ai and Lightning do. images: float (N, C, H, W), normalised;
-    labels int64 (N,). Raises Failure when the loss does not fall at any rate.
+    The rate rises from LOWEST to HIGHEST times `lr`, by the same factor each step; of the loss over the logarithm of the rate,
+    the place where it falls fastest is taken, as fast.ai and Lightning do. images: float (N, C, H, W), normalised; labels
+    int64 (N,). Raises Failure when the loss does not fall clearly at any rate.
     """
     base = [float(group["lr"]) for group in trial.optimizer.param_groups]
-    factors = torch.logspace(math.log10(LOWEST), math.log10(HIGHEST), STEPS).tolist()
+    steps = min(max(FEWEST_STEPS, len(images) // batch), MOST_STEPS)
+    factors = torch.logspace(math.log10(LOWEST), math.log10(HIGHEST), steps).tolist()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    smoothed: list[float] = []
-    average = 0.0
+    probe, expected = images[order[:PROBE]].to(trial.device), labels[order[:PROBE]].to(trial.device)
+    losses: list[float] = []
     for step, factor in enumerate(factors):
         for group, rate in zip(trial.optimizer.param_groups, base, strict=True):
             group["lr"] = rate * factor
         rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
-        loss = trial.step(images[rows], labels[rows])
-        if not math.isfinite(loss):
+        trial.step(images[rows], labels[rows])
+        with torch.no_grad():
+            losses.append(float(trial.loss(probe, expected)))
+        if not losses[-1] <= BLOWN_UP * min(losses):  # nor when it is not a number
             break
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        smoothed.append(average / (1 - SMOOTHING ** (step + 1)))
-        if smoothed[-1] > BLOWN_UP * min(smoothed):
-            break
-    slopes = [after - before for before, after in pairwise(smoothed)]
-    lowest = smoothed.index(min(smoothed)) if smoothed else 0
-    if lowest < 2:
-        raise Failure(f"no learning rate from {lr * LOWEST:.2g} to {lr * HIGHEST:.2g} lowers the loss: choose --lr by hand")
-    steepest = min(range(1, lowest), key=slopes.__getitem__)
-    return float(f"{lr * factors[steepest]:.2g}")
+    reach = max(1, round(WINDOW * steps / math.log10(HIGHEST / LOWEST)))
+    found = steepest([loss for loss in losses if math.isfinite(loss)], reach)
+    if found is None:
+        tried = f"no learning rate from {lr * LOWEST:.2g} to {lr * HIGHEST:.2g} lowers the loss clearly in {steps} steps"
+        raise Failure(f"{tried}: choose --lr by hand")
+    return float(f"{lr * factors[found]:.2g}")
+
+
+def steepest(losses: list[float], reach: int) -> int | None:
+    """Where losses fall fastest before their lowest, measured from `reach` places before to as many after.
+
+    None where they do not fall clearly, by CLEAR of the first at least.
+    """
+    if not losses or min(losses) > (1 - CLEAR) * losses[0]:
+        return None
+    lowest = losses.index(min(losses))
+    falls = {place: losses[place - reach] - losses[place + reach] for place in range(reach, lowest - reach + 1)}
+    return max(falls, key=falls.__getitem__, default=None)
 
 
 def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
@@ -192,7 +204,7 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
         print(f"--auto-batch: {found} images ({data.batch_size} were set); --lr stays {before:g}", flush=True)
         data.batch_size = found
     if "lr" in auto:
-        count = min(images_here, STEPS * data.batch_size, MOST_IMAGES)
+        count = min(images_here, max(FEWEST_STEPS * data.batch_size, MOST_IMAGES))
         images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
         with memory_told(data):
             found_rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, before)

@@ -11,7 +11,7 @@ from command_line import config_of, metrics_of, refused, typed
 
 from cifar_lit.cli import search
 from cifar_lit.cli.machine import Machine
-from cifar_lit.cli.search import Trial, device_of, largest_batch, learning_rate
+from cifar_lit.cli.search import Trial, device_of, largest_batch, learning_rate, steepest
 from cifar_lit.data.module import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.classifier import ImageClassifier
@@ -81,10 +81,31 @@ def test_the_rate_that_is_found_lowers_the_loss_whatever_was_set(data: ImageData
 
 
 def test_where_no_rate_lowers_the_loss_it_is_said(data: ImageData, model: ImageClassifier) -> None:
-    with pytest.raises(Failure, match="no learning rate from 1e\\+27 to 1e\\+32 lowers the loss: choose --lr by hand"):
+    with pytest.raises(
+        Failure, match="no learning rate from 1e\\+27 to 1e\\+32 lowers the loss clearly in 60 steps: choose --lr by hand"
+    ):
         images, labels = data.plain_images(64), data.train_images.labels[data.split[0][:64]]
         huge = ImageClassifier("lenet", [3, 16, 16], 4, lr=1e30)
         learning_rate(Trial(huge, data, CPU, "32-true"), images, labels, 32, 1e30)
+
+
+def test_the_rate_is_where_the_loss_falls_fastest_before_its_lowest() -> None:
+    falling = [2.0] * 10 + [1.9, 1.7, 1.4, 1.1, 0.9, 0.8, 0.79] + [0.8, 3.0, 2.0, 1.0]
+    assert steepest(falling, 1) in (12, 13)
+    assert steepest(falling, 3) in (11, 12, 13)
+    assert steepest([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], 1) is None  # by chance
+    assert steepest([], 1) is None
+
+
+def test_a_small_batchs_chance_does_not_hide_the_fall(data: ImageData) -> None:
+    images, labels = data.plain_images(160), data.train_images.labels[data.split[0][:160]]
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        trial = Trial(ImageClassifier("shapenet", [3, 16, 16], 4, optimizer="adamw", lr=0.005), data, CPU, "32-true")
+        found.append(learning_rate(trial, images, labels, 4, 0.005))
+    assert max(found) / min(found) < 10
+    assert min(found) > 1e-4 and max(found) < 0.5
 
 
 @pytest.mark.parametrize(
