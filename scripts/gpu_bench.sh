@@ -26,6 +26,7 @@ mkdir -p "$out"
 failed=()
 
 python -m cifar_lit devices | tee "$out/devices.txt"
+python -m cifar_lit devices --check --accelerator "$accelerator" 2>&1 | tee "$out/check.txt" || failed+=(check)
 if [ "$accelerator" = gpu ]; then python -m pytest -m gpu -rs tests; fi
 
 measure() { # FILE MEASUREMENT FLAGS…

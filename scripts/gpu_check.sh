@@ -12,6 +12,7 @@ logs=$(mktemp -d)
 mkdir -p "$out"
 
 python -m cifar_lit devices | tee "$out/devices.txt"
+python -m cifar_lit devices --check --accelerator "$accelerator" | tee "$out/check.txt"
 if [ "$accelerator" = gpu ]; then python -m pytest -m gpu -rs tests; fi
 
 run() { # NAME RECIPE FLAGS…
