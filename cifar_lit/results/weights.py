@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cifar_lit.results.claims import FalseClaim, card_values, check_finite, chec
 from cifar_lit.results.run_folder import weights_file
 
 FORMAT = "cifar-lit 1"
+CHECKSUM = "sha256"  # of the metadata; files of before there were checksums have none
 NOVELTY = "novelty."  # begins the names of tensors that are not the net's, see `cifar_lit.use.novelty`
 
 
@@ -77,9 +79,20 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, nov
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     try:
         with written_whole(path) as partial:
-            save_file(plain, partial, metadata={"format": FORMAT, "card": json.dumps(asdict(card))})
+            text = json.dumps(asdict(card))
+            save_file(plain, partial, metadata={"format": FORMAT, "card": text, CHECKSUM: checksum(text, plain)})
     except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
         raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
+
+
+def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, as hexadecimal text, of a card's text and of all tensors with their names, dtypes and shapes."""
+    digest = sha256(card.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load(path: str | Path) -> LoadedNet:
@@ -107,6 +120,8 @@ def load(path: str | Path) -> LoadedNet:
             }
             check_tensors(claims, card.net, NOVELTY, **settings)
             weights = {name: opened.get_tensor(name) for name in claims}
+            if metadata.get(CHECKSUM, (found := checksum(metadata["card"], weights))) != found:
+                raise FalseClaim("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
         net = build_net(card.net, **settings)
         net.load_state_dict(weights)

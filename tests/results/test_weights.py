@@ -141,6 +141,22 @@ def test_a_model_that_is_cut_short_is_refused(tmp_path: Path, kept: float) -> No
     assert "\n" not in str(failed.value)
 
 
+@pytest.mark.parametrize("place", [-1, -1000, -20_000])
+def test_a_model_with_one_flipped_bit_among_its_weights_is_refused(tmp_path: Path, place: int) -> None:
+    path, _ = written(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Failure, match=r"is damaged or false \(it is not as it was written: its checksum differs\): copy or"):
+        load(path)
+
+
+def test_a_model_of_before_there_were_checksums_still_loads(tmp_path: Path) -> None:
+    path, net = written(tmp_path)
+    save_file(net.state_dict(), path, metadata={"format": FORMAT, "card": json.dumps(asdict(CARD))})
+    assert load(path).card == CARD
+
+
 def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     path, _ = written(tmp_path)
     content = bytearray(path.read_bytes())
