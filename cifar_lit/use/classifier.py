@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from cifar_lit.data.decode import decode, pixels_of
+from cifar_lit.errors import Failure
 from cifar_lit.models.embedding import logits_and_embeddings
 from cifar_lit.results import weights
 from cifar_lit.results.weights import LoadedNet
@@ -93,8 +94,10 @@ class Classifier:
         return self.predictions(self.prepare(images), top)
 
     def predictions(self, images: Tensor, top: int = 3) -> list[Prediction]:
-        """A prediction for each of uint8 images (B, C, H, W) of the net's size."""
+        """A prediction for each of uint8 images (B, C, H, W) of the net's size; raises Failure where the net gives no numbers."""
         logits, embeddings = self.look(images)
+        if not logits.isfinite().all():
+            raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
         probabilities, order = logits.softmax(1).topk(min(top, len(self.classes)), dim=1)
         distances: list[float | None] = [None] * len(images)
         if self.tells_novelty and len(images):

@@ -11,6 +11,7 @@ from small_net import write_net
 
 import cifar_lit
 from cifar_lit.data.decode import DecodeError, decode
+from cifar_lit.errors import Failure
 from cifar_lit.use.explain import activation_maps
 from cifar_lit.use.paths import natural
 
@@ -93,3 +94,14 @@ def test_nets_with_maps_can_be_explained(tmp_path: Path, net: str) -> None:
 def test_names_are_sorted_as_one_counts() -> None:
     names = ["b10.png", "B2.png", "a.png", "1.png", "01.png", "b2.png", "10.png", "b.png"]
     assert sorted(names, key=natural) == ["01.png", "1.png", "10.png", "a.png", "B2.png", "b2.png", "b10.png", "b.png"]
+
+
+def test_a_net_whose_answers_are_no_numbers_is_refused_rather_than_quoted(tmp_path: Path) -> None:
+    classifier = cifar_lit.load(write_net(tmp_path))
+    with torch.no_grad():
+        for weight in classifier.net.net.parameters():
+            weight.mul_(1e30)
+    with pytest.raises(
+        Failure, match="the net's answers are not finite numbers, as its weights are too large: use another model"
+    ):
+        classifier.predict(picture())
