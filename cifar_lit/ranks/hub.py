@@ -60,9 +60,9 @@ class Hub(Watch):
         for line in list(self._lines.values()):
             line.send({"end": DONE})
 
-    def first_to_say(self, what: str, rank: int) -> bool:
-        """Whether no other rank has failed for the same reason before: it is told once."""
-        return self._failures.setdefault(what, rank) == rank
+    def teller(self, what: str, rank: int) -> int:
+        """The rank that is to tell of a failure, which may be that of several: the first that asks. It is told once."""
+        return self._failures.setdefault(what, rank)
 
     def forget(self) -> None:
         """Closes the connections of a fork."""
@@ -154,7 +154,7 @@ class Hub(Watch):
             return None
         what = str(message["what"])
         if how == FAILED:
-            self._lines[rank].send({"speak": self.first_to_say(what, rank)})
+            self._lines[rank].send({"speak": self.teller(what, rank) == rank})
         return Fault(int(message.get("rank", rank)), how, what, int(message["code"])) if how in PATIENCE else None
 
     def _missing(self) -> Fault | None:

@@ -76,12 +76,13 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     if how == DONE:
         watch.close()
         return line
+    teller = watch.teller(what, 0) if how == FAILED else 0
     if watch.fault is None:
-        watch.fault = Fault(0, how, what, code)
+        watch.fault = Fault(teller, how, what, code)
         watch.tell(watch.fault)
     watch.end_children()
     watch.rest()
-    return line if how == STOPPED or watch.first_to_say(what, 0) else ""
+    return line if teller == 0 else ""
 
 
 def _forget() -> None:

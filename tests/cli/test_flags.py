@@ -55,6 +55,7 @@ def test_the_contracts_short_flags_are_all_there() -> None:
         "lr": "model.lr",
         "seed": "seed_everything",
         "checkpoint-every": "checkpoint_every",
+        "rank-timeout": "rank_timeout",
     }
 
 

@@ -101,7 +101,5 @@ def test_a_net_whose_answers_are_no_numbers_is_refused_rather_than_quoted(tmp_pa
     with torch.no_grad():
         for weight in classifier.net.net.parameters():
             weight.mul_(1e30)
-    with pytest.raises(
-        Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"
-    ):
+    with pytest.raises(Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"):
         classifier.predict(picture())
