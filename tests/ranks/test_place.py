@@ -126,7 +126,8 @@ def test_ranks_that_are_not_started_by_the_first_find_it_through_its_store() -> 
 def test_ranks_of_other_machines_reach_the_first_over_either_protocol(address: str) -> None:
     hub = Hub(Place(0, 2, "host", 1), 60.0)
     try:
-        socket.create_connection((address, hub.port), 5).close()
+        with socket.create_connection((address, hub.port), 5) as connected:
+            assert connected.getpeername()[:2] == (address, hub.port)
     except OSError as error:
         if address == "::1":
             pytest.skip(f"no IPv6 here: {error}")
