@@ -41,16 +41,8 @@ class Hub(Watch):
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._since, self._announced = time.monotonic(), False
 
-    def run(self) -> None:
-        """Until a fault, or the end of the process."""
-        while not self.closed:
-            fault = self._look()
-            if fault is not None:
-                self.tell(fault)
-                self.end(fault)
-
     def tell(self, fault: Fault) -> None:
-        """Lets all ranks know of a fault."""
+        """Lets all of them know of a fault."""
         for line in list(self._lines.values()):
             line.send({"fault": fault._asdict()})
 
@@ -71,7 +63,8 @@ class Hub(Watch):
         for line in self._lines.values():
             line.close()
 
-    def _look(self) -> Fault | None:
+    def look(self) -> Fault | None:
+        """Takes what ranks have sent, gives a sign of life, and sees who is missing."""
         for key, _ in self._selector.select(self.beat / 2):
             if key.fileobj is self._listener:
                 self._accept()

@@ -29,12 +29,10 @@ class Peer(Watch):
         self._may_speak: bool | None = None
         self._replied = threading.Event()
 
-    def run(self) -> None:
-        """Until a fault, or the end of the first rank's."""
-        while not self.closed:
-            fault = self._look()
-            if fault is not None:
-                self.end(fault)
+    def tell(self, fault: Fault) -> None:
+        """Lets the first rank know of a fault that it may not see: of a rank that this one has started."""
+        if fault.rank in self.children:
+            self._line.send({"end": fault.kind, "what": fault.what, "code": fault.code, "rank": fault.rank})
 
     def report(self, how: str, what: str, code: int) -> bool:
         """Tells the first rank of this one's own end; returns whether this one is to print why."""
@@ -53,7 +51,8 @@ class Peer(Watch):
         super().forget()
         self._line.close()
 
-    def _look(self) -> Fault | None:
+    def look(self) -> Fault | None:
+        """Takes what the first rank has sent, gives a sign of life, and sees whether it is still there."""
         try:
             if select.select([self._line], [], [], self.beat / 2)[0]:
                 for message in self._line.receive():
@@ -68,7 +67,6 @@ class Peer(Watch):
         if self.beats():
             self._line.send({"at": self.position})
         if lost := self.lost_child() or self.lost_parent():
-            self._line.send({"end": lost.kind, "what": lost.what, "code": lost.code, "rank": lost.rank})
             return lost
         if self.now - self._seen > self.limit:
             return self.silent(0)

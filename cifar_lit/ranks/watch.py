@@ -22,9 +22,9 @@ from cifar_lit.ranks.guard import guard_of_this_process
 from cifar_lit.ranks.line import Member, this_process
 from cifar_lit.ranks.place import Place
 
-GONE, FAILED, SILENT, STUCK, STOPPED, DONE = "gone", "failed", "silent", "stuck", "stopped", "done"
+GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED, DONE = "gone", "orphaned", "failed", "silent", "stuck", "stopped", "done"
 # Seconds that the main thread is given to end by itself, by the error that a lost rank gives it; frozen ones give none.
-PATIENCE = {GONE: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, STOPPED: 15.0}
+PATIENCE = {GONE: 3.0, ORPHANED: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, STOPPED: 15.0}
 BEAT = 1.0  # seconds between two signs of life
 LAST = 10.0  # seconds after which a process that ends by itself is ended
 CHILDREN = 3.0  # seconds that ranks which this one has started are given to end
@@ -69,6 +69,25 @@ class Watch(threading.Thread):
         self.launched = time.monotonic()
         self.children = dict(enumerate(children, self.place.rank + 1))
 
+    def run(self) -> None:
+        """Until a fault, or the end of the process; a watch that fails itself does not end the run."""
+        try:
+            while not self.closed:
+                fault = self.look()
+                if fault is not None:
+                    self.tell(fault)
+                    self.end(fault)
+        finally:
+            self.rest()
+
+    def look(self) -> Fault | None:
+        """Waits half a beat for news, and returns the fault that is found."""
+        raise NotImplementedError
+
+    def tell(self, fault: Fault) -> None:
+        """Lets other ranks know of a fault."""
+        raise NotImplementedError
+
     # ---- what both do at every beat
 
     def slept(self) -> float:
@@ -99,7 +118,7 @@ class Watch(threading.Thread):
     def lost_parent(self) -> Fault | None:
         """The agent of torchrun that started this process is gone, which nobody else would end it for."""
         if self.place.parent is not None and os.getppid() != self.place.parent:
-            return Fault(self.place.rank, GONE, "has lost the torchrun that started it")
+            return Fault(self.place.rank, ORPHANED, "has lost the torchrun that started it")
         return None
 
     def silent(self, rank: int) -> Fault:
@@ -118,13 +137,15 @@ class Watch(threading.Thread):
         here = {rank for rank, member in self.members.items() if member.machine == self.me.machine}
         if fault.kind == STOPPED or (fault.kind == FAILED and fault.rank in here):
             return False
-        return self.place.rank == min(here - {fault.rank} or {self.place.rank})
+        gone = set() if fault.kind == ORPHANED else {fault.rank}
+        return self.place.rank == min(here - gone or {self.place.rank})
 
     def end(self, fault: Fault) -> None:
         """Ends this process for a fault: gives its main thread the time to do so, then does it itself."""
         if self.fault is None:
             self.fault = fault
             self.found.set()
+        self.rest()
         if not self._left.wait(PATIENCE[fault.kind]):
             line = self.say(fault)
             if line:

@@ -237,23 +237,28 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing() -> None:
 
 PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-child.stdout.readline()
-child.stdin.write("hang\\n")
-child.stdin.flush()
-print(child.pid, flush=True)
+def start(*more):
+    return subprocess.Popen([sys.executable, sys.argv[1], *more, "--parent"], stdin=-1, stdout=-1, text=True)
+first = start("0", "2", sys.argv[2])
+second = start("1", "2", sys.argv[2], *first.stdout.readline().split())
+second.stdout.readline()
+for rank in (first, second):
+    rank.stdin.write("hang\\n")
+    rank.stdin.flush()
+print(first.pid, second.pid, flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-def test_a_rank_ends_with_the_torchrun_that_has_started_it() -> None:
+def test_ranks_end_with_the_torchrun_that_has_started_them_and_one_says_so() -> None:
     script = str(Path(__file__).with_name("one_rank.py"))
-    line = [sys.executable, "-c", PARENT, script, "0", "2", str(LIMIT), "--parent"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", PARENT, script, str(LIMIT)]
     with subprocess.Popen(line, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment) as agent:
         assert agent.stdout is not None and agent.stderr is not None
-        pid = int(agent.stdout.readline().split()[0])
+        pids = [int(pid) for pid in agent.stdout.readline().split()]
+        time.sleep(0.5)  # until both know of each other
         agent.kill()
-        assert gone(pid)
-        assert "has lost the torchrun that started it" in agent.stderr.read()
+        assert all(gone(pid) for pid in pids)
+        assert agent.stderr.read().count("has lost the torchrun that started it") == 1
