@@ -204,6 +204,7 @@ def test_any_configuration_is_text_of_plain_values_or_one_line(tmp_path: Path, c
     )
 )
 @example(["--config", "\n"])
+@example(["--config", "~0"])
 @fuzzed
 def test_any_words_are_sorted_or_answered(words: list[str]) -> None:
     one_line(lambda: flags.parse("train", words))

@@ -55,6 +55,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
     if isinstance(error, PermissionError):
         return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
+    if text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
+        return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
     if is_lost_peer(error):
         hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
         return f"cifar-lit: another process of this run ended early; what it printed says why. {hint}.", 1

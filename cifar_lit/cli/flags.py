@@ -91,13 +91,20 @@ def recipe_path(name: str) -> Path:
     packaged = RECIPES / f"{name}.yaml"
     if packaged.is_file() and "/" not in name:
         return packaged
-    own = Path(name).expanduser()
+    own = _at_home(name)
     if own.suffix in (".yaml", ".yml"):
         if own.is_file():
             return own
         raise UsageError(f"there is no recipe file {name}")
     names = recipe_names()
     raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+
+
+def _at_home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{path} begins with a home that is not on this machine: write the path out") from None
 
 
 def parse(name: str, words: list[str]) -> Command:
@@ -162,7 +169,7 @@ def _store(command: Command, key: str, value: str) -> None:
     if key == "recipe":
         command.recipe = value
     elif key == "config":
-        if not Path(value).expanduser().is_file():
+        if not _at_home(value).is_file():
             raise UsageError(f"there is no configuration file {value}")
         command.configs.append(value)
     elif key == "logs":

@@ -30,6 +30,11 @@ def resumable(number: int) -> Interrupted:
         (MisconfigurationException("you cannot"), "cifar-lit: you cannot", 2),
         (KeyError("x"), "cifar-lit: KeyError: 'x' (--debug shows where)", 1),
         (RuntimeError(), "cifar-lit: RuntimeError: RuntimeError (--debug shows where)", 1),
+        (
+            RuntimeError("Could not determine home directory."),
+            "cifar-lit: a path begins with a home that is not on this machine: write the path out",
+            2,
+        ),
         (KeyboardInterrupt(), "\ncifar-lit: stopped", 130),
         (Interrupted(signal.SIGINT), "cifar-lit: stopped", 130),
         (Interrupted(signal.SIGTERM), "cifar-lit: stopped", 143),
