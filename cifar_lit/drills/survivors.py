@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from cifar_lit.results.weights import CHECKSUM
 from cifar_lit.training.checkpoints import read_checkpoint
 
 TIMES = ("train_seconds", "images_per_second")  # of metrics.json

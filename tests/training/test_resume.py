@@ -21,6 +21,7 @@ from real_runs import (
     stopped,
 )
 
+from cifar_lit.disk import PART
 from cifar_lit.training.checkpoints import read_checkpoint
 
 STOP_AT = STEPS_PER_EPOCH + 6  # in the middle of the second epoch; 20 steps are done once the one that runs has ended
@@ -66,7 +67,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     timed = {"train_seconds", "images_per_second"}
     found, wanted = ({name: value for name, value in metrics(each).items() if name not in timed} for each in (folder, expected))
     assert found == wanted
-    assert not list(folder.rglob("*.part"))
+    assert not list(folder.rglob(f"*{PART}"))
     assert not list(folder.rglob(".lock"))
 
 
