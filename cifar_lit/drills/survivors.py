@@ -73,7 +73,8 @@ def _model(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     with safe_open(file, "pt") as opened:
-        card = {name: json.loads(text) if name == "card" else text for name, text in opened.metadata().items()}
+        said = {name: text for name, text in opened.metadata().items() if name != CHECKSUM}  # which follows from the rest
+        card = {name: json.loads(text) if name == "card" else text for name, text in said.items()}
         return {"": card, **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
 
 
