@@ -30,3 +30,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     options = {choice.lower(): choice for choice in choices}
     close = get_close_matches(word.lower(), options, n=1, cutoff=0.5)
     return f" Did you mean {options[close[0]]}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says first, or its name where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

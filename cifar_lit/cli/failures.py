@@ -7,7 +7,7 @@ import os
 import re
 
 from cifar_lit.cli.launched import starts_again
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure, UsageError, first_line
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _LOST_PEER = (
@@ -31,7 +31,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
-    text = _first_line(error)
+    text = first_line(error)
     if isinstance(error, UsageError):
         return f"cifar-lit: {error}", 2
     if isinstance(error, Failure):
@@ -68,11 +68,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
 def _interruption(error: BaseException) -> tuple[str, int]:
     hint = getattr(error, "resume", None)
     return (f"cifar-lit: stopped. Go on with:\n  {hint}" if hint else "cifar-lit: stopped"), getattr(error, "exit_code", 1)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def is_lost_peer(error: BaseException) -> bool:

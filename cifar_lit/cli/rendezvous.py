@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import MutableMapping
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 from cifar_lit.cli.launched import by_torchrun
 from cifar_lit.errors import Failure
+from cifar_lit.ranks.network import free_port
 
 LIMIT = 300.0  # seconds; processes come late where starting takes long
 PAUSE = 0.02
@@ -84,7 +84,7 @@ def agree(store: Store, rank: int, world: int, restarts: int, limit: float) -> t
             before = hellos
         _wait(deadline, limit)
     counts = [restarts, *(read(f"hello/{other}")[1] for other in range(1, world)), int(read("agreed") is not None)]
-    found = {"token": own, "port": _free_port(), "restarts": max(counts)}
+    found = {"token": own, "port": free_port(), "restarts": max(counts)}
     say("agreed", found)
     return found["port"], found["restarts"]
 
@@ -93,10 +93,3 @@ def _wait(deadline: float, limit: float) -> None:
     if time.monotonic() > deadline:
         raise Failure(f"process {os.getpid()} has waited {limit:.0f} s for the others of this run: see what they printed")
     time.sleep(PAUSE)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from cifar_lit.cli.machine import Machine
+from cifar_lit.cli.machine import Machine, count_devices
 from cifar_lit.data.module import ImageData
 from cifar_lit.device import Present, device_named
 from cifar_lit.errors import Failure, UsageError
@@ -45,9 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
     """The one device that the Trainer would take; raises UsageError for several."""
-    gpus = len(machine.gpus) if accelerator in ("auto", "gpu", "cuda") else 0
-    count = len(devices) if isinstance(devices, list) else max(gpus, 1) if devices in ("auto", -1) else int(devices)
-    if count > 1:
+    if count_devices(machine, accelerator, devices) > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
     name = f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator
     return torch.device(device_named(name, Present(len(machine.gpus), machine.mps)))

@@ -11,7 +11,6 @@ import faulthandler
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ import torch
 
 from cifar_lit.drills.phases import PHASES, VARIABLE
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.ranks.network import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 60.0  # seconds after which a command counts as frozen
@@ -136,16 +136,13 @@ class Forked:
 
 
 def _torchrun(processes: int) -> dict[str, str]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
     number = str(processes)
     return {
         "TORCHELASTIC_RUN_ID": "drill",
         "WORLD_SIZE": number,
         "LOCAL_WORLD_SIZE": number,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from cifar_lit.drills.machines import TwoMachines, why_not
 from cifar_lit.drills.signs import CRASH, FREEZE, HANG, KILL, VARIABLE
 from cifar_lit.drills.survivors import differences, finished, run_in
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.ranks.network import free_port
 
 WHAT = (
     "Trains in two processes, started by the Trainer, by torchrun, and on two machines (network namespaces, which take root). "
@@ -75,7 +75,7 @@ class Started:
         lines: list[tuple[list[str], dict[str, str]]]
         if way == MACHINES:
             assert machines is not None
-            meet = {"MASTER_ADDR": machines.address(0), "MASTER_PORT": _free_port()}
+            meet = {"MASTER_ADDR": machines.address(0), "MASTER_PORT": str(free_port())}
             flags = ["--nodes", "2", "--devices", "1"]
             lines = [
                 ([*machines.within(node), sys.executable, *module, *flags], {**meet, "NODE_RANK": str(node)}) for node in (0, 1)
@@ -174,12 +174,6 @@ def _ours(text: str) -> str:
 
 def _clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in STRANGE}
-
-
-def _free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 @contextmanager

@@ -7,11 +7,10 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.ranks.hub import JOIN, Hub
 from cifar_lit.ranks.network import busy, choose_interface
 from cifar_lit.ranks.peer import Peer
@@ -143,7 +142,7 @@ def _find_hub(place: Place, limit: float) -> tuple[str, str]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, Failure):
             raise
-        raise Failure(f"what answers as {where} is not of this run ({_first_line(error)}): choose another MASTER_PORT") from None
+        raise Failure(f"what answers as {where} is not of this run ({first_line(error)}): choose another MASTER_PORT") from None
     return str(port), str(token)
 
 
@@ -174,7 +173,7 @@ def _store(place: Place, limit: float, serve: bool) -> Any:
     thread.start()
     thread.join(2 * limit)
     if not made or isinstance(made[0], RuntimeError):
-        reason = _first_line(made[0]) if made else "what is there does not answer"
+        reason = first_line(made[0]) if made else "what is there does not answer"
         raise Failure(
             f"no store of this run is at {address}, port {port}: {reason}. Choose another MASTER_PORT, the same for all."
         )
@@ -194,9 +193,3 @@ def _avoid_busy_port() -> None:
     port = os.environ.get("MASTER_PORT", "")
     if not port.isdecimal() or busy(int(port)):
         os.environ.pop("MASTER_PORT", None)
-
-
-def _first_line(error: BaseException) -> str:
-    with suppress(IndexError):
-        return str(error).strip().splitlines()[0]
-    return type(error).__name__

@@ -21,6 +21,14 @@ def busy(port: int) -> bool:
         return error.errno in (errno.EADDRINUSE, errno.EACCES)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
 def choose_interface(address: str) -> None:
     """Lets gloo use the network interface that leads to `address`, unless the user has named one.
 

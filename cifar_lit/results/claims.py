@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cifar_lit.errors import first_line
 from cifar_lit.models.unfilled import build_unfilled
 
 LARGEST_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
@@ -70,7 +71,7 @@ def check_tensors(claims: Mapping[str, Claim], name: str, further: str, **settin
     try:
         net = build_unfilled(name, **settings)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
-        raise FalseClaim(f"its net cannot be built: {_first_line(error)}") from None
+        raise FalseClaim(f"its net cannot be built: {first_line(error)[:200]}") from None
     wanted = net.state_dict()
     for key, tensor in wanted.items():
         if key not in claims or not _fits(tensor, claims[key]):
@@ -142,7 +143,3 @@ _CHECKS = {
 def _shortly(value: Any) -> str:
     text = json.dumps(value)[:60]
     return text if len(text) < 60 else f"{text}…"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
