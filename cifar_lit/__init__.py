@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cifar_lit.use.classifier import load
+    from cifar_lit.inference.load import load
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
@@ -16,7 +16,7 @@ __all__ = ["__version__", "load"]
 
 def __getattr__(name: str) -> Any:
     if name == "load":
-        from cifar_lit.use.classifier import load
+        from cifar_lit.inference.load import load
 
         return load
     raise AttributeError(f"module 'cifar_lit' has no attribute {name!r}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cifar_lit.device import Present, device_named, present
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import Accelerators, detect_accelerators, resolve_device
 
-CPU, ONE, TWO, APPLE = Present(0, False), Present(1, False), Present(2, False), Present(0, True)
+CPU, ONE, TWO, APPLE = Accelerators(0, False), Accelerators(1, False), Accelerators(2, False), Accelerators(0, True)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ CPU, ONE, TWO, APPLE = Present(0, False), Present(1, False), Present(2, False), 
         (APPLE, "cpu", "cpu"),
     ],
 )
-def test_a_name_is_turned_into_torchs(machine: Present, name: str, found: str) -> None:
-    assert device_named(name, machine) == found
+def test_a_name_is_turned_into_torchs(machine: Accelerators, name: str, found: str) -> None:
+    assert resolve_device(name, machine) == found
     assert str(torch.device(found)) == found
 
 
@@ -53,17 +53,17 @@ def test_a_name_is_turned_into_torchs(machine: Present, name: str, found: str) -
         (CPU, "cuda:x", "cpu"),
     ],
 )
-def test_what_the_machine_does_not_have_is_answered_with_what_it_has(machine: Present, name: str, has: str) -> None:
+def test_what_the_machine_does_not_have_is_answered_with_what_it_has(machine: Accelerators, name: str, has: str) -> None:
     with pytest.raises(UsageError) as caught:
-        device_named(name, machine)
+        resolve_device(name, machine)
     assert str(caught.value).startswith(f"this machine has no device {name!r}: it has {has}.")
 
 
 def test_a_slip_is_answered_with_the_nearest_right_name() -> None:
     with pytest.raises(UsageError, match=r"no device 'cuba': it has cpu\. Did you mean cuda\? auto takes the fastest\."):
-        device_named("cuba", CPU)
+        resolve_device("cuba", CPU)
 
 
 def test_this_machine_computes_where_auto_says() -> None:
-    assert torch.zeros(1, device=device_named("auto")).sum() == 0
-    assert str(present()).startswith("cpu")
+    assert torch.zeros(1, device=resolve_device("auto")).sum() == 0
+    assert str(detect_accelerators()).startswith("cpu")

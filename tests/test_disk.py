@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_lit.disk import PART, remove_parts, written_whole
+from cifar_lit.files import PART, atomic_write, remove_partial_files
 
 
 def names(folder: Path) -> list[str]:
@@ -11,13 +11,13 @@ def names(folder: Path) -> list[str]:
 
 
 def write(path: Path, text: str, previous: Path | None = None) -> None:
-    with written_whole(path, previous) as partial:
+    with atomic_write(path, previous) as partial:
         partial.write_text(text)
 
 
 def test_a_file_takes_its_place_only_when_it_is_complete(tmp_path: Path) -> None:
     write(tmp_path / "a", "old")
-    with written_whole(tmp_path / "a") as partial:
+    with atomic_write(tmp_path / "a") as partial:
         partial.write_text("new")
         assert partial.name == "a" + PART
         assert (tmp_path / "a").read_text() == "old"
@@ -29,7 +29,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file_and_the_one_before_it(tmp_p
     a, b = tmp_path / "a", tmp_path / "b"
     write(a, "1", b)
     write(a, "2", b)
-    with pytest.raises(KeyboardInterrupt), written_whole(a, b) as partial:
+    with pytest.raises(KeyboardInterrupt), atomic_write(a, b) as partial:
         partial.write_text("3, not yet compl")
         raise KeyboardInterrupt
     assert (a.read_text(), b.read_text()) == ("2", "1")
@@ -86,6 +86,6 @@ def test_only_what_our_writes_left_behind_is_removed(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     for name in ("a" + PART, "inner/last.ckpt" + PART, "a.part", "b.tmp", "inner/last.ckpt"):
         (tmp_path / name).write_text("")
-    assert [path.name for path in remove_parts(tmp_path)] == ["a" + PART, "last.ckpt" + PART]
+    assert [path.name for path in remove_partial_files(tmp_path)] == ["a" + PART, "last.ckpt" + PART]
     assert names(tmp_path) == ["a.part", "b.tmp", "inner"]
     assert names(tmp_path / "inner") == ["last.ckpt"]

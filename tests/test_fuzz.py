@@ -27,12 +27,11 @@ from cifar_lit.data.archives import _idx_intact
 from cifar_lit.data.cache import _read_index
 from cifar_lit.data.decode import decode
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.models.table import build_net
-from cifar_lit.results import weights
-from cifar_lit.results.plain_yaml import plain_values
-from cifar_lit.results.run_folder import read_metrics
-from cifar_lit.training.checkpoints import read_checkpoint
-from cifar_lit.training.containers import describe
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs import model_file as weights
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.run_folder import read_metrics
+from cifar_lit.training.checkpoint import describe, read_checkpoint
 
 COUNT = int(os.environ.get("CIFAR_LIT_FUZZ", "40"))
 fuzzed = settings(
@@ -116,7 +115,7 @@ def image_file(kind: str) -> bytes:
 @fuzzed
 def test_a_damaged_model_gives_a_net_or_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    found = one_line(lambda: weights.load(tmp_path))
+    found = one_line(lambda: weights.load_model_file(tmp_path))
     if found is not None:
         assert found(torch.zeros(1, 1, 16, 16, dtype=torch.uint8)).isfinite().all()
 
@@ -131,7 +130,7 @@ def test_a_card_of_any_values_gives_a_net_that_answers_or_one_line(tmp_path: Pat
 
     content = save(dict(net().state_dict()), {"format": weights.FORMAT, "card": json.dumps({**CARD, **values})})
     (tmp_path / "model.safetensors").write_bytes(content)
-    found = one_line(lambda: weights.load(tmp_path))
+    found = one_line(lambda: weights.load_model_file(tmp_path))
     if found is not None:
         assert found(torch.zeros(1, 1, 16, 16, dtype=torch.uint8)).shape == (1, 2)
 
@@ -141,7 +140,7 @@ def test_a_card_of_any_values_gives_a_net_that_answers_or_one_line(tmp_path: Pat
 def test_a_damaged_header_with_its_true_length_gives_a_net_or_one_line(tmp_path: Path, header: bytes) -> None:
     content = len(header).to_bytes(8, "little") + header + model_file()[8 + HEADER :]
     (tmp_path / "model.safetensors").write_bytes(content)
-    one_line(lambda: weights.load(tmp_path))
+    one_line(lambda: weights.load_model_file(tmp_path))
 
 
 @pytest.mark.parametrize("zipped", [True, False])

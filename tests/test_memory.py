@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from cifar_lit.memory import keep_freed_memory
+from cifar_lit.hardware import keep_freed_memory
 
 COUNT_FAULTS = """
 import resource, sys
-from cifar_lit.memory import keep_freed_memory
+from cifar_lit.hardware import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 def step():

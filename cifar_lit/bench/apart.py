@@ -1,6 +1,6 @@
 """A hand-written loop in a process of its own, so that it runs as its user would run it.
 
-The Trainer's process keeps the memory that it frees (`cifar_lit.memory`); a loop in the same process would gain by that too.
+The Trainer's process keeps the memory that it frees (`cifar_lit.hardware`); a loop in the same process would gain by that too.
 """
 
 from __future__ import annotations

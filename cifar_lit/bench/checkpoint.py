@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.bench.training import add_training_arguments, fit, subject
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
-from cifar_lit.training.seal import broken_seal, seal
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, append_checksum, find_damage, read_checkpoint
 
 WHAT = (
     "Milliseconds of a recipe's checkpoint: to write it, to give it its checksum, to bring it to the disk, to verify and to load "
@@ -90,13 +89,13 @@ def one_round(checkpoint: dict[str, Any], folder: Path) -> dict[str, float]:
         torch.save(checkpoint, file)
         file.flush()
         moments.append(time.perf_counter())
-        seal(file)
+        append_checksum(file)
         moments.append(time.perf_counter())
         os.fsync(file.fileno())
         moments.append(time.perf_counter())
-    WholeCheckpoints().save_checkpoint(checkpoint, folder / "last.ckpt")
+    AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "last.ckpt")
     moments.append(time.perf_counter())
-    broken_seal(folder / "last.ckpt")
+    find_damage(folder / "last.ckpt")
     moments.append(time.perf_counter())
     read_checkpoint(folder / "last.ckpt")
     moments.append(time.perf_counter())

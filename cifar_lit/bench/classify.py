@@ -18,13 +18,11 @@ from PIL import Image
 from cifar_lit.bench.process import environment as child_environment
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.data.decode import decode, decode_chunks, decode_files
-from cifar_lit.device import device_named
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.memory import keep_freed_memory
-from cifar_lit.results.predictions import CsvRows
-from cifar_lit.use.classifier import Classifier, load
-from cifar_lit.use.files import CHUNK, POOL_FROM, classify_files
-from cifar_lit.use.paths import Found, find_images
+from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.inference.classify import CHUNK, POOL_FROM, ImageFile, classify_files, find_images
+from cifar_lit.inference.load import Classifier, load
+from cifar_lit.runs.predictions import CsvRows
 
 WHAT = (
     "Images a second of `classify RUN FOLDER --csv`, from the paths to the written rows, against decoding the same files alone, "
@@ -47,7 +45,7 @@ def run(settings: Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
-    classifier = load(settings.run, device_named(settings.device))
+    classifier = load(settings.run, resolve_device(settings.device))
     keep_freed_memory()  # as the command does
     if settings.enlarge:
         with tempfile.TemporaryDirectory() as folder:
@@ -118,14 +116,14 @@ def _figures(
     }
 
 
-def _classify(classifier: Classifier, files: list[Found]) -> None:
+def _classify(classifier: Classifier, files: list[ImageFile]) -> None:
     with tempfile.TemporaryFile("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = CsvRows(file, min(3, len(classifier.classes)), files=True)
         for rows, _ in classify_files(classifier, files):
             writer.write(rows)
 
 
-def _decode(classifier: Classifier, files: list[Found]) -> None:
+def _decode(classifier: Classifier, files: list[ImageFile]) -> None:
     work = partial(decode_files, size=classifier.size, channels=classifier.channels)
     chunks = [[file.path for file in files[start : start + CHUNK]] for start in range(0, len(files), CHUNK)]
     for _ in decode_chunks(work, chunks, all_cores=len(files) >= POOL_FROM):

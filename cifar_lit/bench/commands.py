@@ -62,7 +62,7 @@ def _run(name: str, module: Any, words: list[str]) -> None:
     from jsonargparse import ArgumentParser
 
     from cifar_lit.bench.report import make_room
-    from cifar_lit.cli.parser_errors import parsed
+    from cifar_lit.cli.errors import parsed
 
     parser = ArgumentParser(prog=f"cifar-lit bench {name}", description=module.WHAT, exit_on_error=False, allow_abbrev=False)
     module.add_arguments(parser)

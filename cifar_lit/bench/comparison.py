@@ -9,16 +9,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from cifar_lit.bench.interleave import Round
-from cifar_lit.bench.report import (
-    environment,
-    footer,
-    headline,
-    settings_of,
-    show,
-    shown_spread,
-    spread,
-    write_figures,
-)
+from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 
 
 def comparison(name: str, settings: Namespace, rounds: Sequence[Round], other: str) -> dict[str, Any]:

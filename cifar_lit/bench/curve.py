@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from cifar_lit.training.averaging import WeightAverage
-from cifar_lit.training.callbacks import Clock
+from cifar_lit.training.callbacks import Clock, WeightAverage
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Evaluation
 

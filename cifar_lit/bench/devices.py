@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.bench.clock import Lap, Stopwatch
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.bench.training import Subject, add_data_arguments, build, fit
-from cifar_lit.cli.machine import Machine, choose_precision, look
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import Machine, choose_precision, detect_machine
 
 WHAT = (
     "The same training steps under the Trainer on the CPU and on each GPU, over batch sizes and widths of a net: seconds that an "
@@ -55,7 +55,7 @@ def run(settings: Namespace) -> None:
     widths = _numbers(settings.widths, "--widths")
     if settings.rounds < 1 or settings.steps < 1 or settings.warmup < 1 or min(batch_sizes) < 1:
         raise UsageError("a measurement takes at least --warmup 1, --rounds 1 of --steps 1, and batches of 1")
-    machine = look()
+    machine = detect_machine()
     found = columns(machine)
     if settings.accelerator != "auto":
         found = [column for column in found if column.accelerator == settings.accelerator]

@@ -12,9 +12,9 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
 from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import UsageError
-from cifar_lit.results.weights import load
-from cifar_lit.use.export import TIMED_BATCHES, Exported, Sample, check_request, export
-from cifar_lit.use.export_int8 import CALIBRATION_IMAGES
+from cifar_lit.inference.export import TIMED_BATCHES, Exported, Sample, check_request, export
+from cifar_lit.inference.export_formats import CALIBRATION_IMAGES
+from cifar_lit.runs.model_file import load_model_file
 
 WHAT = (
     "Exports a run's net as ONNX, as ONNX in int8 and for torch.export, and compares each file with the net in PyTorch (float32, "
@@ -38,7 +38,7 @@ def run(settings: Namespace) -> None:
         raise UsageError("--images is a number of test images, or 0 for all")
     for to, quantize in FORMS.values():
         check_request(to, quantize)
-    net = load(settings.run)
+    net = load_model_file(settings.run)
     model = Path(settings.run).expanduser()
     model = model / "model.safetensors" if model.is_dir() else model
     data = RunData(model, net.card, settings.root)

@@ -19,7 +19,7 @@ from cifar_lit.bench.summary import mean_text
 from cifar_lit.bench.training import add_training_arguments, fit, subject
 from cifar_lit.bench.training_run import images_held
 from cifar_lit.errors import UsageError
-from cifar_lit.results.intervals import mean_interval
+from cifar_lit.runs.compare import mean_interval
 
 WHAT = (
     "Whole trainings of a recipe by a bare PyTorch loop, each step launched by hand, with the same net, batches, precision, "

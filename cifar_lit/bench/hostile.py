@@ -206,13 +206,13 @@ def _typed(words: list[str]) -> int:
 
 def _loaded(path: Path) -> int:
     """Reads a model as the commands do that use one."""
-    from cifar_lit.cli.failures import explain
-    from cifar_lit.use.classifier import load
+    from cifar_lit.cli.errors import explain_error
+    from cifar_lit.inference.load import load
 
     try:
         load(path)
     except Exception as error:
-        line, code = explain(error)
+        line, code = explain_error(error)
         print(line, file=sys.stderr)
         return code
     return 0

@@ -19,10 +19,10 @@ from cifar_lit.bench.clock import read_clock
 from cifar_lit.bench.plain import PilImages, ready_epochs
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
 from cifar_lit.bench.training import add_data_arguments
-from cifar_lit.cli.machine import choose_devices, look
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import choose_devices, detect_machine
 
 WHAT = (
     "Training batches a second, cropped (4 pixels of reflect padding), flipped, normalised and on the device that the Trainer "
@@ -71,7 +71,7 @@ def run(settings: Namespace) -> None:
     )
     if len(data.train_images) < (settings.batches + 1) * settings.batch_size:
         raise UsageError(f"{len(data.train_images):,} images are less than a round: lower --batches or --batch-size")
-    accelerator, devices = choose_devices(look(), settings.accelerator, 1)
+    accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     trainer = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False)
     device = trainer.strategy.root_device
     speeds = in_turn(sides(data, settings.batches, device), settings.batches, settings.rounds, device)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.module import ImageData
-from cifar_lit.device import device_named
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
-from cifar_lit.use.classifier import Classifier, load
-from cifar_lit.use.novelty import FALSE_ALARMS, NEIGHBOUR, choose, learn_novelty, novelty
+from cifar_lit.hardware import resolve_device
+from cifar_lit.inference.load import Classifier, load
+from cifar_lit.inference.novelty import FALSE_ALARMS, NEIGHBOUR, choose, learn_novelty, novelty
 
 WHAT = (
     "Ways to tell images of another kind from those that a net was trained on: the area under the ROC curve between a run's "
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(settings: Namespace) -> None:
     """Measures and reports."""
-    device = device_named(settings.accelerator)
+    device = resolve_device(settings.accelerator)
     found = {Path(name).name: measure(Path(name), settings, device) for name in settings.runs}
     names = {"runs": list(found)}
     rows = [

@@ -17,9 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
-from cifar_lit.data.module import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.training.classifier import ImageClassifier
 

@@ -23,9 +23,9 @@ from cifar_lit.cli.console import say
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, parse, recipe_path
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.cli.run import program
-from cifar_lit.disk import written_whole
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.results.run_folder import shown
+from cifar_lit.files import atomic_write
+from cifar_lit.runs.run_folder import display_path
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = "seeds of recipes: test accuracy with its interval, warm and cold time, memory; plots of accuracy against seconds"
@@ -74,7 +74,7 @@ def main(words: list[str]) -> None:
         _train(wanted, records, logs)
         figures = _figures(wanted, records, where)
         if wanted.options.plot:
-            with written_whole(Path(wanted.options.plot)) as file:
+            with atomic_write(Path(wanted.options.plot)) as file:
                 plot(figures, file, wanted.options.x)
         records.finish(figures)
     except Interrupted as interruption:
@@ -86,7 +86,7 @@ def main(words: list[str]) -> None:
     print_summary(figures)
     say("", SHARED, *([CURVE_NOTE] if wanted.curve_every is not None else []), footer(figures))
     for file in filter(None, (wanted.options.json, wanted.options.plot)):
-        say(f"written: {shown(Path(file))}")
+        say(f"written: {display_path(Path(file))}")
 
 
 def stem(name: str) -> str:
@@ -191,7 +191,7 @@ def _train(wanted: Wanted, records: Records, logs: str | None) -> None:
             runs = records.runs[stem(name)]
             missing = [seed for seed in wanted.seeds if seed not in runs]
             if runs:
-                sources = " and ".join(map(shown, records.sources))
+                sources = " and ".join(map(display_path, records.sources))
                 say(f"{stem(name)}: {len(runs)} runs are done already (in {sources}); {len(missing)} to go")
             for place, seed in enumerate(missing):
                 run = run_once(name, wanted.words, seed, logs, wanted.curve_every, cold)

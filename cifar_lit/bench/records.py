@@ -15,7 +15,7 @@ import cifar_lit
 from cifar_lit.bench.report import write_figures
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import shown, write_text
+from cifar_lit.runs.run_folder import display_path, write_text
 
 CODE = ("data", "models", "training")  # the rooms that a result depends on
 
@@ -68,10 +68,12 @@ class Records:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise Failure(
-                f"another process is writing {shown(self.partial)}: wait until it ends, or name another --json"
+                f"another process is writing {display_path(self.partial)}: wait until it ends, or name another --json"
             ) from None
         except OSError as error:
-            raise Failure(f"cannot write {shown(self.partial)}: {error.strerror}. Name another file with --json.") from None
+            raise Failure(
+                f"cannot write {display_path(self.partial)}: {error.strerror}. Name another file with --json."
+            ) from None
         try:
             self._read()
         except BaseException:
@@ -96,13 +98,13 @@ class Records:
             write_text(self.partial, "".join(whole))
 
     def _take(self, file: Path, name: str, settings: Mapping[str, str], run: dict[str, Any]) -> None:
-        way_out = f"name another --json, or delete {shown(file)}"
+        way_out = f"name another --json, or delete {display_path(file)}"
         if name not in self.settings:
-            raise UsageError(f"{shown(file)} holds runs of {name}, which is not measured now: {way_out}")
+            raise UsageError(f"{display_path(file)} holds runs of {name}, which is not measured now: {way_out}")
         own = self.settings[name]
         differing = [part for part in own if settings.get(part) != own[part]]
         if differing:
-            raise UsageError(f"{shown(file)} holds runs of {name} with other {' and '.join(differing)}: {way_out}")
+            raise UsageError(f"{display_path(file)} holds runs of {name} with other {' and '.join(differing)}: {way_out}")
         self.runs[name][run["seed"]] = run
 
     def add(self, name: str, run: dict[str, Any]) -> None:
@@ -133,6 +135,6 @@ def _figures_in(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("bench") != "recipe":
-        raise UsageError(f"{shown(file)} is there already and holds no figures of `bench recipe`: name another --json")
+        raise UsageError(f"{display_path(file)} is there already and holds no figures of `bench recipe`: name another --json")
     recipes: dict[str, Any] = found["recipes"]
     return recipes

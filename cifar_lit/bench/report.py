@@ -18,17 +18,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cifar_lit.cli.machine import look
 from cifar_lit.cli.run import versions
 from cifar_lit.errors import Failure
-from cifar_lit.results.run_folder import write_text
+from cifar_lit.hardware import detect_machine
+from cifar_lit.runs.run_folder import write_text
 
 Value = float | list[float]  # a number, or its lower quartile, median and upper quartile
 
 
 def environment() -> dict[str, Any]:
     """Where and when: date, cpu, threads (of torch), gpu (None where there is none), versions of what matters."""
-    found = look()
+    found = detect_machine()
     names = sorted({name for name, _ in found.gpus})
     gpu = ", ".join(names) if names else "Apple GPU" if found.mps else None
     return {

@@ -11,8 +11,8 @@ from typing import Any
 from cifar_lit.bench.process import public, train
 from cifar_lit.bench.report import environment, footer, headline, show, shown_spread, spread, write_figures
 from cifar_lit.bench.words import PassingParser, check_passed_on
-from cifar_lit.cli.machine import look
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import detect_machine
 
 WHAT = (
     "The same recipe and global batch on each number of devices, every training in a fresh process, as `python scripts/train.py` "
@@ -90,7 +90,7 @@ def _print(figures: dict[str, Any]) -> None:
     settings, rows = figures["settings"], figures["rows"]
     notes = []
     if figures["accelerator"] == "cpu" and max(row["devices"] for row in rows) > 1:
-        cores = look().threads
+        cores = detect_machine().threads
         notes.append(f"the processes share this machine's {cores} cores, which one process uses already: no speed-up is due")
     trained = f"{settings['recipe']} · {settings['dataset']} · global batch {settings['batch_size']} · {settings['precision']}"
     show(

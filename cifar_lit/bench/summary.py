@@ -7,7 +7,7 @@ from typing import Any
 
 from cifar_lit.bench.curve import first_pass
 from cifar_lit.bench.report import show, shown_spread, spread
-from cifar_lit.results.intervals import mean_interval
+from cifar_lit.runs.compare import mean_interval
 
 LEGEND = (
     "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm",

@@ -14,7 +14,7 @@ from cifar_lit.bench.report import shown_spread
 from cifar_lit.bench.summary import machine_text, mean_text, memory_text, percent
 from cifar_lit.bench.words import PassingParser
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import shown, write_text
+from cifar_lit.runs.run_folder import display_path, write_text
 
 WHAT = "the results in JSON files (`results/` if none are named) as Markdown, into a file with --write"
 START, END = "<!-- results -->", "<!-- /results -->"
@@ -43,13 +43,13 @@ def main(words: list[str]) -> None:
         _show(text)
         return
     before = _read(file)
-    after = put_between(before, text, shown(file))
+    after = put_between(before, text, display_path(file))
     if asked.check and after != before:
-        line = f"cifar-lit bench table {'--recipes ' if asked.recipes else ''}--write {shown(file)}"
-        raise Failure(f"the results in {shown(file)} are out of date: `{line}` renews them")
+        line = f"cifar-lit bench table {'--recipes ' if asked.recipes else ''}--write {display_path(file)}"
+        raise Failure(f"the results in {display_path(file)} are out of date: `{line}` renews them")
     if asked.write:
         write_text(file, after)
-        print(f"{shown(file)}: {'is up to date' if after == before else 'renewed'}")
+        print(f"{display_path(file)}: {'is up to date' if after == before else 'renewed'}")
 
 
 def _read(file: Path) -> str:
@@ -103,10 +103,10 @@ def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -
         try:
             found = json.loads(file.read_text())
         except (OSError, ValueError):
-            raise UsageError(f"{shown(file)} cannot be read as JSON") from None
+            raise UsageError(f"{display_path(file)} cannot be read as JSON") from None
         link = f"[{file.stem}]({os.path.relpath(file.absolute(), home).replace(os.sep, '/')})"
         if not isinstance(found, dict) or not ("bench" in found or "test" in found):
-            raise UsageError(f"{shown(file)} holds neither a measurement nor a run's metrics")
+            raise UsageError(f"{display_path(file)} holds neither a measurement nor a run's metrics")
         if found.get("bench") == "recipe":
             runs += [_recipe_row(name, entry, found, link) for name, entry in found["recipes"].items()]
         elif "bench" in found:

@@ -17,14 +17,13 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cifar_lit.cli.flags import recipe_path, recipe_settings
-from cifar_lit.cli.machine import choose_devices, choose_precision, look
 from cifar_lit.cli.run import Run
-from cifar_lit.data.module import ImageData
-from cifar_lit.data.placement import CPU_CHUNK, DEVICE_CHUNK
+from cifar_lit.data.datamodule import CPU_CHUNK, DEVICE_CHUNK, ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.results.run_folder import RunFolder
+from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
+from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.profiling import NoProfiler
 
 LINEAR = "linear"  # a net of a single layer, which only measurements know
 
@@ -81,7 +80,7 @@ def subject(settings: Namespace, seed: int = 0) -> Subject:
     given = {"net": settings.net, "lr": settings.lr}
     model |= {name: value for name, value in given.items() if value is not None}
 
-    machine = look()
+    machine = detect_machine()
     accelerator, devices = choose_devices(machine, settings.accelerator, 1)
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
     images, classifier = build(model, {**data, "seed": seed}, seed)
@@ -140,7 +139,7 @@ def fit(what: Subject, *callbacks: Callback, max_epochs: int, validates: bool = 
 def epochs_for(what: Subject, steps: int, rounds: int) -> int:
     """How many epochs hold a warm-up and `rounds` rounds, each of at least `steps` steps and up to a call's more."""
     size = what.data.batch_size
-    on_cpu = what.accelerator == "cpu" or (what.accelerator == "auto" and not look().gpus)
+    on_cpu = what.accelerator == "cpu" or (what.accelerator == "auto" and not detect_machine().gpus)
     call = what.data.chunk or max(1, (CPU_CHUNK if on_cpu else DEVICE_CHUNK) // size)
     an_epoch = max(1, len(what.data.split[0]) // size)
     return -(-(steps + min(call, an_epoch)) * (rounds + 1) // an_epoch)

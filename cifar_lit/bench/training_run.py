@@ -22,7 +22,7 @@ from cifar_lit.cli.app import TrainingCLI
 from cifar_lit.cli.flags import Command, parse
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure
-from cifar_lit.results.run_folder import read_metrics
+from cifar_lit.runs.run_folder import read_metrics
 
 SHARED = (
     "The runs share one process, and the images, which are decoded and held once. Each has its own net, Trainer and run folder, "

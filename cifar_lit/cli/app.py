@@ -14,26 +14,25 @@ from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
-from cifar_lit.cli import machine, sharding, trust
+from cifar_lit import hardware as machine
+from cifar_lit.cli import sharding, trust
 from cifar_lit.cli.checks import check_settings
+from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
-from cifar_lit.cli.launched import advice, is_first_process
-from cifar_lit.cli.parser_errors import long_flags, parsed
-from cifar_lit.cli.resume import asked_for, settled
+from cifar_lit.cli.resume import resolve_resume, validate_resume
 from cifar_lit.cli.run import Run
-from cifar_lit.cli.search import device_of, memory_told, search
-from cifar_lit.data.module import ImageData
+from cifar_lit.cli.tuner import device_of, memory_told, search
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.distributed.join import join
+from cifar_lit.distributed.launcher import advice, is_first_process
+from cifar_lit.distributed.progress import Progress
+from cifar_lit.distributed.rank_info import rank_info
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.ranks.meeting import join
-from cifar_lit.ranks.place import place_of
-from cifar_lit.ranks.progress import Progress
-from cifar_lit.results.predictions import write_predictions
-from cifar_lit.results.run_folder import RunFolder, run_of, shown
-from cifar_lit.training.callbacks import Interrupted
-from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
+from cifar_lit.runs.predictions import write_predictions
+from cifar_lit.runs.run_folder import RunFolder, display_path, run_of
+from cifar_lit.training.callbacks import Interrupted, NoProfiler
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, describe, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.containers import describe
-from cifar_lit.training.profiling import NoProfiler
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 
@@ -85,7 +84,7 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        return asked_for(self.command, is_first_process(os.environ))
+        return resolve_resume(self.command, is_first_process(os.environ))
 
     def _base(self) -> Path | None:
         """The weakest settings: of the run that is resumed or tested, else of a recipe."""
@@ -94,7 +93,7 @@ class TrainingCLI(LightningCLI):
             run = run_of(self.checkpoint)
             assert run is not None
             if command.recipe:
-                raise UsageError(f"--resume goes on with the recipe of {shown(run)}: leave --recipe out")
+                raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
             return run / "config.yaml"
         if command.recipe:
             return recipe_path(command.recipe)
@@ -106,7 +105,7 @@ class TrainingCLI(LightningCLI):
         if command.configs or command.asks_only:
             return None
         wanted = command.value("trainer.accelerator") or "auto"
-        command.recipe = DEFAULT_RECIPES["gpu" if wanted != "cpu" and machine.look().gpus else "cpu"]
+        command.recipe = DEFAULT_RECIPES["gpu" if wanted != "cpu" and machine.detect_machine().gpus else "cpu"]
         return recipe_path(command.recipe)
 
     # ---- parsing
@@ -150,14 +149,14 @@ class TrainingCLI(LightningCLI):
                 raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
             if not Path(tested).expanduser().is_file():
                 raise UsageError(f"there is no checkpoint {tested}")
-        trainer, self.machine = self.settings.trainer, machine.look()
+        trainer, self.machine = self.settings.trainer, machine.detect_machine()
         sharding.refuse(self.settings, self.machine)
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict":
             if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
                 raise UsageError("predict runs on one device: leave --devices out, or name one")
             trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
-        place = place_of(machine.count_devices(self.machine, trainer.accelerator, trainer.devices), trainer.num_nodes)
+        place = rank_info(machine.count_devices(self.machine, trainer.accelerator, trainer.devices), trainer.num_nodes)
         self.watch = join(place, self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
@@ -178,11 +177,11 @@ class TrainingCLI(LightningCLI):
         step = None
         if self.checkpoint:
             try:
-                self.checkpoint, step = settled(self.checkpoint, self.command, first)
+                self.checkpoint, step = validate_resume(self.checkpoint, self.command, first)
             except BaseException:
                 folder.release()
                 raise
-            self.notes |= {"resume": shown(self.checkpoint), "step": str(step)}
+            self.notes |= {"resume": display_path(self.checkpoint), "step": str(step)}
         parser = self._subcommand_parsers[self.name]
         text = parser.dump(self.settings, skip_none=False, skip_link_targets=True)
         trust.remember(text)
@@ -204,7 +203,7 @@ class TrainingCLI(LightningCLI):
                 *(self.run.loggers(step) if wanted.logger is not False else []),
                 *(logger for logger in loggers if isinstance(logger, Logger)),
             ],
-            plugins=[*(wanted.plugins or []), WholeCheckpoints()],
+            plugins=[*(wanted.plugins or []), AtomicCheckpointIO()],
             enable_progress_bar=bar,
             profiler=wanted.profiler or NoProfiler(),
             **({} if validates else {"limit_val_batches": 0}),
@@ -272,7 +271,7 @@ class TrainingCLI(LightningCLI):
         self._load(ckpt_path)
         batches = self.trainer.predict(model, datamodule=datamodule, return_predictions=True)
         count = write_predictions(self.run.folder.path / "predictions.csv", datamodule.classes, batches)  # type: ignore[arg-type]
-        print(f"{count} predictions in {shown(self.run.folder.path)}/predictions.csv")
+        print(f"{count} predictions in {display_path(self.run.folder.path)}/predictions.csv")
 
     def _load(self, ckpt_path: Any) -> None:
         path = Path(ckpt_path).expanduser()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import takes_any_size
-from cifar_lit.training.saving import interval
+from cifar_lit.models.registry import takes_any_size
+from cifar_lit.training.callbacks import parse_interval
 
 
 def check_settings(settings: Any) -> None:
     """Raises UsageError for what makes no sense in a training command's settings, before data are touched."""
     if settings.checkpoint_every is not None:
-        interval(settings.checkpoint_every)
+        parse_interval(settings.checkpoint_every)
     strategy = str(settings.trainer.strategy)
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from cifar_lit.results.predictions import Row
+    from cifar_lit.runs.predictions import Row
 
 UNLIKE = "unlike the training images"
 ORDINALS = ("class", "second", "third")

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from cifar_lit.cli.class_table import ClassTable
-from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.cli.errors import parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
-from cifar_lit.data.progress import progress
+from cifar_lit.data.download import progress
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.memory import keep_freed_memory
-from cifar_lit.results.run_folder import shown, written_whole
+from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.runs.run_folder import atomic_write, display_path
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cifar_lit.results.predictions import CsvRows, JsonRows, Row
-    from cifar_lit.use.classifier import Classifier
-    from cifar_lit.use.paths import Found
+    from cifar_lit.inference.classify import ImageFile
+    from cifar_lit.inference.load import Classifier
+    from cifar_lit.runs.predictions import CsvRows, JsonRows, Row
 
     Write = Callable[[Sequence[Row]], None]
 
@@ -39,11 +39,11 @@ def classify(words: list[str]) -> int:
     """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
     settings = _settings(words)
     share_cores()
-    from cifar_lit.device import device_named
-    from cifar_lit.use.classifier import load
-    from cifar_lit.use.paths import find_images
+    from cifar_lit.hardware import resolve_device
+    from cifar_lit.inference.classify import find_images
+    from cifar_lit.inference.load import load
 
-    classifier = load(settings.run, device=device_named(settings.device))
+    classifier = load(settings.run, device=resolve_device(settings.device))
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
@@ -134,7 +134,7 @@ def _arranged(words: list[str]) -> list[str]:
     return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
 
 
-def _check_pictures(settings: Namespace, files: Sequence[Found]) -> None:
+def _check_pictures(settings: Namespace, files: Sequence[ImageFile]) -> None:
     """Refuses to write over one of the pictures that are to be classified, or into what is no picture."""
     from PIL import Image
 
@@ -149,11 +149,11 @@ def _check_pictures(settings: Namespace, files: Sequence[Found]) -> None:
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
 
-def _run(settings: Namespace, classifier: Classifier, files: Sequence[Found]) -> int:
+def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classifies, and writes all that is asked for; returns how many files could not be read."""
-    from cifar_lit.results.predictions import CsvRows, JsonRows
-    from cifar_lit.use.files import classify_files
-    from cifar_lit.use.sheet import MOST, contact_sheet, save_picture
+    from cifar_lit.inference.classify import classify_files
+    from cifar_lit.inference.contact_sheet import MOST, contact_sheet, save_picture
+    from cifar_lit.runs.predictions import CsvRows, JsonRows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
@@ -181,9 +181,9 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[Found]) ->
     if settings.sheet is not None:
         save_picture(contact_sheet(first), Path(settings.sheet))
         of = f"the first {len(first):,} of {len(files):,} files" if len(first) < len(files) else f"{len(files):,} files"
-        _note(f"{of} on {shown(Path(settings.sheet))}")
+        _note(f"{of} on {display_path(Path(settings.sheet))}")
     if settings.explain is not None:
-        _note(f"{len(files) - failed:,} pictures in {shown(Path(settings.explain))}/")
+        _note(f"{len(files) - failed:,} pictures in {display_path(Path(settings.explain))}/")
     return failed
 
 
@@ -191,8 +191,8 @@ def _explaining(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row]
     """What draws where the classes of rows were found in their images, into a folder; raises UsageError where it cannot."""
     import torch
 
-    from cifar_lit.use.explain import activation_maps, explained
-    from cifar_lit.use.sheet import save_picture
+    from cifar_lit.inference.contact_sheet import save_picture
+    from cifar_lit.inference.explain import activation_maps, explained
 
     activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
 
@@ -216,14 +216,14 @@ def _rows_in(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count:
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             rows = kind(file, top, files=True)
             yield rows.write
     except BrokenPipeError:  # of other rows, on standard output
         raise
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
-    _note(f"{count:,} rows in {shown(path)}")
+    _note(f"{count:,} rows in {display_path(path)}")
 
 
 def _note(line: str) -> None:

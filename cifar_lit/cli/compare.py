@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cifar_lit.cli.console import say
-from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import shown, write_text
+from cifar_lit.runs.run_folder import display_path, write_text
 
 if TYPE_CHECKING:
-    from cifar_lit.results.comparison import RunRecord
-    from cifar_lit.results.intervals import McNemar
+    from cifar_lit.runs.compare import McNemar, RunRecord
 
 DESCRIPTION = (
     "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
@@ -42,7 +41,7 @@ def compare(words: list[str]) -> None:
     if settings.csv == settings.json == "-":
         raise UsageError("--csv - and --json - would be mixed on stdout: give one of them a file")
 
-    from cifar_lit.results.comparison import differing, find_runs, groups, pairs, read_run
+    from cifar_lit.runs.compare import differing, find_runs, groups, pairs, read_run
 
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
@@ -66,7 +65,7 @@ def compare(words: list[str]) -> None:
         _show_groups(grouped)
     _show_pairs(tests, reasons)
     written = [Path(name).expanduser() for name in (settings.plot, settings.csv, settings.json) if name]
-    say(*(f"wrote {shown(path)}" for path in written))
+    say(*(f"wrote {display_path(path)}" for path in written))
 
 
 def _figures(run: RunRecord) -> dict[str, Any]:
@@ -199,11 +198,11 @@ def _text(value: Any, form: str) -> str:
 
 
 def _plot(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
-    from cifar_lit.results.comparison_plot import plot_curves
-    from cifar_lit.results.run_folder import written_whole
+    from cifar_lit.runs.compare_plot import plot_curves
+    from cifar_lit.runs.run_folder import atomic_write
 
     try:
-        with written_whole(file) as partial:
+        with atomic_write(file) as partial:
             plot_curves(runs, labels, partial)
     except OSError as error:
         raise Failure(f"cannot write {file}: {error.strerror}. Choose another place with --plot.") from None

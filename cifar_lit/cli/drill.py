@@ -33,7 +33,7 @@ def drill(words: list[str]) -> None:
     from jsonargparse import ArgumentParser
 
     from cifar_lit.bench.report import make_room
-    from cifar_lit.cli.parser_errors import parsed
+    from cifar_lit.cli.errors import parsed
 
     module = import_module(f"cifar_lit.drills.{name}")
     parser = ArgumentParser(prog=f"cifar-lit drill {name}", description=module.WHAT, exit_on_error=False, allow_abbrev=False)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cifar_lit.cli.report import about
-from cifar_lit.data.module import ImageData
-from cifar_lit.results.loggers import TensorBoardCurves
-from cifar_lit.results.outcomes import Outcomes, outcomes_of
-from cifar_lit.results.report import SHOWN, report
-from cifar_lit.results.run_folder import write_text
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.runs.loggers import TensorBoardCurves
+from cifar_lit.runs.predictions import PredictionTable, table_of
+from cifar_lit.runs.report import SHOWN, report
+from cifar_lit.runs.run_folder import write_text
 from cifar_lit.training.metrics import Score
 
 
@@ -25,7 +25,7 @@ def draw(
 
     part: `val` or `test`, what was scored. found: what was gathered of each image, None where only the score is known.
     """
-    from cifar_lit.results import figures
+    from cifar_lit.runs import tensorboard_images as figures
 
     matrix = torch.tensor(score.confusion)
     pictures = {
@@ -33,7 +33,7 @@ def draw(
         "accuracy_per_class": figures.class_accuracies(matrix, data.classes),
     }
     if found is not None:
-        outcomes = outcomes_of(found)
+        outcomes = table_of(found)
         images = data.test_images if part == "test" else data.train_images
         chosen = {"confident_mistakes": outcomes.confident_mistakes(SHOWN), "doubtful_hits": outcomes.doubtful_hits(SHOWN)}
         for name, places in chosen.items():
@@ -44,7 +44,7 @@ def draw(
     board.save()
 
 
-def _captions(outcomes: Outcomes, places: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str]]:
+def _captions(outcomes: PredictionTable, places: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str]]:
     chosen = zip(
         *(values[places].tolist() for values in (outcomes.labels, outcomes.predicted, outcomes.probability)), strict=True
     )
@@ -53,4 +53,4 @@ def _captions(outcomes: Outcomes, places: Tensor, classes: tuple[str, ...]) -> l
 
 def write_page(run: Path, metrics: dict[str, Any], found: Mapping[str, Tensor], data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
-    write_text(run / "report.html", report(about(run, metrics, data, outcomes_of(found))))
+    write_text(run / "report.html", report(about(run, metrics, data, table_of(found))))

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cifar_lit.cli.console import say
-from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import UsageError
-from cifar_lit.results.run_folder import shown
+from cifar_lit.runs.run_folder import display_path
 
 DESCRIPTION = (
     "Writes a run's net as ONNX, torch-export or safetensors: any number of uint8 images in, normalised inside, probabilities "
@@ -38,13 +38,13 @@ def export(words: list[str]) -> None:
         raise UsageError("--images is a number of test images, or 0 for all")
 
     from cifar_lit.cli.run_images import RunData
-    from cifar_lit.results.weights import load
-    from cifar_lit.use.export import Sample, check_request, default_path
-    from cifar_lit.use.export import export as export_net
-    from cifar_lit.use.export_int8 import CALIBRATION_IMAGES
+    from cifar_lit.inference.export import Sample, check_request, default_path
+    from cifar_lit.inference.export import export as export_net
+    from cifar_lit.inference.export_formats import CALIBRATION_IMAGES
+    from cifar_lit.runs.model_file import load_model_file
 
     check_request(settings.to, settings.quantize)
-    net = load(settings.run)
+    net = load_model_file(settings.run)
     model = Path(settings.run).expanduser()
     model = model / "model.safetensors" if model.is_dir() else model
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
@@ -74,14 +74,14 @@ def export(words: list[str]) -> None:
     say(
         f"decisions agree on {found.agreeing:,} of {found.images:,} · largest difference of a probability {found.difference:.1e}",
         *([f"calibrated on {calibration.what}"] if calibration else []),
-        f"wrote {shown(path)}",
+        f"wrote {display_path(path)}",
         *_next(settings.to, path),
     )
 
 
 def _next(to: str, path: Path) -> list[str]:
     """How the file is used."""
-    file = shown(path)
+    file = display_path(path)
     lines = {
         "onnx": [
             f"  session = onnxruntime.InferenceSession({file!r})",

@@ -14,21 +14,20 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
-from cifar_lit.cli.parser_errors import parsed
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.module import ImageData
-from cifar_lit.data.progress import progress
-from cifar_lit.device import device_named
+from cifar_lit.cli.errors import parsed
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.download import progress
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.memory import keep_freed_memory
-from cifar_lit.results.galleries import data_uri
-from cifar_lit.results.outcomes import Outcomes, fingerprint, outcomes_of, read_outcomes
-from cifar_lit.results.plain_yaml import plain_values
-from cifar_lit.results.report import SHOWN, Content, Findings, Pair, Picture, read_curves
-from cifar_lit.results.report import report as page
-from cifar_lit.results.run_folder import read_metrics, shown, write_text
-from cifar_lit.results.suspects import exact_twins, nearest, pixel_difference, suspected_labels
-from cifar_lit.use.classifier import Classifier, load
+from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.inference.load import Classifier, load
+from cifar_lit.runs.charts import data_uri
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.label_errors import exact_twins, nearest_embedding, pixel_difference, suspected_labels
+from cifar_lit.runs.predictions import PredictionTable, fingerprint, read_outcomes, table_of
+from cifar_lit.runs.report import SHOWN, Content, Findings, Pair, Picture, read_curves
+from cifar_lit.runs.report import report as page
+from cifar_lit.runs.run_folder import display_path, read_metrics, write_text
 
 AT_ONCE = 2048  # images between two looks at the clock
 
@@ -52,14 +51,14 @@ def report(words: list[str]) -> None:
     parser.add_argument("--data-dir", type=str | None, default=None, help="where its images are, if not where they were")
     parser.add_argument("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     settings = parsed(parser, words)
-    classifier = load(settings.run, device_named(settings.device))
+    classifier = load(settings.run, resolve_device(settings.device))
     keep_freed_memory()
     run = Path(settings.run).expanduser()
     run = run if run.is_dir() else run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     content = look(classifier, data_of(run, classifier, settings), run)
     write_text(out, page(content))
-    print(f"report {shown(out)} · {out.stat().st_size / 1e6:.1f} MB")
+    print(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())
 
@@ -74,11 +73,15 @@ def data_of(run: Path, classifier: Classifier, settings: Namespace) -> ImageData
             own["num_classes"] = len(card.classes)
         stored = {"dataset": settings.dataset, **(own if settings.dataset in ("shapes", "folder") else {})}
     elif not isinstance(stored, dict):
-        raise UsageError(f"{shown(run)} has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
+        raise UsageError(
+            f"{display_path(run)} has no config.yaml that names the data: give --dataset, and --data-dir where they lie"
+        )
     try:
         data = ImageData(**{**stored, **({"root": data_dir} if data_dir else {})})
     except TypeError as error:
-        raise Failure(f"{shown(run / 'config.yaml')} has data settings of another version ({error}): give --dataset") from None
+        raise Failure(
+            f"{display_path(run / 'config.yaml')} has data settings of another version ({error}): give --dataset"
+        ) from None
     if data.classes != classifier.classes:
         told = f"{_told(data.classes)}; {_told(classifier.classes)}"
         raise Failure(f"the data have other classes than the net ({told}): name its own with --dataset and --data-dir")
@@ -117,7 +120,7 @@ def look(classifier: Classifier, data: ImageData, run: Path) -> Content:
     logits, ours = passed(classifier, test, "test images")
     if outcomes is None:
         rows = torch.arange(len(test))
-        outcomes = outcomes_of({"indices": rows, "labels": test.labels, "probabilities": logits.double().softmax(1)})
+        outcomes = table_of({"indices": rows, "labels": test.labels, "probabilities": logits.double().softmax(1)})
     logits, theirs = passed(classifier, train, "training images")
     content = about(run, metrics, data, outcomes)
     return replace(content, findings=find(data, logits.softmax(1), theirs, ours, classifier.net.mean.device))
@@ -134,17 +137,17 @@ def passed(classifier: Classifier, images: ImageSet, what: str) -> tuple[Tensor,
     return torch.cat(logits), torch.cat(embeddings)
 
 
-def about(run: Path, metrics: Mapping[str, Any], data: ImageData, outcomes: Outcomes) -> Content:
+def about(run: Path, metrics: Mapping[str, Any], data: ImageData, outcomes: PredictionTable) -> Content:
     """The page's content without a look at the training images."""
     config = run / "config.yaml"
-    name = shlex.quote(shown(run))
+    name = shlex.quote(display_path(run))
     commands = [("The page anew, with suspected labels and duplicates", f"cifar-lit report {name}")]
     if config.is_file():
-        commands.insert(0, ("The training and its test", f"cifar-lit train --config {shlex.quote(shown(config))}"))
+        commands.insert(0, ("The training and its test", f"cifar-lit train --config {shlex.quote(display_path(config))}"))
     for checkpoint in ("best", "last"):
         path = run / "checkpoints" / f"{checkpoint}.ckpt"
         if path.is_file():
-            commands.insert(1, ("The test alone", f"cifar-lit test --ckpt_path {shlex.quote(shown(path))}"))
+            commands.insert(1, ("The test alone", f"cifar-lit test --ckpt_path {shlex.quote(display_path(path))}"))
             break
     return Content(
         title=run.absolute().name,
@@ -180,7 +183,7 @@ def find(data: ImageData, probabilities: Tensor, theirs: Tensor, ours: Tensor, d
     repeated = twins >= 0
     contrary = int((train.labels[twins[repeated]] != test.labels[repeated]).sum())
     with progress("comparing test with training images", len(test)) as advance:
-        cosines, rows = (found.cpu() for found in nearest(theirs.to(device), ours.to(device), advance=advance))
+        cosines, rows = (found.cpu() for found in nearest_embedding(theirs.to(device), ours.to(device), advance=advance))
     ranked = cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)
     pairs = []
     for place in ranked[: min(SHOWN, int((~repeated).sum()))].tolist():

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from cifar_lit.cli.flags import LOGS, Command
 from cifar_lit.errors import UsageError
-from cifar_lit.results.run_folder import check_unfinished, find_resumable, run_of, shown
-from cifar_lit.training.checkpoints import newest_whole, read_checkpoint
+from cifar_lit.runs.run_folder import check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.training.checkpoint import latest_valid_checkpoint, read_checkpoint
 
 CHOSEN = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
 
 
-def asked_for(command: Command, first: bool) -> Path:
+def resolve_resume(command: Command, first: bool) -> Path:
     """The checkpoint that a line with --resume means; nothing is read yet. first: in the run's first process.
 
     Raises UsageError when there is none, it lies in no run folder, or its run is finished.
@@ -28,7 +28,7 @@ def asked_for(command: Command, first: bool) -> Path:
     return checkpoint
 
 
-def settled(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
+def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
     """The checkpoint to go on from, and its step: `checkpoint` or, if it was not named itself and is damaged, another.
 
     To be called when the run's lock is held: until then another process may have written there, or come to its end.
@@ -41,9 +41,9 @@ def settled(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]
     if named or (not first and CHOSEN in os.environ):
         contents, damaged = read_checkpoint(checkpoint), None
     else:
-        checkpoint, contents, damaged = newest_whole(checkpoint)
+        checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
     step = int(contents["global_step"])
     if damaged and first:
-        print(f"{damaged}: going on from {shown(checkpoint)} of step {step}", file=sys.stderr)
+        print(f"{damaged}: going on from {display_path(checkpoint)} of step {step}", file=sys.stderr)
     os.environ[CHOSEN] = str(checkpoint)
     return checkpoint, step

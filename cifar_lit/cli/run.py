@@ -18,22 +18,28 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from cifar_lit.cli import console
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure
-from cifar_lit.results.loggers import CurveFile, TensorBoardCurves
-from cifar_lit.results.outcomes import fingerprint
-from cifar_lit.results.predictions import write_predictions
-from cifar_lit.results.run_folder import PREVIOUS, RunFolder, shown, write_text
-from cifar_lit.results.weights import ModelCard, save_weights
-from cifar_lit.training.callbacks import Clock, OrderlyStop, OwnSignals, RandomState
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.inference.load import load
+from cifar_lit.inference.novelty import learn_novelty
+from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
+from cifar_lit.runs.model_file import ModelCard, save_weights
+from cifar_lit.runs.predictions import fingerprint, write_predictions
+from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, write_text
+from cifar_lit.training.callbacks import (
+    Clock,
+    DisableLightningSignals,
+    Divergence,
+    EpochLines,
+    LiveBar,
+    OrderlyStop,
+    RandomState,
+    RegularCheckpoint,
+    parse_interval,
+)
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.divergence import Divergence
 from cifar_lit.training.metrics import Score
-from cifar_lit.training.progress import EpochLines, LiveBar
-from cifar_lit.training.saving import RegularCheckpoint, interval
-from cifar_lit.use.classifier import load
-from cifar_lit.use.novelty import learn_novelty
 
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
@@ -58,14 +64,14 @@ class Run:
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """All callbacks of a training; checkpoints by validation only where there is one."""
-        chosen: list[Callback] = [OwnSignals(), _Folder(self)]
+        chosen: list[Callback] = [DisableLightningSignals(), _Folder(self)]
         if bar:
             chosen.append(LiveBar())
         if self.trains:
             chosen += [self.clock, EpochLines(self.clock), RandomState(), Divergence()]
             chosen += [self.best, self.last] if validates else [self.last]
             if every := self.settings.get("checkpoint_every"):
-                chosen.append(RegularCheckpoint(interval(every), self.last))
+                chosen.append(RegularCheckpoint(parse_interval(every), self.last))
             chosen.append(OrderlyStop(self.last))
         return chosen
 
@@ -76,8 +82,8 @@ class Run:
             return [self._board] if self._board else []
         found = {**self.settings.get("trainer", {}), **self.settings.get("model", {}), **self.settings.get("data", {})}
         found |= {"recipe": self.settings.get("recipe"), "seed": self.settings.get("seed_everything")}
-        shown = {name: found[name] for name in COMPARED if found.get(name) is not None}
-        self._board = TensorBoardCurves(self.folder, shown, resumed_step)
+        display_path = {name: found[name] for name in COMPARED if found.get(name) is not None}
+        self._board = TensorBoardCurves(self.folder, display_path, resumed_step)
         return [self._board, CurveFile(self.folder, resumed_step)]
 
     def take_best_weights(self, model: ImageClassifier) -> Score | None:
@@ -153,7 +159,7 @@ class Run:
         """What to type to go on with this run, None when it has no checkpoint yet."""
         if not self.trains or not self.folder.resumable:
             return None
-        return f"{program(script, command)} --resume {shlex.quote(shown(self.folder.path))}"
+        return f"{program(script, command)} --resume {shlex.quote(display_path(self.folder.path))}"
 
     def print_end(self, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
         """Prints the results and the next commands."""
@@ -166,10 +172,10 @@ class Run:
             console.say(f"validation accuracy {metrics['val']['accuracy']:.4f} · loss {metrics['val']['loss']:.4f}")
         if self.trains:
             console.say(f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second'] or 0:.0f} images/s")
-        run = shown(self.folder.path)
+        run = display_path(self.folder.path)
         console.say(f"run {run}")
         if self.trains:
-            console.say("", "next:", f"  tensorboard --logdir {shlex.quote(shown(self.folder.path.parent))}")
+            console.say("", "next:", f"  tensorboard --logdir {shlex.quote(display_path(self.folder.path.parent))}")
             if test is None:
                 checkpoint = f"{run}/checkpoints/{'best' if self.best.best_model_path else 'last'}.ckpt"
                 console.say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
@@ -243,7 +249,7 @@ class _Folder(Callback):
         if "resume" in notes:
             rows.append(("resumes", f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rows.append(("run", shown(self._run.folder.path)))
+            rows.append(("run", display_path(self._run.folder.path)))
         return rows
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import LEAST_SIZE, shapes
 from cifar_lit.data.sources import SOURCES, SourceSettings, load_images
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.plain_yaml import plain_values
-from cifar_lit.results.weights import ModelCard
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.model_file import ModelCard
 
 
 class RunImages(NamedTuple):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from cifar_lit import __version__
-from cifar_lit.cli.parser_errors import parsed
+from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import weights_file
-from cifar_lit.use.serve_limits import Limits
+from cifar_lit.inference.serve_requests import Limits
+from cifar_lit.runs.run_folder import weights_file
 
 if TYPE_CHECKING:
-    from cifar_lit.use.serve_net import Facts
+    from cifar_lit.inference.serve_net import Facts
 
 WHAT = """Serves a run's net over HTTP, with a page at / for trying it.
 
@@ -46,7 +46,7 @@ def serve(words: list[str]) -> None:
     limits = _limits(settings)
     file = weights_file(settings.run)
     try:
-        from cifar_lit.use.serve import serve as run
+        from cifar_lit.inference.serve import serve as run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "cifar_lit":
             raise

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cifar_lit.cli.machine import Machine
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import Machine
 
 NAMES = {"fsdp": "FSDP", "deepspeed": "DeepSpeed", "modelparallel": "ModelParallel"}
 PAYS_FROM = 0.5  # of a GPU's memory: with more taken, too little is left for activations; with less, it only adds traffic
@@ -46,7 +46,7 @@ def parameter_count(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     model, data: the settings of these names. Of a folder, channels, size and classes are not known yet: the last layer, of which
     alone they decide, is taken as for CIFAR-10. Raises UsageError for a net that there is not.
     """
-    from cifar_lit.models.unfilled import build_unfilled
+    from cifar_lit.models.meta_device import build_on_meta_device
 
     channels, side, classes = SHAPES.get(data["dataset"], USUAL)
     if data["dataset"] in ("folder", "shapes"):
@@ -54,11 +54,11 @@ def parameter_count(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
         classes = data["num_classes"] or classes
     settings = {"channels": channels, "num_classes": classes, "width": model["width"], "options": model["net_options"]}
     try:
-        net = build_unfilled(model["net"], image_size=side, **settings)
+        net = build_on_meta_device(model["net"], image_size=side, **settings)
     except UsageError:
         if data["dataset"] != "folder" or data["image_size"]:
             raise
-        net = build_unfilled(model["net"], image_size=224, **settings)
+        net = build_on_meta_device(model["net"], image_size=224, **settings)
     return sum(parameter.numel() for parameter in net.parameters())
 
 

@@ -23,7 +23,7 @@ from jsonargparse import set_parsing_settings
 
 from cifar_lit.cli.flags import RECIPES, Command
 from cifar_lit.data.cache import default_cache_dir
-from cifar_lit.results.plain_yaml import plain_text
+from cifar_lit.runs.config_file import plain_text
 
 # Classes of Lightning's that take plain values only, run no command and send nothing over the network.
 SAFE = {

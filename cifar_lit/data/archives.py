@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torchvision import datasets
 
-from cifar_lit.data.download import LARGEST, alone, disk_errors_told, fetch
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors_told, download_lock, fetch
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
@@ -67,7 +67,7 @@ def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet
         for filename, md5 in datasets.FashionMNIST.resources:
             packed = raw / filename
             if not _idx_intact(packed):
-                with alone(root / "FashionMNIST"):
+                with download_lock(root / "FashionMNIST"):
                     if not _idx_intact(packed):  # no other process has mended it meanwhile
                         sources = [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS]
                         _gunzip(fetch(filename, sources, md5, packed))
@@ -82,7 +82,7 @@ def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSe
     with disk_errors_told(root):
         data = _intact(reader, root, train)
         if data is None:
-            with alone(folder):
+            with download_lock(folder):
                 data = _intact(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
                     sources = urls or CIFAR_MIRRORS[reader.filename]
@@ -99,7 +99,7 @@ def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSe
 
 def _intact(reader: Any, root: Path, train: bool) -> Any | None:
     """The data set as torchvision reads it, or None where files are missing or damaged."""
-    if any(file.stat().st_size > LARGEST for file in (root / reader.base_folder).glob("*")):  # no file of it, and long to check
+    if any(file.stat().st_size > MAX_DOWNLOAD for file in (root / reader.base_folder).glob("*")):  # long to check
         return None
     try:
         return reader(root, train)
@@ -147,7 +147,7 @@ def _idx_intact(packed: Path) -> bool:
     is there, its checksum the one that gzip wrote.
     """
     plain = packed.with_suffix("")
-    if not plain.is_file() or not 4 < plain.stat().st_size <= LARGEST:
+    if not plain.is_file() or not 4 < plain.stat().st_size <= MAX_DOWNLOAD:
         return False
     content = plain.read_bytes()
     zeros, kind, dimensions = content[:2], content[2], content[3]

@@ -74,7 +74,7 @@ class Augmentation:
         return torch.from_numpy(plan)
 
 
-def take(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None) -> Tensor:
+def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None) -> Tensor:
     """The chosen images, moved as their rows of the plan say.
 
     images: uint8 (N, H, W, C), contiguous; indices: int64 (B,); plan: int32 (N, 5) from `Augmentation.plan` or None;

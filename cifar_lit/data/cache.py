@@ -32,7 +32,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_chunks, decode_files, image_size
-from cifar_lit.data.progress import progress
+from cifar_lit.data.download import progress
 from cifar_lit.errors import Failure
 
 FORMAT = 1  # raise it when files of the cache or pixels of the decoder change

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException, InvalidURL
 from pathlib import Path
@@ -19,16 +19,67 @@ from urllib.request import Request, url2pathname, urlopen
 
 from filelock import FileLock, Timeout
 
-from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
+
+# ---- Progress of long preparations: a live bar on a terminal, a few plain lines elsewhere.
+
+LINE_EVERY_SECONDS = 10.0
+
+
+@contextmanager
+def progress(
+    what: str, total: int, unit: str = "images", scale: float = 1.0, least_seconds: float = 0.0
+) -> Iterator[Callable[[int], None]]:
+    """Shows how far `what` has come and at which rate; yields `advance(amount)`.
+
+    total and the amounts are counted in `unit`s once multiplied by `scale` (bytes with unit "MB", scale 1e-6);
+    a total of 0 means unknown. Writes to stderr. Closing prints one line with amount, seconds and rate, if it took
+    at least `least_seconds`.
+    """
+    started = last_line = time.monotonic()
+    done = 0
+    bar = None
+    task = None
+    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
+    if sys.stderr.isatty() and not silent:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = bar.add_task(what, total=total or None, amount="")
+        bar.start()
+
+    def amount() -> str:
+        rate = done * scale / max(time.monotonic() - started, 1e-6)
+        of = f"/{total * scale:,.0f}" if total else ""
+        return f"{done * scale:,.0f}{of} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
+
+    def advance(count: int) -> None:
+        nonlocal done, last_line
+        done += count
+        if bar is not None and task is not None:
+            bar.update(task, completed=done, amount=amount())
+        elif not silent and time.monotonic() - last_line >= LINE_EVERY_SECONDS:
+            last_line = time.monotonic()
+            print(f"{what}: {amount()}", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+    if not silent and time.monotonic() - started >= least_seconds:
+        print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
 
 STALL_SECONDS = 20.0  # no connection, or no byte, for so long: the next mirror
 ATTEMPTS = 5  # a mirror that breaks off in the middle is taken up again so often before the next one's turn
 RETRY_PAUSE = 1.0  # seconds before taking up a broken transfer
 MEASURE_SECONDS = 15.0  # the rate is judged over stretches of this length
 SLOW_RATE = 150e3  # bytes/s; below it a faster mirror is looked for (CIFAR-10 would take 19 minutes)
-CHUNK = 1 << 18  # bytes
-LARGEST = 1 << 28  # bytes; of the data sets' archives the largest has 170 MB, and a source could go on for ever
+CHUNK_BYTES = 1 << 18  # bytes
+MAX_DOWNLOAD = 1 << 28  # bytes; of the data sets' archives the largest has 170 MB, and a source could go on for ever
 
 
 class _Left(Exception):
@@ -51,7 +102,7 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """
     with disk_errors_told(target.parent):
         if not target.exists():
-            with alone(target):
+            with download_lock(target):
                 if not target.exists():
                     part = target.with_name(target.name + ".part")
                     if not (part.exists() and md5_of(part) == md5):  # ended between the last byte and the renaming
@@ -60,8 +111,8 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
                         os.fsync(file.fileno())
                     part.replace(target)
                     return target
-        if not target.is_file() or _size(target) > LARGEST:  # a pipe would be waited for, a device never end
-            wanted = f"a file of at most {LARGEST >> 20} MiB with md5 {md5}"
+        if not target.is_file() or _size(target) > MAX_DOWNLOAD:  # a pipe would be waited for, a device never end
+            wanted = f"a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
             raise Failure(f"{target} is another file: wanted is {wanted}; delete it or replace it")
         found = md5_of(target)
     if found != md5:
@@ -73,13 +124,13 @@ def md5_of(path: Path) -> str:
     """The md5 of a file as 32 hexadecimal digits, read in chunks. Raises OSError."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def download_lock(path: Path) -> Iterator[None]:
     """Holds the lock `path` + ".lock" (made with its folder), and says so when another process must be waited for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{path}.lock")
@@ -175,9 +226,9 @@ def _transfer(name: str, url: str, part: Path, floor: float) -> int:
     ):
         while chunk := _read(response, size, total):
             size += len(chunk)
-            if size > LARGEST:
+            if size > MAX_DOWNLOAD:
                 file.truncate(0)  # no beginning of what is wanted
-                raise _Left(f"gives more than {LARGEST >> 20} MiB")
+                raise _Left(f"gives more than {MAX_DOWNLOAD >> 20} MiB")
             file.write(chunk)
             advance(len(chunk))
             if (seconds := time.monotonic() - stretch_began) >= MEASURE_SECONDS:
@@ -211,7 +262,7 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
         start = 0
     told = response.headers.get("Content-Length") or ""
     length = int(told) if told.isascii() and told.isdigit() and len(told) < 20 else 0  # a server may send anything
-    if start + length > LARGEST:
+    if start + length > MAX_DOWNLOAD:
         response.close()
         raise _Left(f"claims {start + length:,} bytes")
     return response, start, start + length if length else 0
@@ -220,7 +271,7 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
 def _read(response: Any, size: int, total: int) -> bytes:
     """The next bytes of a response, b"" at its end or where it broke off. Raises _Left when none come."""
     try:
-        return response.read1(CHUNK)  # what has come, without waiting for a full chunk: the rate can be judged
+        return response.read1(CHUNK_BYTES)  # what has come, without waiting for a full chunk: the rate can be judged
     except TimeoutError as error:
         raise _Left(f"timed out at {_share(size, total)}") from error
     except (OSError, HTTPException) as error:

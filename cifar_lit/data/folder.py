@@ -15,7 +15,7 @@ import torch
 
 from cifar_lit.data.cache import File, decoded
 from cifar_lit.data.decode import SUFFIXES
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 
 SPLITS = ("train", "test")

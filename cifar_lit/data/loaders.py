@@ -6,14 +6,19 @@ do not fit in memory go through `data.streaming`, which gives the same batches.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import signal
+import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from cifar_lit.data.augment import Augmentation, epoch_order, take
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 
 PADDING = -1  # the label of an image that only fills a batch up and must not be counted
@@ -70,7 +75,7 @@ class TrainLoader:
 
     Every device gets the same number of batches, each its part of the same global batch, which does not depend on the
     number of devices: a training can be gone on with on more or fewer. The last, smaller batch is kept unless it is a
-    single image, which batch norm cannot take. Where it has fewer than two for each device, fewer devices share it, and
+    single image, which batch norm cannot augment_batch. Where it has fewer than two for each device, fewer devices share it, and
     the others get two of its images with a share of 0. The position in the epoch is saved in checkpoints. Batches are
     made where the images are: on a GPU when `source` has been moved there.
 
@@ -152,7 +157,6 @@ class TrainLoader:
         self.position = start
         if not self.workers:
             return (maker[number] for number in range(len(maker)))
-        from cifar_lit.data.streaming import ahead
 
         return ahead(maker, self.workers, self.pin_memory)
 
@@ -187,7 +191,7 @@ class ChunkMaker:
         shares = tuple(self._shares[first : first + self._chunk])
         start = sum(self._sizes[:first])
         rows = self._rows[start : start + sum(sizes)]
-        images = take(self._source.images, rows, self._plan, self._cutout, self._fill)
+        images = augment_batch(self._source.images, rows, self._plan, self._cutout, self._fill)
         return Chunk(images, self._source.labels.index_select(0, rows), rows, sizes, shares)
 
 
@@ -206,7 +210,7 @@ def _beside(values: Tensor, images: Tensor) -> Tensor:
 class EvalLoader:
     """Batches for validation, test and prediction that hold each image exactly once over all devices.
 
-    The cut into batches does not depend on the number of devices, which take them in turn: so every image is computed
+    The cut into batches does not depend on the number of devices, which augment_batch them in turn: so every image is computed
     in the same company, and sums of integers over batches agree to the last digit. Where batches run out, a device
     gets one of padding, which keeps the number of steps equal.
     """
@@ -226,4 +230,44 @@ class EvalLoader:
             padding = number >= len(self.batches)
             mine = self.batches[0] if padding else self.batches[number]
             labels = torch.full_like(mine, PADDING) if padding else self.source.labels[mine]
-            yield Batch(take(self.source.images, mine, None), labels, mine)
+            yield Batch(augment_batch(self.source.images, mine, None), labels, mine)
+
+
+# ---- Training images that stay in their file: worker processes read and augment chunks ahead of the training.
+
+
+def ahead(maker: ChunkMaker, workers: int, pin_memory: bool) -> Iterator[Chunk]:
+    """The chunks of `maker` in their order, made by `workers` processes; in page-locked memory if `pin_memory`.
+
+    Workers are forked where the system can, so that they share the file's pages instead of copying the set.
+    """
+    context = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # on a machine of one core
+        loader = DataLoader(
+            cast("Dataset[Chunk]", maker),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            pin_memory=pin_memory,
+            multiprocessing_context=context,
+            worker_init_fn=_leave_signals_to_the_training,
+            generator=torch.Generator(),  # its seed would be drawn from what dropout draws from
+        )
+        chunks: Any = iter(loader)
+    # Python terminates and awaits what is left of its children at its end; these have to be told in another way.
+    atexit.register(chunks._shutdown_workers)
+    try:
+        yield from chunks
+    finally:
+        atexit.unregister(chunks._shutdown_workers)
+
+
+def _as_it_is(chunk: Chunk) -> Chunk:
+    return chunk
+
+
+def _leave_signals_to_the_training(worker: int) -> None:
+    """A terminal's Ctrl-C reaches the workers too; the training stops in order, and needs them until then."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

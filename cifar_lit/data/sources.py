@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError, nearest
 
 

@@ -19,8 +19,7 @@ from cifar_lit.drills.forked import Forked, warm
 from cifar_lit.drills.kill import TRAINING
 from cifar_lit.drills.survivors import run_in
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoints import Damaged, read_checkpoint
-from cifar_lit.training.seal import COMMENT, DIGEST, END_SIZE
+from cifar_lit.training.checkpoint import COMMENT, DIGEST, END_SIZE, Damaged, read_checkpoint
 
 WHAT = (
     "Cuts the last checkpoint of a small training at every class of place, flips its bits, and blanks its pages. Each time "

@@ -17,13 +17,13 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.drills.forked import Forked, warm
 from cifar_lit.drills.survivors import run_in
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.predictions import write_predictions
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.runs.predictions import write_predictions
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
 WHAT = (

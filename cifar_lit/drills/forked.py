@@ -21,9 +21,9 @@ from typing import NoReturn
 
 import torch
 
+from cifar_lit.distributed.network import free_port
 from cifar_lit.drills.phases import PHASES, VARIABLE
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.ranks.network import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 60.0  # seconds after which a command counts as frozen

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from cifar_lit.training.checkpoints import WholeCheckpoints
+from cifar_lit.training.checkpoint import AtomicCheckpointIO
 
 VARIABLE = "CIFAR_LIT_DRILL"  # the pipe's descriptor
 PHASES = {
@@ -41,7 +41,7 @@ class Announce(Callback):
         return before
 
     def _watch_checkpoints(self) -> None:
-        save, sync = WholeCheckpoints.save_checkpoint, os.fsync
+        save, sync = AtomicCheckpointIO.save_checkpoint, os.fsync
 
         def announced(*args: Any, **kwargs: Any) -> None:
             before = self._say(b"w")
@@ -53,7 +53,7 @@ class Announce(Callback):
                 self._say(b"y")
             sync(fd)
 
-        WholeCheckpoints.save_checkpoint = announced  # type: ignore[method-assign]
+        AtomicCheckpointIO.save_checkpoint = announced  # type: ignore[method-assign]
         os.fsync = synced
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -19,13 +19,13 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.markup import escape
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
+from cifar_lit.distributed.network import free_port
 from cifar_lit.drills.forked import STRANGE
 from cifar_lit.drills.kill import TRAINING as KILLED
 from cifar_lit.drills.machines import TwoMachines, why_not
 from cifar_lit.drills.signs import CRASH, FREEZE, HANG, KILL, VARIABLE
 from cifar_lit.drills.survivors import differences, finished, run_in
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.ranks.network import free_port
 
 WHAT = (
     "Trains in two processes, started by the Trainer, by torchrun, and on two machines (network namespaces, which take root). "

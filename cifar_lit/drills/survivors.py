@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cifar_lit.results.weights import CHECKSUM
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.runs.model_file import CHECKSUM
+from cifar_lit.training.checkpoint import read_checkpoint
 
 TIMES = ("train_seconds", "images_per_second")  # of metrics.json
 NOT_RESULTS = (".lock", ".owner", ".job")  # a lock that a kill in the last moment left, and who started the run

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import rich
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor, nn
+
+from cifar_lit.errors import UsageError
+from cifar_lit.training.step import NotFiniteLoss
 
 
 class Clock(Callback):
@@ -151,7 +159,7 @@ class Interrupted(BaseException):
         self.requeue = requeue
 
 
-class OwnSignals(Callback):
+class DisableLightningSignals(Callback):
     """Keeps the Trainer from taking the signals over at the start of each stage: fit, validation, test.
 
     Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other
@@ -258,3 +266,237 @@ class OrderlyStop(Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Gives the signals back."""
         self._restore()
+
+
+# ---- The exponential moving average of the weights.
+
+
+class WeightAverage(EMAWeightAveraging):
+    """Lightning's average, with norms' running statistics averaged too, and silent outside of a fit.
+
+    Lightning's own reloads the *current* weights when a checkpoint is loaded for a test in the process that trained,
+    so that the average would be validated and the last weights tested.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(decay=decay, use_buffers=True)
+
+    def begin_at(self, pl_module: pl.LightningModule) -> None:
+        """Averages from the weights as they are now: they were initialised after the copy was made."""
+        if self._average_model is not None:
+            self._average_model.module.load_state_dict(pl_module.state_dict())
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the average in the place of the weights, in a fit; afterwards the model holds what is to be scored."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the weights back."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the average in the place of the weights while training."""
+        if self._average_model is not None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restores average and current weights when a fit is resumed."""
+        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+# ---- Lightning's profiling switched off for good.
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class NoProfiler(PassThroughProfiler):
+    """Does nothing, as Lightning's own does, but without making a generator for each of some fifty calls a step.
+
+    That is about a tenth of what the Trainer adds to a step (`cifar-lit bench step`).
+    """
+
+    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+        """One context manager for all."""
+        return _NOTHING
+
+
+# ---- Checkpoints within an epoch, every so many steps or minutes.
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Interval(NamedTuple):
+    """How often a checkpoint is written: every `steps` optimizer steps, or every `seconds`; the other is 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def parse_interval(text: str | int) -> Interval:
+    """Reads `500` (steps), `10m`, `90s` or `1.5h`; raises UsageError for anything else and for nothing."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(text))
+    if match:
+        number, unit = float(match[1]), match[2]
+        if unit and number > 0:
+            return Interval(seconds=number * UNITS[unit])
+        if not unit and number >= 1 and number == int(number):
+            return Interval(steps=int(number))
+    raise UsageError(f"--checkpoint-every is a number of steps (500) or a time (10m, 90s, 1h), not {text}")
+
+
+class RegularCheckpoint(Checkpoint):
+    """Writes `last.ckpt` within epochs; their ends are left to `last`, a ModelCheckpoint.
+
+    Counted from the start and, in a resumed run, from its checkpoint. Where steps are made several a call, or gradients
+    wait for more batches, it is written after the next update that ends a call. A time is the first device's.
+    It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved.
+    """
+
+    takes_chunks = True
+
+    def __init__(self, every: Interval, last: ModelCheckpoint) -> None:
+        self._every, self._last = every, last
+        self._step, self._time = 0, 0.0
+
+    def _saved(self, trainer: pl.Trainer) -> None:
+        self._step, self._time = trainer.global_step, time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Counting begins."""
+        self._saved(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Counting begins again, as the end of an epoch is saved anyway."""
+        self._saved(trainer)
+
+    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        if self._every.steps:
+            return trainer.global_step - self._step >= self._every.steps
+        due = time.monotonic() - self._time >= self._every.seconds
+        if trainer.world_size == 1:
+            return due
+        agreed = torch.tensor(float(due), device=pl_module.device)
+        torch.distributed.broadcast(agreed, 0)  # clocks differ, and all devices take part in a checkpoint
+        return bool(agreed)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Writes the checkpoint when it is due."""
+        if not may_save(trainer, pl_module):
+            return
+        if self._due(trainer, pl_module):
+            trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
+            self._saved(trainer)
+
+
+# ---- What a training shows while it runs: a live bar on a terminal, and a line an epoch everywhere.
+
+
+class LiveBar(RichProgressBar):
+    """Lightning's rich bar with the loss and accuracy that were last logged, so that it never waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=10, theme=RichProgressBarTheme(metrics_format=".4f"))
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
+        return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of an epoch, where Lightning's bar counts what the loader hands over, which may be several."""
+        loader: Any = self.trainer.train_dataloader
+        return loader.batch_count if getattr(loader, "chunk", 1) > 1 else super().total_train_batches
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Goes on by the batches that were trained on."""
+        loader: Any = trainer.train_dataloader
+        done = loader.position if getattr(loader, "chunk", 1) > 1 else batch_idx + 1
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, done - 1)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Training loss and accuracy since the last log line, and the last validation's accuracy."""
+        return dict(getattr(pl_module, "progress", {}))
+
+
+class EpochLines(Callback):
+    """Prints one line an epoch: training and validation loss and accuracy, seconds, images a second.
+
+    clock: measures the fit.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._before = (0.0, 0.0, 0)
+
+    def _now(self) -> tuple[float, float, int]:
+        return self._clock.seconds, self._clock.training_seconds, self._clock.images
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch that is resumed in its middle has no start of its own."""
+        self._before = self._now()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remembers where the epoch starts."""
+        self._before = self._now()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the line."""
+        if not trainer.is_global_zero:
+            return
+        loss, accuracy = pl_module.epoch_means()  # type: ignore[operator]
+        seconds, training, images = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        speed = images / max(training, 1e-9)
+        last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
+        parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
+        if trainer.num_val_batches and "val/loss" in trainer.callback_metrics:
+            metrics = trainer.callback_metrics
+            parts.append(f"val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}")
+        parts.append(f"{seconds:.1f} s · {speed:,.0f} images/s")
+        rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
+
+
+# ---- Numbers that stay honest: a training that diverges is told once, and weights that are not finite reach no checkpoint.
+
+FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
+
+
+class Divergence(Callback):
+    """Says once when the logged training loss is far above that of the start.
+
+    The start is the first logged loss, or that of guessing, log(classes), where this is higher: a resumed run has a low one.
+    """
+
+    takes_chunks = True
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+        self._told = False
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks at the last logged loss, which all devices share."""
+        loss = pl_module.progress.get("loss")  # type: ignore[union-attr, operator]
+        if self._told or loss is None:
+            return
+        if self._start is None:
+            self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
+        if loss > FAR_ABOVE * self._start:
+            self._told = True
+            if trainer.is_global_zero:
+                told = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
+                print(f"{told}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
+
+
+def refuse_weights_that_are_not_finite(net: nn.Module, step: int, epoch: int) -> None:
+    """Raises NotFiniteLoss where the last update, after a loss that was finite, has left weights that are not."""
+    for name, parameter in net.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise NotFiniteLoss(f"the weight {name} is no longer finite at step {step} of epoch {epoch}")

@@ -9,14 +9,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from cifar_lit.memory import keep_freed_memory
-from cifar_lit.models.table import build_net
-from cifar_lit.models.views import check_views, view_logits
-from cifar_lit.training.averaging import WeightAverage
+from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.models.registry import build_net
+from cifar_lit.models.tta import check_views, view_logits
+from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.initialise import initialise_from_images
-from cifar_lit.training.metrics import Evaluation, Score, total_norm
+from cifar_lit.training.metrics import Evaluation, PredictionCollector, Score, total_norm
 from cifar_lit.training.optimizers import CHECKED, GROUP_SETTINGS, REST_MOMENTUM, build_optimizer, check_optimizer
-from cifar_lit.training.outcomes import Outcomes
 from cifar_lit.training.resuming import saved_state, take_up
 from cifar_lit.training.schedules import check_schedule, check_training, schedule_from
 from cifar_lit.training.step import Sums, TrainingStep, Updates, can_capture, taken_over
@@ -100,7 +99,7 @@ class ImageClassifier(pl.LightningModule):
         if compile:
             self.net.compile()
         self.evaluation, self.views = Evaluation(num_classes), Evaluation(num_classes)
-        self._outcomes = Outcomes()
+        self._outcomes = PredictionCollector()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
         self.outcomes: dict[str, Tensor] | None = None  # of each image of the last test or validation outside of a fit

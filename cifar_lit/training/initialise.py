@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.averaging import WeightAverage
+from cifar_lit.training.callbacks import WeightAverage
 
 if TYPE_CHECKING:
     from cifar_lit.training.classifier import ImageClassifier

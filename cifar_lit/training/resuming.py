@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.divergence import refuse_weights_that_are_not_finite
+from cifar_lit.training.callbacks import refuse_weights_that_are_not_finite
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.optimizers import override_optimizer_settings
 from cifar_lit.training.step import Sums

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.training.capture import Captured, graphs_of
+from cifar_lit.training.cuda_graph import Captured, graphs_of
 
 if TYPE_CHECKING:
     from cifar_lit.training.classifier import ImageClassifier

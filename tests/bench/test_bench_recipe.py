@@ -22,7 +22,7 @@ from cifar_lit.bench.summary import summary
 from cifar_lit.bench.training_run import images_held, process_age, run_once
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.intervals import mean_interval, t_quantile
+from cifar_lit.runs.compare import mean_interval, t_quantile
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.classifier import ImageClassifier
 

@@ -12,8 +12,8 @@ from cifar_lit.bench.commands import bench
 from cifar_lit.bench.serve import quantile
 from cifar_lit.bench.table import results_text
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import build_net
-from cifar_lit.results.weights import ModelCard, save_weights
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.model_file import ModelCard, save_weights
 
 pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
 

@@ -18,8 +18,8 @@ from cifar_lit.bench.interleave import Round
 from cifar_lit.bench.process import public, train
 from cifar_lit.bench.profile import covered, operators
 from cifar_lit.bench.report import footer, headline, shown_spread, spread, write_figures
-from cifar_lit.cli.machine import Machine
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 
 
 def test_a_spread_is_median_and_quartiles_within_the_values() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cifar_lit.bench.input import OURS, in_turn, sides
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
 from cifar_lit.bench.training import fit
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
-from cifar_lit.models.table import build_net
+from cifar_lit.models.registry import build_net
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command_line import SMALL, Typed, typed
 
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
 
 
 @pytest.fixture(autouse=True)

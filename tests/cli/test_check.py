@@ -20,8 +20,8 @@ from cifar_lit.cli.check import command as check
 from cifar_lit.cli.check.command import Device, Group, chosen, devices_of, groups_of, look_apart
 from cifar_lit.cli.check.processes import Answer, together
 from cifar_lit.cli.check.verdicts import device_verdict, group_verdict
-from cifar_lit.cli.machine import Machine
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 
 
 def machine(gpus: int = 0, **more: Any) -> Machine:

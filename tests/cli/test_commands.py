@@ -10,7 +10,7 @@ from command_line import started, typed
 
 import cifar_lit
 from cifar_lit.cli import flags, main
-from cifar_lit.models.table import build_net
+from cifar_lit.models.registry import build_net
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WITHOUT_TORCH = """

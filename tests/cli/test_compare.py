@@ -12,7 +12,7 @@ import pytest
 from command_line import config_of, metrics_of, refused, started, typed
 
 from cifar_lit.cli.compare import pair_line
-from cifar_lit.results.intervals import mcnemar
+from cifar_lit.runs.compare import mcnemar
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import draw_folder, matches, refused, typed
 
-import cifar_lit.cli.machine
-from cifar_lit.cli.machine import Machine
+import cifar_lit.hardware
 from cifar_lit.data import archives
+from cifar_lit.hardware import Machine
 
 S = "--recipe small.yaml"
 OWN = "--data.num_classes null --data.image_size null"  # over what the recipe says of its shapes
@@ -22,7 +22,7 @@ NO_GPU = "this machine has no GPU, a CPU with 4 threads"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines are those of a machine without GPUs, wherever the tests run."""
-    monkeypatch.setattr(cifar_lit.cli.machine, "look", lambda: Machine(cpu="a CPU", threads=4, bf16=False))
+    monkeypatch.setattr(cifar_lit.hardware, "detect_machine", lambda: Machine(cpu="a CPU", threads=4, bf16=False))
 
 
 NOWHERE = "nothing to resume: there is no checkpoint nowhere. Name another run, or start one without --resume."

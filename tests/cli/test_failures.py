@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from cifar_lit.cli.failures import explain
+from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.step import NotFiniteLoss
@@ -82,7 +82,7 @@ def resumable(number: int) -> Interrupted:
     ],
 )
 def test_what_ended_a_command_becomes_a_line_and_an_exit_code(error: BaseException, line: str, code: int) -> None:
-    assert explain(error) == (line, code)
+    assert explain_error(error) == (line, code)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_further_processes_of_a_run_repeat_nothing(
     monkeypatch: pytest.MonkeyPatch, variable: str, error: BaseException, line: str
 ) -> None:
     monkeypatch.setenv(variable, "1")
-    assert explain(error)[0] == line
+    assert explain_error(error)[0] == line
     monkeypatch.setenv(variable, "0")
-    assert explain(error)[0].startswith("cifar-lit: ")
+    assert explain_error(error)[0].startswith("cifar-lit: ")

@@ -16,7 +16,7 @@ from cifar_lit.cli.flags import (
     recipe_path,
     recipe_settings,
 )
-from cifar_lit.cli.launched import apply_torchrun
+from cifar_lit.distributed.launcher import apply_torchrun
 from cifar_lit.errors import UsageError
 
 VALUES = {

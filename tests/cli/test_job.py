@@ -14,11 +14,11 @@ import torch.distributed as dist
 from command_line import config_of, metrics_of, refused, typed
 
 from cifar_lit.cli.flags import Command, parse
-from cifar_lit.cli.job import DECIDED, Job, go_on, job_of
-from cifar_lit.cli.rendezvous import agree
 from cifar_lit.cli.run import Run
+from cifar_lit.distributed.job import DECIDED, Job, go_on, job_of
+from cifar_lit.distributed.rendezvous import agree
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.results.run_folder import RunFolder
+from cifar_lit.runs.run_folder import RunFolder
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}

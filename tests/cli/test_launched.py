@@ -8,7 +8,7 @@ import pytest
 from command_line import refused, typed
 
 from cifar_lit.cli.flags import parse
-from cifar_lit.cli.launched import advice, apply_slurm, by_slurm, is_first_process, starts_again
+from cifar_lit.distributed.launcher import advice, apply_slurm, by_slurm, is_first_process, starts_again
 from cifar_lit.errors import UsageError
 
 # Of a task that srun starts, as SLURM 22.05 sets it: two nodes with two tasks each.

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.cli.machine import Machine, choose_devices, choose_precision, look, probe_bf16
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import Machine, choose_devices, choose_precision, detect_machine, probe_bf16
 
 GIB = 2**30
 CPU = Machine(cpu="a CPU", threads=4, bf16=False)
@@ -142,7 +142,7 @@ def test_precision_is_bf16_exactly_where_the_device_computes_in_it(machine: Mach
 
 
 def test_this_machine_is_seen_with_its_processor() -> None:
-    found = look()
+    found = detect_machine()
     assert found.threads >= 1
     assert found.cpu
     assert "GPU" in str(found)

@@ -13,8 +13,8 @@ import torch
 from browser import Open
 from command_line import draw_folder, metrics_of, refused, typed
 
-from cifar_lit.models.table import build_net
-from cifar_lit.results.weights import ModelCard, save_weights
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.model_file import ModelCard, save_weights
 
 
 @pytest.fixture

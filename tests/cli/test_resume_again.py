@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from command_line import config_of, files_of, matches, metrics_of, refused, typed
 
-from cifar_lit.disk import PART
-from cifar_lit.results.lock import RunLock
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.files import PART
+from cifar_lit.runs.run_folder import RunLock
+from cifar_lit.training.checkpoint import read_checkpoint
 
 
 @pytest.fixture
@@ -70,9 +70,8 @@ def test_what_a_killed_process_left_half_written_goes_and_everything_else_stays(
 
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
-    code = (
-        f"import time; from pathlib import Path; from cifar_lit.results.lock import RunLock; RunLock(Path({str(unfinished)!r}))"
-    )
+    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunLock"
+    code = f"{imports}; RunLock(Path({str(unfinished)!r}))"
     hold = f"{code}.acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"

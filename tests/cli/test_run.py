@@ -12,11 +12,11 @@ import torch
 from command_line import Typed, files_of, metrics_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_lit.data.module import ImageData
-from cifar_lit.models.table import build_net
-from cifar_lit.results.loggers import COLUMNS
-from cifar_lit.results.outcomes import fingerprint, read_outcomes
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.loggers import COLUMNS
+from cifar_lit.runs.predictions import fingerprint, read_outcomes
+from cifar_lit.training.checkpoint import read_checkpoint
 
 
 @pytest.fixture

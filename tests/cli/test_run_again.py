@@ -10,10 +10,10 @@ import torch
 from command_line import config_of, files_of, metrics_of, typed
 
 import cifar_lit
-from cifar_lit.data.module import ImageData
-from cifar_lit.models.table import build_net
-from cifar_lit.results.loggers import COLUMNS
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.loggers import COLUMNS
+from cifar_lit.training.checkpoint import read_checkpoint
 
 
 def test_its_config_runs_it_again_to_the_last_bit(run: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from command_line import config_of, metrics_of, refused, typed
 
-from cifar_lit.cli import search
-from cifar_lit.cli.machine import Machine
-from cifar_lit.cli.search import Trial, device_of, largest_batch, learning_rate, steepest
-from cifar_lit.data.module import ImageData
+from cifar_lit.cli import tuner as search
+from cifar_lit.cli.tuner import Trial, device_of, largest_batch, learning_rate, steepest
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 from cifar_lit.training.classifier import ImageClassifier
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from command_line import typed
 
-from cifar_lit.cli import machine
-from cifar_lit.cli.machine import Machine
+from cifar_lit import hardware as machine
 from cifar_lit.cli.sharding import bytes_per_parameter, named, parameter_count, refusal, sharded, shown
-from cifar_lit.models.table import build_net
+from cifar_lit.hardware import Machine
+from cifar_lit.models.registry import build_net
 from cifar_lit.training.optimizers import build_optimizer
 
 MODEL = {"net": "lenet", "width": 1.0, "net_options": None}
@@ -81,7 +81,7 @@ def test_parameters_are_counted_without_data() -> None:
 def test_fsdp_is_refused_before_data_are_read(here: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "plain.yaml").write_text("trainer: {strategy: fsdp}")
     (here / "class.yaml").write_text("trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}")
-    monkeypatch.setattr(machine, "look", lambda: Machine("a CPU", 4, False))
+    monkeypatch.setattr(machine, "detect_machine", lambda: Machine("a CPU", 4, False))
     answer = typed(*S, "--dataset", "cifar10", "--data-dir", "nowhere", *flags)
     assert answer.code == 2
     taken = shown(12 * sum(p.numel() for p in build_net("lenet", channels=3, image_size=32, num_classes=10).parameters()))
@@ -108,7 +108,7 @@ def test_the_reason_is_that_of_the_recipe(flags: list[str], reason: str) -> None
 
 def test_where_it_would_pay_it_is_said_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Machine("a CPU", 4, False, gpus=(("T4", 16 * 10**9), ("old", 6 * 10**9)))
-    monkeypatch.setattr(machine, "look", lambda: small)
+    monkeypatch.setattr(machine, "detect_machine", lambda: small)
     answer = typed(*S, "--net", "regnet_y_128gf", "--model.optimizer", "adamw", "--trainer.strategy", "fsdp", "--precision", "32")
     assert answer.complaints == [
         f"{START}its checkpoints hold whole weights; it would pay here, as for regnet_y_128gf under adamw they take 10.2 GB "

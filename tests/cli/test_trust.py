@@ -9,7 +9,7 @@ import pytest
 from command_line import config_of, refused, typed
 
 from cifar_lit.errors import UsageError
-from cifar_lit.results.plain_yaml import LARGEST, plain_text
+from cifar_lit.runs.config_file import MAX_BYTES, plain_text
 
 OWN = """from pathlib import Path
 from lightning.pytorch.callbacks import Callback
@@ -89,7 +89,7 @@ def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(
         ("a: &a [*a]", "nested too deep"),
         ("[" * 5000, "nested too deep"),
         ("".join(f"a{n}: &a{n} [{f'*a{n - 1}, *a{n - 1}' if n else 'x'}]\n" for n in range(18)), "aliases make more than 20,000"),
-        ("a: " + "x" * LARGEST, "at most 32 KiB"),
+        ("a: " + "x" * MAX_BYTES, "at most 32 KiB"),
         ("- 1\n", "must hold settings by name"),
         ("trainer: other.yaml", "trainer must hold settings by name, not 'other.yaml'"),
         ("a: [1", "not valid YAML at line 1"),

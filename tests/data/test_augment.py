@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 from torchvision.transforms.v2 import functional as oracle
 
-from cifar_lit.data.augment import Augmentation, epoch_order, normalise, take
+from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order, normalise
 from cifar_lit.errors import UsageError
 
 
@@ -31,7 +31,7 @@ def test_crop_and_flip_of_each_image_equal_torchvisions(images):
     augmentation = Augmentation(crop=3, flip="random")
     plan = augmentation.plan(len(images), 9, 7, seed=1, epoch=2)
     indices = torch.tensor([3, 3, 39, 0, 17, 21, 5])
-    batch = take(images, indices, plan)
+    batch = augment_batch(images, indices, plan)
     assert plan[:, 2].unique().tolist() == [0, 1]
     for position, index in enumerate(indices.tolist()):
         assert torch.equal(batch[position], moved_by_torchvision(images[index], plan[index], 3))
@@ -53,7 +53,7 @@ def test_every_offset_of_a_crop_with_both_flips_equals_pils(images, crop, channe
     offsets = range(-crop, crop + 1)
     moves = [(dy, dx, flip, 0, 0) for dy, dx, flip in product(offsets, offsets, (0, 1))]
     shown = images[torch.arange(len(moves)) % 40][..., :channels].contiguous()
-    batch = take(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32))
+    batch = augment_batch(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32))
     for image, found, (dy, dx, flip, *_) in zip(shown, batch, moves, strict=True):
         assert torch.equal(found, moved_by_pil(image, dy, dx, flip, crop)), (dy, dx, flip)
 
@@ -63,7 +63,7 @@ def test_a_cutout_at_every_place_equals_pils_rectangle_on_the_moved_image(images
     places = list(product(range(9), range(7)))
     moves = [((row + column) % 3 - 1, column % 3 - 1, row % 2, row, column) for row, column in places]
     shown, fill = images[torch.arange(len(moves)) % 40], torch.tensor([7, 0, 255], dtype=torch.uint8)
-    batch = take(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32), side, fill)
+    batch = augment_batch(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32), side, fill)
     for image, found, (dy, dx, flip, row, column) in zip(shown, batch, moves, strict=True):
         expected = Image.fromarray(moved_by_pil(image, dy, dx, flip, 1).numpy())
         top, left = row - side // 2, column - side // 2
@@ -102,7 +102,7 @@ def test_alternating_flip_shows_both_sides_of_every_image_in_two_epochs():
 
 def test_alternating_flips_mirror_what_the_epoch_before_showed(images):
     augmentation = Augmentation(flip="alternating")
-    shown = [take(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
+    shown = [augment_batch(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
     for before, after in pairwise(shown):
         assert torch.equal(after, before.flip(2))
     mirrored = [not torch.equal(now, image) for now, image in zip(shown[0], images, strict=True)]
@@ -120,7 +120,7 @@ def test_cutout_paints_a_square_of_the_given_side_and_colour():
     images = torch.full((50, 16, 16, 3), 9, dtype=torch.uint8)
     plan = Augmentation(cutout=6).plan(50, 16, 16, seed=0, epoch=0)
     fill = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    batch = take(images, torch.arange(50), plan, 6, fill)
+    batch = augment_batch(images, torch.arange(50), plan, 6, fill)
     painted = (batch == fill).all(3)
     assert torch.equal((batch == 9).all(3), ~painted)
     inside = (plan[:, 3:] >= 3).all(1) & (plan[:, 3:] <= 13).all(1)
@@ -131,7 +131,7 @@ def test_cutout_paints_a_square_of_the_given_side_and_colour():
 
 def test_without_augmentation_images_are_taken_as_they_are(images):
     assert Augmentation().plan(40, 9, 7, seed=0, epoch=0) is None
-    assert torch.equal(take(images, torch.tensor([5, 2]), None), images[[5, 2]])
+    assert torch.equal(augment_batch(images, torch.tensor([5, 2]), None), images[[5, 2]])
 
 
 def test_normalising_gives_the_textbook_value_in_channels_last_memory(images):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, epoch_order, take
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import PADDING, Batch, EvalLoader, TrainLoader
 from cifar_lit.errors import UsageError
 
@@ -40,7 +40,7 @@ def test_every_device_gets_its_part_of_the_same_global_batch_at_every_step(count
     assert {len(part) for part in batches} == {len(loaders[0])}
     wanted = [order[start : start + batch_size] for start in range(0, count, batch_size)]
     if len(wanted) > 1 and len(wanted[-1]) == 1:
-        wanted.pop()  # batch norm cannot take a single image
+        wanted.pop()  # batch norm cannot augment_batch a single image
     counted = [[batch.indices.tolist() if batch.shares[0] else [] for batch in part] for part in batches]
     assert [list(chain(*step)) for step in zip(*counted, strict=True)] == wanted
     assert min(len(batch.indices) for part in batches for batch in part) >= 1
@@ -55,7 +55,7 @@ def test_a_last_batch_too_small_for_all_devices_is_shared_by_fewer_and_the_other
     assert sum(batch.shares[0] for batch in last) == pytest.approx(3)
     everything = set(chain(*(batch.indices.tolist() for batch in last)))
     assert len(everything) == rest
-    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can take it
+    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can augment_batch it
 
 
 @pytest.mark.parametrize(("count", "batch_size", "world"), SIZES)
@@ -198,7 +198,7 @@ def test_evaluation_shows_images_and_labels_of_the_chosen_part_unchanged() -> No
     source = image_set(30)
     chosen = torch.tensor([3, 8, 21, 29, 0])
     batches = list(EvalLoader(source, chosen, 2))
-    assert torch.equal(torch.cat([batch.images for batch in batches]), take(source.images, chosen, None))
+    assert torch.equal(torch.cat([batch.images for batch in batches]), augment_batch(source.images, chosen, None))
     assert torch.equal(torch.cat([batch.labels for batch in batches]), source.labels[chosen])
     assert {batch.share for batch in batches} == {1.0}
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch, EvalLoader
-from cifar_lit.data.module import ImageData
 from cifar_lit.data.sources import SOURCES, SourceSettings, load_images
 from cifar_lit.errors import UsageError
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cifar_lit.data.augment import Augmentation
-from cifar_lit.data.imageset import ImageSet
+from cifar_lit.data.datamodule import CPU_CHUNK, DEVICE_CHUNK, LARGEST_SHARE, ImageData, choose_placement, free_memory, on_device
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch, Chunk, ChunkMaker, TrainLoader
-from cifar_lit.data.module import ImageData
-from cifar_lit.data.placement import CPU_CHUNK, DEVICE_CHUNK, LARGEST_SHARE, choose_placement, free_memory, on_device
 from cifar_lit.errors import UsageError
 
 
@@ -60,7 +59,7 @@ def test_a_set_where_it_should_be_is_not_copied() -> None:
 def test_the_data_are_placed_by_the_size_of_their_images(
     free: int, where: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cifar_lit.data.module.free_memory", lambda device: free)
+    monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: free)
     data = ImageData("shapes", count=16, image_size=8, channels=1, num_classes=2, val_size=0)
     assert data.train_images.images.nbytes == 1024
     assert data.placed("train")[1] == where
@@ -75,15 +74,15 @@ def test_chunks_that_workers_hand_over_are_small_whatever_they_are_for(
     data = ImageData("shapes", count=20, image_size=8, val_size=4, batch_size=8, placement=placement, mean=0.5, std=0.5)
     data.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     monkeypatch.setattr(ImageData, "device", torch.device("meta"))
-    monkeypatch.setattr("cifar_lit.data.module.free_memory", lambda device: None)
-    monkeypatch.setattr("cifar_lit.data.module.on_device", lambda images, device: images)
+    monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: None)
+    monkeypatch.setattr("cifar_lit.data.datamodule.on_device", lambda images, device: images)
     assert data.train_dataloader().chunk == chunk
 
 
 def test_the_place_is_chosen_once_however_memory_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
     data = ImageData("shapes", count=20, image_size=8, val_size=4)
     assert data.placed("train")[1] == "device"
-    monkeypatch.setattr("cifar_lit.data.module.free_memory", lambda device: 0)
+    monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: 0)
     assert data.placed("train")[1] == "device"
     assert data.placed("test")[1] == "host"
 

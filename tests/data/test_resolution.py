@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
-from cifar_lit.data.module import ImageData
 from cifar_lit.data.resolution import LEAST_SIDE, check_resolutions, shrink, side_at
 from cifar_lit.errors import UsageError
 

@@ -3,8 +3,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cifar_lit.data.figures import FIGURES
-from cifar_lit.data.shapes import MAX_CLASSES, class_names, shapes
+from cifar_lit.data.shapes import FIGURES, MAX_CLASSES, class_names, shapes
 from cifar_lit.errors import UsageError
 
 

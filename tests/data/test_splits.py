@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.data.splits import channel_statistics, split_validation
+from cifar_lit.data.image_set import channel_statistics, split_validation
 from cifar_lit.errors import UsageError
 
 

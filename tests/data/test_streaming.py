@@ -11,9 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cifar_lit.data.loaders import Chunk
-from cifar_lit.data.module import ImageData
-from cifar_lit.data.streaming import ahead
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.loaders import Chunk, ahead
 
 
 def assert_same(found: Chunk, expected: Chunk) -> None:

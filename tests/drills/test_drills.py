@@ -28,7 +28,7 @@ from cifar_lit.drills.soak import grown
 from cifar_lit.drills.starts import left_behind
 from cifar_lit.drills.survivors import differences, plain, unequal
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoints import WholeCheckpoints, read_checkpoint
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="drills fork their trainings")
 
@@ -193,7 +193,7 @@ def test_up_to_rounding_only_fractions_may_differ_and_what_each_process_has() ->
 def make_run(folder: Path, weight: float = 1.0) -> Path:
     checkpoint = {"state_dict": {"weight": torch.tensor([weight])}, "global_step": 3}
     for name in ("last.ckpt", "best.ckpt"):
-        WholeCheckpoints().save_checkpoint(checkpoint, folder / "checkpoints" / name)
+        AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "checkpoints" / name)
     card = {"card": json.dumps({"net": "lenet", "std": [weight]}), "format": "1"}
     save_file({"weight": torch.tensor([weight])}, folder / "model.safetensors", metadata=card)
     (folder / "metrics.csv").write_text("step\n3\n")

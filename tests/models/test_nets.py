@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import NETS, build_net, net_names, takes_any_size
+from cifar_lit.models.registry import NETS, build_net, net_names, takes_any_size
 
 
 def shapes_of(net: nn.Module) -> list[tuple[int, ...]]:
@@ -259,7 +259,7 @@ def test_width_is_refused_for_a_torchvision_net() -> None:
 
 def test_building_a_net_of_ours_does_not_load_torchvision() -> None:
     program = (
-        "import sys; from cifar_lit.models.table import build_net; "
+        "import sys; from cifar_lit.models.registry import build_net; "
         "build_net('tudui', channels=3, image_size=32, num_classes=10); sys.exit('torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -3,8 +3,8 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import build_net
-from cifar_lit.models.views import VIEWS, check_views, view_logits
+from cifar_lit.models.registry import build_net
+from cifar_lit.models.tta import VIEWS, check_views, view_logits
 
 
 class Remembering(nn.Module):

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import build_net
-from cifar_lit.models.whitening import whitening_filters
+from cifar_lit.models.registry import build_net
+from cifar_lit.models.whitened import whitening_filters
 
 TINY: dict[str, Any] = {"widths": [8, 12]}
 

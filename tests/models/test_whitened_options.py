@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import NETS, build_net
+from cifar_lit.models.registry import NETS, build_net
 
 
 def made(options: dict[str, Any], width: float = 1.0) -> nn.Module:

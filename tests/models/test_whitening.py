@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_lit.models import whitening
-from cifar_lit.models.whitening import EPS, whitening_filters
+from cifar_lit.models import whitened as whitening
+from cifar_lit.models.whitened import EPS, whitening_filters
 
 
 def pictures(count: int = 6, channels: int = 3, height: int = 9, width: int = 11, seed: int = 0) -> Tensor:

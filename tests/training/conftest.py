@@ -9,7 +9,7 @@ import torch
 from real_runs import SCRIPT, SETTINGS, Done, here, run
 from small_runs import build_dropout
 
-from cifar_lit.models.table import NETS, Entry
+from cifar_lit.models.registry import NETS, Entry
 
 torch.set_num_threads(1)  # nets this small only wait for a second thread, long where the cores are taken
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cifar_lit.results.weights import NOVELTY
+from cifar_lit.runs.model_file import NOVELTY
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 120.0  # seconds that a command may take before it counts as frozen

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
-from cifar_lit.data.module import ImageData
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.training.callbacks import OrderlyStop
-from cifar_lit.training.checkpoints import WholeCheckpoints
+from cifar_lit.training.checkpoint import AtomicCheckpointIO
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -85,7 +85,7 @@ def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
     """A quiet Trainer on one CPU process."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    plugins = [WholeCheckpoints()]
+    plugins = [AtomicCheckpointIO()]
     return pl.Trainer(**{**quiet, **fixed, "max_epochs": 2, "callbacks": list(callbacks), "plugins": plugins, **settings})
 
 

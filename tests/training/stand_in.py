@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cifar_lit.training import capture, classifier, step
+from cifar_lit.training import classifier, step
+from cifar_lit.training import cuda_graph as capture
 
 
 class Stream:

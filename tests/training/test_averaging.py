@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cifar_lit
-from cifar_lit.training.averaging import WeightAverage
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.callbacks import WeightAverage
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 
 
 class Average(Callback):

@@ -9,9 +9,7 @@ from small_runs import classifier, fitted, shapes_data
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import Clock, Interrupted, RandomState
-from cifar_lit.training.profiling import NoProfiler
-from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.training.callbacks import Clock, EpochLines, Interrupted, LiveBar, NoProfiler, RandomState
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from stand_in import Graphs, stand_in
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop
-from cifar_lit.training.capture import WARM_UP, Captured, graphs_of
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.cuda_graph import WARM_UP, Captured, graphs_of
 from cifar_lit.training.step import NotFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("dropout_net")

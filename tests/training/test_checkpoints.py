@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_runs import classifier, fitted, same, shapes_data, weights
 
-from cifar_lit.disk import PART
 from cifar_lit.errors import Failure
-from cifar_lit.training.checkpoints import RunCheckpoint, WholeCheckpoints, best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.files import PART
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, RunCheckpoint, best_checkpoint, last_checkpoint, read_checkpoint
 
 CONTENT = {"state_dict": OrderedDict(weight=torch.arange(5000.0)), "epoch": 3, "hyper_parameters": {"lr": 0.1, "name": "x"}}
 
@@ -19,12 +19,12 @@ CONTENT = {"state_dict": OrderedDict(weight=torch.arange(5000.0)), "epoch": 3, "
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoints" / "last.ckpt"
-    WholeCheckpoints().save_checkpoint(CONTENT, path)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, path)
     return path
 
 
 def test_what_is_written_is_read_back_and_nothing_lies_beside_it(checkpoint: Path) -> None:
-    found = WholeCheckpoints().load_checkpoint(checkpoint)
+    found = AtomicCheckpointIO().load_checkpoint(checkpoint)
     assert torch.equal(found["state_dict"]["weight"], CONTENT["state_dict"]["weight"])  # type: ignore[index]
     assert (found["epoch"], found["hyper_parameters"]) == (3, {"lr": 0.1, "name": "x"})
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
@@ -46,7 +46,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
     before = checkpoint.read_bytes()
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(Failure, match=f"cannot write .*last.ckpt: .*{reason}.*Free some space") as failed:
-        WholeCheckpoints().save_checkpoint(CONTENT, checkpoint)
+        AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
     assert "\n" not in str(failed.value)
     assert checkpoint.read_bytes() == before
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_in_one_line(checkpoint: Path) -> None:
     before = checkpoint.read_bytes()
     checkpoint.with_name("last.ckpt" + PART).symlink_to("/dev/full")
     with pytest.raises(Failure, match=r"cannot write .*Free some space") as failed:
-        WholeCheckpoints().save_checkpoint(CONTENT, checkpoint)
+        AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
     assert "\n" not in str(failed.value)
     assert checkpoint.read_bytes() == before
 

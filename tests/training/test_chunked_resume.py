@@ -15,7 +15,7 @@ from small_runs import Rows, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 

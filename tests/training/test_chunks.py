@@ -8,9 +8,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateMonitor, ModelCheckpoint, Timer
 from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, weights
 
-from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.progress import EpochLines, LiveBar
+from cifar_lit.training.callbacks import Clock, EpochLines, LiveBar, OrderlyStop, RandomState
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 

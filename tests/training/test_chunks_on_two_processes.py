@@ -8,9 +8,9 @@ import torch
 from real_runs import MODULE, SETTINGS, Done, final_weights, here, metrics, only_run, run
 from torch import Tensor
 
-from cifar_lit.data.module import ImageData
-from cifar_lit.models.table import build_net
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.models.registry import build_net
+from cifar_lit.training.checkpoint import read_checkpoint
 
 PAIR = [*MODULE, *SETTINGS, "--devices", "2", "--model.ema_decay", "0", "--data.chunk", "3"]
 WHITENED = ["--net", "whitened", "--model.net_options", '{"widths": [8, 12]}', "--epochs", "1", "--model.schedule", "triangular"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from cifar_lit.data.loaders import Batch, Chunk
 from cifar_lit.errors import UsageError
-from cifar_lit.training.checkpoints import best_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import best_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.step import NotFiniteLoss
 

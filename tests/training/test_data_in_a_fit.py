@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from small_runs import classifier, fitted, same, shapes_data, trainer, weights
 
 from cifar_lit.data.augment import epoch_order
-from cifar_lit.training.checkpoints import last_checkpoint
+from cifar_lit.training.checkpoint import last_checkpoint
 
 
 class Seen(Callback):

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from small_runs import classifier, fitted, shapes_data
 
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.divergence import Divergence
+from cifar_lit.training.callbacks import Divergence
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.step import NotFiniteLoss
 
 

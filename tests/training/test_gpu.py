@@ -5,7 +5,7 @@ import torch
 from real_runs import here, metrics, only_run
 
 import cifar_lit
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import Callback
 from small_runs import Rows, StopAt, broken_data, classifier, fitted, shapes_data, trainer, weights
 from torch import Tensor
 
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import TrainLoader
-from cifar_lit.data.module import ImageData
 from cifar_lit.data.resolution import shrink
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
-from cifar_lit.training.capture import WARM_UP
-from cifar_lit.training.checkpoints import last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
+from cifar_lit.training.cuda_graph import WARM_UP
 from cifar_lit.training.step import NotFiniteLoss
 
 pytestmark = [

@@ -5,7 +5,7 @@ import torch
 from small_runs import classifier, fitted, shapes_data
 from torch.nn import functional as F
 
-from cifar_lit.models.table import build_net
+from cifar_lit.models.registry import build_net
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import build_net
+from cifar_lit.models.registry import build_net
 from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings, parameter_groups
 from cifar_lit.training.schedules import Schedule
 

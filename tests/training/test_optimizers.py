@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.table import build_net
+from cifar_lit.models.registry import build_net
 from cifar_lit.training.optimizers import (
     OPTIMIZERS,
     build_optimizer,

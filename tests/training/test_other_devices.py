@@ -27,7 +27,7 @@ import json, sys
 from pathlib import Path
 from cifar_lit.drills.forked import Forked, warm
 from cifar_lit.drills.survivors import differences, run_in
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 
 folder, words, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 warm()

@@ -6,15 +6,13 @@ from real_runs import only_run
 from small_runs import classifier, shapes_data, trainer
 from torch.nn import functional as F
 
-from cifar_lit.data.imageset import ImageSet
-from cifar_lit.results.outcomes import outcomes_of
-from cifar_lit.results.predictions import write_predictions
-from cifar_lit.training.metrics import total_norm
-from cifar_lit.training.outcomes import Outcomes
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.runs.predictions import table_of, write_predictions
+from cifar_lit.training.metrics import PredictionCollector, total_norm
 
 
 def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -> None:
-    outcomes = Outcomes()
+    outcomes = PredictionCollector()
     logits = torch.randn(6, 3)
     outcomes.update(logits[[4, 1, 0]], torch.tensor([2, 1, 0]), torch.tensor([4, 1, 0]))
     outcomes.update(logits[[0, 0]], torch.tensor([-1, -1]), torch.tensor([0, 0]))
@@ -26,14 +24,14 @@ def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -
 
 
 def test_the_likeliest_class_is_the_one_that_is_counted_even_where_float32_would_round_both_to_1() -> None:
-    outcomes = Outcomes()
+    outcomes = PredictionCollector()
     logits = torch.tensor([[0.0, 30.0, -90.0], [1e-6, 2e-6, 0.0]])
     outcomes.update(logits, torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert outcomes.compute()["probabilities"].argmax(1).tolist() == logits.argmax(1).tolist() == [1, 1]
 
 
 def test_a_batch_is_only_noted_so_that_the_device_is_not_waited_for() -> None:
-    outcomes, logits = Outcomes(), torch.randn(2, 3)
+    outcomes, logits = PredictionCollector(), torch.randn(2, 3)
     outcomes.update(logits, torch.tensor([0, -1]), torch.tensor([0, 1]))
     assert outcomes.logits[0].data_ptr() == logits.data_ptr()
 
@@ -76,9 +74,9 @@ def test_the_norm_is_of_all_numbers_together() -> None:
 
 
 def test_a_set_of_one_image_has_outcomes_of_one_row() -> None:
-    outcomes = Outcomes()
+    outcomes = PredictionCollector()
     outcomes.update(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), torch.tensor([0]))
-    found = outcomes_of(outcomes.rows())
+    found = table_of(outcomes.rows())
     assert (found.indices.tolist(), found.labels.tolist(), found.predicted.tolist()) == ([0], [1], [1])
     assert found.probability.shape == (1,)
 

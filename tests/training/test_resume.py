@@ -21,8 +21,8 @@ from real_runs import (
     stopped,
 )
 
-from cifar_lit.disk import PART
-from cifar_lit.training.checkpoints import read_checkpoint
+from cifar_lit.files import PART
+from cifar_lit.training.checkpoint import read_checkpoint
 
 STOP_AT = STEPS_PER_EPOCH + 6  # in the middle of the second epoch; 20 steps are done once the one that runs has ended
 

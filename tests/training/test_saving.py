@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from small_runs import Rows, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Clock, OrderlyStop, RandomState
-from cifar_lit.training.checkpoints import best_checkpoint, last_checkpoint, newest_whole, read_checkpoint
-from cifar_lit.training.saving import Interval, RegularCheckpoint, interval
+from cifar_lit.training.callbacks import Clock, Interval, OrderlyStop, RandomState, RegularCheckpoint, parse_interval
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, latest_valid_checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 
@@ -23,13 +22,13 @@ STEPS = 7  # an epoch
     [("500", 500, 0), (500, 500, 0), ("10m", 0, 600), ("90s", 0, 90), ("1.5h", 0, 5400), ("0.5m", 0, 30), ("500.0", 500, 0)],
 )
 def test_an_interval_is_steps_or_a_time(text: str | int, steps: int, seconds: float) -> None:
-    assert interval(text) == Interval(steps, seconds)
+    assert parse_interval(text) == Interval(steps, seconds)
 
 
 @pytest.mark.parametrize("text", ["", "0", 0, "0m", "-3", -3, "1.5", "m", "10 m", "10d", "often", "1e3", "10M"])
 def test_anything_else_is_refused_with_examples(text: str | int) -> None:
     with pytest.raises(UsageError, match=r"--checkpoint-every is a number of steps \(500\) or a time \(10m, 90s, 1h\), not"):
-        interval(text)
+        parse_interval(text)
 
 
 class Saves(Callback):
@@ -113,7 +112,7 @@ def test_the_checkpoint_before_a_damaged_one_leads_to_the_same_bits(tmp_path: Pa
         run(tmp_path / "parts", Interval(steps=3), Saves(breaks_off_at=11))
     for name in gone:
         (tmp_path / "parts" / name).write_bytes((tmp_path / "parts" / name).read_bytes()[:-100])
-    chosen = newest_whole(tmp_path / "parts" / "last.ckpt")
+    chosen = latest_valid_checkpoint(tmp_path / "parts" / "last.ckpt")
     assert chosen.path.name == ("previous.ckpt" if len(gone) == 1 else "best.ckpt")
     assert chosen.damaged is not None and "last.ckpt is cut short or damaged (its end is missing)" in chosen.damaged
     torch.manual_seed(99)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import _load
 
-from cifar_lit.training.checkpoints import Damaged, WholeCheckpoints, read_checkpoint
-from cifar_lit.training.seal import COMMENT, END_SIZE, MARK, broken_seal
+from cifar_lit.training.checkpoint import COMMENT, END_SIZE, MARK, AtomicCheckpointIO, Damaged, find_damage, read_checkpoint
 
 CONTENT = {"state_dict": {"weight": torch.arange(3000.0)}, "global_step": 3}
 
@@ -16,7 +15,7 @@ CONTENT = {"state_dict": {"weight": torch.arange(3000.0)}, "global_step": 3}
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
     path = tmp_path / "a.ckpt"
-    WholeCheckpoints().save_checkpoint(CONTENT, path)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, path)
     return path
 
 
@@ -29,7 +28,7 @@ def unsealed(tmp_path: Path) -> Path:
 def test_a_copy_by_itself_verifies(sealed: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     copy = shutil.copy(sealed, tmp_path / "elsewhere" / "b.ckpt")
-    assert broken_seal(Path(copy)) is None
+    assert find_damage(Path(copy)) is None
     assert Path(copy).read_bytes()[-COMMENT:].startswith(MARK)
 
 
@@ -43,7 +42,7 @@ def test_torch_lightning_and_zip_programs_read_it_as_any_other(sealed: Path) -> 
 
 
 def test_a_checkpoint_of_before_there_were_checksums_still_loads(unsealed: Path) -> None:
-    assert broken_seal(unsealed) is None
+    assert find_damage(unsealed) is None
     assert read_checkpoint(unsealed)["global_step"] == 3
     torch.save(CONTENT, unsealed, _use_new_zipfile_serialization=False)
     assert read_checkpoint(unsealed)["global_step"] == 3
@@ -54,7 +53,7 @@ def test_one_that_is_cut_short_is_told_whether_sealed_or_not(sealed: Path, unsea
         content = path.read_bytes()
         for kept in (4, 100, len(content) // 2, len(content) - COMMENT, len(content) - END_SIZE, len(content) - 1):
             path.write_bytes(content[:kept])
-            assert broken_seal(path) == "its end is missing"
+            assert find_damage(path) == "its end is missing"
 
 
 def test_no_flipped_bit_goes_unnoticed(sealed: Path) -> None:

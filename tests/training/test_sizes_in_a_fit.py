@@ -8,7 +8,7 @@ import torch
 from small_runs import Rows, StopAt, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.training.callbacks import Interrupted, OrderlyStop, RandomState
-from cifar_lit.training.checkpoints import last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 

@@ -12,8 +12,8 @@ from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, wei
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.data.module import ImageData
-from cifar_lit.models.table import build_net
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.models.registry import build_net
 from cifar_lit.training.step import Updates, taken_over
 
 EPOCHS, BATCHES = 2, 7

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from cifar_lit.data.augment import normalise
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
-from cifar_lit.data.module import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import initialise
-from cifar_lit.training.averaging import WeightAverage
-from cifar_lit.training.checkpoints import last_checkpoint, read_checkpoint
+from cifar_lit.training.callbacks import WeightAverage
+from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Evaluation
 

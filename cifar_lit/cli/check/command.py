@@ -11,12 +11,13 @@ from typing import NamedTuple
 from rich.table import Table
 
 from cifar_lit.bench.process import environment
-from cifar_lit.cli import console, flags, launched
+from cifar_lit.cli import console, flags
 from cifar_lit.cli.check.processes import together
 from cifar_lit.cli.check.torchrun import Board, Job
 from cifar_lit.cli.check.verdicts import Row, Verdict, device_verdict, group_verdict
-from cifar_lit.cli.machine import Machine, choose_devices
+from cifar_lit.distributed import launcher as launched
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine, choose_devices
 
 PROBE = (sys.executable, "-m", "cifar_lit.cli.check.probe")
 # what another launcher has set would make a probe wait for processes that nobody starts, or use a port that is taken

@@ -46,9 +46,9 @@ def make(tries: Iterable[Try]) -> None:
 
 def look() -> None:
     """Says what the machine has."""
-    from cifar_lit.cli import machine
+    from cifar_lit import hardware as machine
 
-    say(machine=asdict(machine.look()))
+    say(machine=asdict(machine.detect_machine()))
 
 
 def device(kind: str, number: str, bf16: str) -> None:

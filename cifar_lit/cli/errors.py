@@ -1,0 +1,147 @@
+"""jsonargparse's errors, cut to the one line that matters, with the nearest right name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from cifar_lit.cli.flags import SHORT
+from cifar_lit.distributed.launcher import starts_again
+from cifar_lit.errors import Failure, UsageError, first_line, nearest
+
+# ---- Known failures as one line and an exit code.
+
+_CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "Broken pipe",
+    "recvValue failed",
+    "Socket Timeout",
+)
+
+
+def explain_error(error: BaseException) -> tuple[str, int]:
+    """What to print (nothing when empty) and the exit code for anything that ended a command."""
+    line, code = _explain(error)
+    line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)  # names out of files must not move a terminal's cursor
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    if rank != "0" and line:
+        line = "" if is_lost_peer(error) or code >= 128 else f"[rank {rank}] {line}"
+    return line, code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    text = first_line(error)
+    if isinstance(error, UsageError):
+        return f"cifar-lit: {error}", 2
+    if isinstance(error, Failure):
+        return f"cifar-lit: {error}", 1
+    if isinstance(error, KeyboardInterrupt):
+        return "\ncifar-lit: stopped", 130
+    if not isinstance(error, Exception):
+        return _interruption(error)
+    kind = type(error).__name__
+    if kind == "MisconfigurationException":
+        return f"cifar-lit: {text}", 2
+    if kind == "NotFiniteLoss":
+        reached = "a checkpoint" if "weight" in text else "the weights"
+        return (
+            f"cifar-lit: {text}; stopped before it reached {reached}. Checkpoints of before are intact: "
+            "lower --lr, or try --precision 32-true"
+        ), 1
+    if kind == "OutOfMemoryError" or "can't allocate memory" in text:
+        return "cifar-lit: out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net", 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
+    if isinstance(error, PermissionError):
+        return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
+    if text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
+        return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
+    if is_lost_peer(error):
+        hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
+        return f"cifar-lit: another process of this run ended early; what it printed says why. {hint}.", 1
+    if isinstance(error, ValueError):
+        return f"cifar-lit: {text}", 2
+    return f"cifar-lit: {kind}: {text} (--debug shows where)", 1
+
+
+def _interruption(error: BaseException) -> tuple[str, int]:
+    hint = getattr(error, "resume", None)
+    return (f"cifar-lit: stopped. Go on with:\n  {hint}" if hint else "cifar-lit: stopped"), getattr(error, "exit_code", 1)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error is what the loss of another process of the run leads to."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+
+
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+def parsed(parser: ArgumentParser, words: list[str], further: Iterable[str] = ()) -> Namespace:
+    """What a parser, made with `exit_on_error=False`, reads from a command line.
+
+    further: flags that can be typed beside the parser's, for the nearest right name. Raises UsageError with one line.
+    """
+    try:
+        return parser.parse_args(words)
+    except ArgumentError as error:
+        raise UsageError(explain_parser_error(str(error), {*long_flags(parser), *further})) from error
+
+
+def long_flags(parser: ArgumentParser) -> list[str]:
+    """Every long flag of a parser, without its dashes."""
+    options = (option for action in parser._actions for option in action.option_strings)
+    return [option.removeprefix("--") for option in options if option.startswith("--")]
+
+
+def explain_parser_error(message: str, keys: Iterable[str]) -> str:
+    """One line for what the parser found wrong.
+
+    message: the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes.
+    """
+    if match := re.search(r"Importing '(\S+?)' is not allowed", message):
+        return (
+            f"a configuration file names {match[1]}, whose code would run: leave it out, or give --trust if you know where "
+            "the file comes from"
+        )
+    if match := re.match(r"unrecognized arguments: (\S+)", message):
+        flag = match[1].partition("=")[0]
+        # compared without the dashes, which would make any two flags look alike
+        return f"there is no flag {flag}.{nearest(flag.lstrip('-'), keys).replace('mean ', 'mean --')}"
+    if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
+        return f"no setting is called {match[1]}.{nearest(match[1], keys)}"
+    if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
+        source = "--seed" if match[1] == "data.seed" else "the data"
+        return f"{match[1] or match[2]} follows from {source}: leave it out"
+    if match := re.match(r"argument (--[^\s/:]+).*expected (?:one|at least one) argument", message):
+        return f"{match[1]} needs a value"
+    if match := re.match(r'Parser key "(.+?)":', message):
+        return _wrong_value(match[1], message)
+    return " ".join(line.strip() for line in message.splitlines() if line.strip())
+
+
+def _wrong_value(key: str, message: str) -> str:
+    short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
+    name = f"{short} ({key})" if short else key
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    value = given[1].strip() if given else "that"
+    if match := re.search(r"dot import path string: (\S+)", message):
+        return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
+    if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
+        return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
+    choices = [choice for group in re.findall(r"Literal\[(.*?)\]", message) for choice in re.findall(r"'([^']+)'", group)]
+    choices = list(dict.fromkeys(choices))
+    wanted = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
+    if choices:
+        choices = ["true", "false", *choices] if _TYPES["bool"] in wanted else choices
+        return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
+    if "list[" in message:
+        wanted.append("a list of them" if wanted else "a list")
+    return f"{name} must be {' or '.join(dict.fromkeys(wanted)) or 'something else'}, not {value}"

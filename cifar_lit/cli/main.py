@@ -1,0 +1,142 @@
+"""From the words of a command line to the command, and from its failure to one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+from importlib import import_module
+
+from cifar_lit.cli import flags
+from cifar_lit.distributed import job, rendezvous
+from cifar_lit.distributed import launcher as launched
+from cifar_lit.errors import UsageError, nearest
+
+OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
+
+commands
+  fit        train and validate (the default)
+  train      fit, then one test of the best weights; the same as python scripts/train.py
+  validate   score a checkpoint on the validation images
+  test       score a checkpoint on the test images
+  predict    write a checkpoint's predictions for the test images
+  recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
+  devices    what this machine has; `--check` tries it out, `--net NAME` lists a net's parameters
+  classify   name what is on pictures, with a run's net; scripts/predict.py is the same
+  report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
+  compare    runs beside each other: the settings that differ, accuracies, a test of their difference
+  export     a run's net as ONNX, torch-export or safetensors, checked after writing
+  serve      a run's net as an HTTP service with a page for trying it
+  bench      measurements, such as `bench step`; `bench --help` lists them
+  drill      kills, damaged files, hundreds of epochs: `drill --help` lists what is tried out
+
+flags of fit, train, validate, test and predict
+  --recipe NAME      packaged recipe, or a YAML file of your own
+  --config FILE      further settings over the recipe's; may be given several times
+  --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
+  --data-dir PATH    where archives are kept, or the folder of own images
+  --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
+  --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
+  --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
+  --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
+  --rank-timeout 60  of several processes, one that gives no sign for so many seconds ends the run
+  --logs DIR         folder for run folders (lightning_logs)
+  --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
+  --resume [PATH]    go on with the newest run, or with the given one
+  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs
+  --debug            show the traceback of a failure
+
+Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):
+`cifar-lit fit --help` lists them, `cifar-lit fit --recipe NAME --print_config` prints them as YAML.
+Recipes are weaker than --config files, and these are weaker than flags.
+"""
+
+# Commands that are not the Trainer's: the function that takes the words after the name, and may return an exit code.
+OWN = {
+    "recipes": "cifar_lit.cli.devices:list_recipes",
+    "devices": "cifar_lit.cli.devices:list_devices",
+    "bench": "cifar_lit.bench.commands:bench",
+    "classify": "cifar_lit.cli.classify:classify",
+    "report": "cifar_lit.cli.report:report",
+    "compare": "cifar_lit.cli.compare:compare",
+    "export": "cifar_lit.cli.export:export",
+    "serve": "cifar_lit.cli.serve:serve",
+    "drill": "cifar_lit.cli.drill:drill",
+}
+
+
+def dispatch(words: list[str], default: str) -> int:
+    """Runs a command line, `default` being the command when none is named; returns the exit code.
+
+    What goes wrong is one line on stderr (with --debug the traceback): exit code 2 for what was typed, 1 for what
+    failed, 128 and the signal's number for an interruption.
+    """
+    try:
+        return _run(words, default)
+    except (SystemExit, Exception, KeyboardInterrupt) as error:
+        return _tell(error, "--debug" in words)
+    except BaseException as error:
+        if getattr(error, "exit_code", None) is None:
+            raise
+        return _tell(error, "--debug" in words)
+
+
+def _run(words: list[str], default: str) -> int:
+    if (default == "fit" and not words) or words[:1] in (["--help"], ["-h"], ["help"]):
+        print(OVERVIEW, end="")
+        return 0
+    if words[:1] == ["--version"]:
+        from cifar_lit import __version__
+
+        print(f"cifar-lit {__version__}")
+        return 0
+    name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (default, words)
+    if name in OWN:
+        module, _, function = OWN[name].partition(":")
+        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+        return code or 0
+    if name not in flags.TRAINING:
+        known = [*flags.TRAINING, *OWN]
+        raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+    command = flags.parse(name, rest)
+    if command.recipe:
+        flags.recipe_path(command.recipe)
+    launched.apply_torchrun(command, os.environ)
+    launched.apply_slurm(command, os.environ)
+    from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
+
+    hold_signals()
+    quieten()
+    rendezvous.meet_anew(os.environ)
+    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
+    catch_signals()
+    from cifar_lit.cli.app import run_command
+    from cifar_lit.distributed.join import leave
+
+    run_command(command)
+    leave("", 0)
+    return 0
+
+
+def _tell(error: BaseException, debug: bool) -> int:
+    """Prints what went wrong and returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing left to save: one that comes now ends it quietly
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    from cifar_lit.cli.errors import explain_error, is_lost_peer
+    from cifar_lit.distributed.join import leave
+
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    line, code = explain_error(error)
+    line = leave(line, code, is_lost_peer(error))
+    if getattr(error, "requeue", False):
+        line = job.requeued(os.environ, getattr(error, "resume", None))
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,365 @@
+"""`ImageData`, the LightningDataModule: source, split, loaders and normalisation of one data set."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from torch import Tensor
+
+from cifar_lit.data.augment import Augmentation, augment_batch, normalise
+from cifar_lit.data.image_set import ImageSet, channel_statistics, split_validation
+from cifar_lit.data.loaders import Batch, Chunk, EvalLoader, TrainLoader, count_batches
+from cifar_lit.data.resolution import check_resolutions, shrink, side_at
+from cifar_lit.data.sources import SourceSettings, load_images
+from cifar_lit.errors import UsageError, nearest
+
+# ---- Where the images are kept, and how many batches the Trainer is handed at a time.
+
+PLACEMENTS = ("auto", "device", "host")
+LARGEST_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
+# Images a chunk holds. On a CPU some tens of milliseconds of work, so that Ctrl-C and the bar stay quick; elsewhere
+# enough that the Trainer is asked a few times a second.
+CPU_CHUNK, DEVICE_CHUNK = 512, 16_384
+
+
+def check_placement(placement: str) -> None:
+    """Raises UsageError for what is no placement."""
+    if placement not in PLACEMENTS:
+        raise UsageError(
+            f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{nearest(placement, PLACEMENTS)}"
+        )
+
+
+def choose_placement(placement: str, size: int, free: int | None) -> str:
+    """`device` or `host` for images of `size` bytes where `free` bytes are free (None if nobody knows: they are few)."""
+    if placement != "auto":
+        return placement
+    return "device" if free is None or size <= LARGEST_SHARE * free else "host"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, None where the system does not tell."""
+    if device.type == "cpu":
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _reclaimable()
+        except (ValueError, OSError, AttributeError):
+            return None
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return int(ask(device)[0]) if ask else None
+
+
+def _reclaimable() -> int:
+    """Bytes of the file cache, which the system gives back when asked for memory."""
+    try:
+        with Path("/proc/meminfo").open() as file:
+            for line in file:
+                if line.startswith("Cached:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def on_device(images: ImageSet, device: torch.device) -> ImageSet:
+    """The set with its images and labels in the memory of `device`."""
+    if images.images.device == device:
+        return images
+    return ImageSet(images.images.to(device), images.labels.to(device), images.classes)
+
+
+def chunk_size(trainer: pl.Trainer | None, batch_size: int, device: torch.device) -> int:
+    """How many batches a call of `training_step` gets when the user has not said.
+
+    One where a setting or a callback of the Trainer counts calls, so that it counts batches, as it says.
+    """
+    if trainer is None or _counts_batches(trainer):
+        return 1
+    images = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    return max(1, images // batch_size)
+
+
+def _counts_batches(trainer: Any) -> bool:
+    limits = (trainer.limit_train_batches, trainer.val_check_interval)
+    if any(limit not in (None, 1.0) or type(limit) is int for limit in limits):
+        return True
+    return bool(trainer.max_steps > 0 or trainer.fast_dev_run or trainer.overfit_batches or any(map(_counts, trainer.callbacks)))
+
+
+def _counts(callback: Callback) -> bool:
+    """Whether a callback does something at each batch, of which it would miss some."""
+    if getattr(callback, "takes_chunks", False) or isinstance(callback, ProgressBar):
+        return False
+    if isinstance(callback, ModelCheckpoint):
+        return bool(callback._every_n_train_steps)
+    hooks = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step", "on_after_backward")
+    # of the object, as LambdaCallback's hooks are not its class's
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for hook in hooks)
+
+
+class ImageData(pl.LightningDataModule):
+    """Images of one data set as uint8 in memory, split, batched, augmented and normalised.
+
+    Args:
+        dataset: cifar10, cifar100, fashion_mnist, folder or shapes.
+        root: where archives are kept (`data` if not given), or the folder of own images.
+        batch_size: images a training step takes over all devices together.
+        eval_batch_size: images a device takes at once in validation, test and prediction.
+        val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all.
+        test_size: fraction that becomes the test set where a folder has no train/test level.
+        split_seed: seed of these splits and of drawn images; apart from `seed`, so that runs with other seeds are
+            validated and tested on the same images.
+        seed: seed of order and augmentation; follows --seed.
+        shuffle: draw a new order every epoch.
+        crop: pixels of reflect padding that a random crop moves in; 0 for none.
+        flip: none, random, or alternating (each image mirrored in every second epoch).
+        cutout: side in pixels of a square painted with the mean colour; 0 for none.
+        resolutions: train on smaller images first: share of the epochs by side in pixels, in their order, such as
+            {24: 0.4, 28: 0.3}; what is left, and every evaluation, is at full size.
+        placement: device, all images in the memory of the training device; host, read by worker processes ahead of
+            the training; auto, device where they fit into half of its free memory.
+        workers: how many such processes.
+        chunk: training batches that are handed over together; 0 for as many as pay.
+        mean: of the channels, in [0, 1] units; measured on the training images if not given.
+        std: standard deviation of the channels, likewise.
+        image_size: pixels to scale own images to, or to draw shapes in.
+        channels: 1 or 3, for own images and shapes.
+        num_classes: of shapes.
+        count: training images that `shapes` draws; its test set is a fifth of that.
+        url: an address or path of one's own to fetch the archive from.
+        skip_bad: leave damaged images of a folder out instead of stopping.
+        cache_dir: where decoded folders are kept; the user's cache folder if not given.
+    """
+
+    def __init__(
+        self,
+        dataset: str = "cifar10",
+        root: str | None = None,
+        batch_size: int = 128,
+        eval_batch_size: int = 500,
+        val_size: float = 0.1,
+        test_size: float = 0.2,
+        split_seed: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        crop: int = 0,
+        flip: str = "none",
+        cutout: int = 0,
+        resolutions: dict[int, float] | None = None,
+        placement: str = "auto",
+        workers: int = 2,
+        chunk: int = 0,
+        mean: list[float] | float | None = None,
+        std: list[float] | float | None = None,
+        image_size: int | None = None,
+        channels: int | None = None,
+        num_classes: int | None = None,
+        count: int = 10_000,
+        url: str | None = None,
+        skip_bad: bool = False,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
+        self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
+        self.augmentation = Augmentation(crop, flip, cutout)
+        check_placement(placement)
+        if chunk < 0 or workers < 1:
+            raise UsageError("data.chunk must be 0 or more, data.workers at least 1")
+        self.resolutions, self.placement, self.workers, self.chunk = resolutions or {}, placement, workers, chunk
+        self._mean, self._std = mean, std
+        self.settings = SourceSettings(
+            root=root,
+            url=url,
+            image_size=image_size,
+            channels=channels,
+            num_classes=num_classes,
+            count=count,
+            test_size=test_size,
+            split_seed=split_seed,
+            skip_bad=skip_bad,
+            cache_dir=cache_dir,
+        )
+        self._constants: tuple[Tensor, Tensor] | None = None
+        self._train_loader: TrainLoader | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
+
+    @cached_property
+    def train_images(self) -> ImageSet:
+        """All images to train and validate on; the first look prepares them."""
+        return load_images(self.dataset, self.settings, train=True)
+
+    @cached_property
+    def test_images(self) -> ImageSet:
+        """All test images."""
+        return load_images(self.dataset, self.settings, train=False)
+
+    @cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Indices of the train and the validation images among `train_images`."""
+        return split_validation(self.train_images.labels, self.val_size, self.split_seed)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in label order."""
+        return self.train_images.classes
+
+    @property
+    def class_count(self) -> int:
+        """How many classes there are."""
+        return len(self.classes)
+
+    @property
+    def input_shape(self) -> list[int]:
+        """Channels, height and width of the images."""
+        return [self.train_images.channels, self.train_images.height, self.train_images.width]
+
+    @cached_property
+    def statistics(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel that images are normalised with."""
+        channels = self.train_images.channels
+        measured = channel_statistics(self.train_images.images, self.split[0]) if None in (self._mean, self._std) else ([], [])
+        mean, std = (
+            found if given is None else list(given) if isinstance(given, list) else [float(given)] * channels
+            for given, found in zip((self._mean, self._std), measured, strict=True)
+        )
+        if len(mean) != channels or len(std) != channels or min(std) <= 0:
+            raise UsageError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
+        return mean, std
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch, counted in batches of the size that is saved with it.
+
+        Lightning saves a loader's own state too, but does not restore it when a schedule has asked how long the
+        training will be, because then it sets the loaders up before it reads the checkpoint.
+        """
+        return {**self._train_loader.state_dict(), "batch_size": self.batch_size} if self._train_loader else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
+        self._resumed = state_dict or None
+        size = state_dict.get("batch_size", self.batch_size)
+        if size != self.batch_size and self._stopped_in_mid_epoch(size):
+            raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
+
+    def _stopped_in_mid_epoch(self, batch_size: int) -> bool:
+        position = (self._resumed or {}).get("position", 0)
+        return 0 < position < count_batches(len(self.split[0]), batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are made and trained on."""
+        return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+
+    def placed(self, part: str) -> tuple[ImageSet, str]:
+        """The `train` or `test` images where they are to be, and whether that is `device` or `host`."""
+        key = (part, self.device)
+        if key not in self._placed:
+            images: ImageSet = getattr(self, f"{part}_images")
+            where = choose_placement(self.placement, images.images.nbytes, free_memory(self.device))
+            self._placed[key] = on_device(images, self.device) if where == "device" else images, where
+        return self._placed[key]
+
+    def train_dataloader(self) -> TrainLoader:
+        """The training loader of this device."""
+        self._train_loader = self._make_train_loader()
+        return self._train_loader
+
+    def _make_train_loader(self) -> TrainLoader:
+        check_resolutions(self.resolutions, self.train_images.height, self.train_images.width)
+        fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
+        images, where = self.placed("train")
+        loader = TrainLoader(
+            images,
+            self.split[0],
+            self.batch_size,
+            self.augmentation,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            fill=fill,
+            rank=self._rank,
+            world=self._world,
+            chunk=self._chunk(where),
+            workers=self.workers if where == "host" else 0,
+            pin_memory=where == "host" and self.device.type != "cpu",
+        )
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed)
+        return loader
+
+    def _chunk(self, where: str) -> int:
+        """Batches a chunk; an epoch that was stopped in its middle goes on as it was counted before it."""
+        # what workers hand over goes through shared memory, of which a container may have 64 MB
+        made_on = torch.device("cpu") if where == "host" else self.device
+        wanted = self.chunk or chunk_size(self.trainer, self.batch_size, made_on)
+        before = (self._resumed or {}).get("chunk", wanted)
+        if before == wanted or not self._stopped_in_mid_epoch(self.batch_size):
+            return wanted
+        if wanted == 1 and not self.chunk:
+            raise UsageError(
+                f"this run was stopped in the middle of an epoch that counts {before} batches at a time: leave out what "
+                "counts them singly (limits of steps or batches, callbacks), or resume from another checkpoint"
+            )
+        return before
+
+    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
+        """The validation loader of this device; none (an empty list) when nothing is held out."""
+        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, rank=self._rank, world=self._world)
+        return loader if len(loader) else []
+
+    def test_dataloader(self) -> EvalLoader:
+        """The loader over this device's part of the test set."""
+        everything = torch.arange(len(self.test_images))
+        return EvalLoader(self.placed("test")[0], everything, self.eval_batch_size, rank=self._rank, world=self._world)
+
+    def predict_dataloader(self) -> EvalLoader:
+        """Predictions are made for the test images."""
+        return self.test_dataloader()
+
+    def on_after_batch_transfer(self, batch: Batch | Chunk, dataloader_idx: int) -> Batch | Chunk:
+        """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
+        side = self.side if self.resolutions and isinstance(batch, Chunk) else None
+        return batch._replace(images=self._normalised(batch.images if side is None else shrink(batch.images, side)))
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        if self._constants is None or self._constants[0].device != images.device:
+            mean, std = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in self.statistics)
+            self._constants = mean, std
+        return normalise(images, *self._constants)
+
+    def plain_images(self, count: int) -> Tensor:
+        """The first training images as they are, normalised: float32 (B, C, H, W)."""
+        return self._normalised(self.train_images.images[self.split[0][:count]])
+
+    @property
+    def side(self) -> int | None:
+        """The side in pixels of this epoch's training images; None for their full size."""
+        trainer = self.trainer
+        if trainer is None or trainer.max_epochs is None or trainer.max_epochs < 1:
+            return None
+        return side_at(self.resolutions, trainer.current_epoch, trainer.max_epochs)
+
+    def sample(self, count: int = 64) -> Tensor:
+        """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
+        loader = self._make_train_loader()
+        _, height, width = self.input_shape
+        plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
+        chosen = loader.order(epoch=0)[:count]
+        source = loader.source.images
+        plan = plan if plan is None else plan.to(source.device)
+        images = augment_batch(source, chosen.to(source.device), plan, self.augmentation.cutout, loader.fill)
+        return images.permute(0, 3, 1, 2).cpu()
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    @property
+    def _world(self) -> int:
+        return self.trainer.world_size if self.trainer else 1

@@ -1,0 +1,103 @@
+"""The split of training images into train and validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cifar_lit.errors import UsageError
+
+# ---- `ImageSet`: the one currency between sources, loaders and everything after them.
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images, their labels and the class names.
+
+    images: uint8 (N, H, W, C), C = 1 or 3, as decoders give them; may be mapped from a file.
+    labels: int64 (N,), values in [0, len(classes)).
+    classes: one name a class, in label order.
+
+    Raises ValueError when the parts do not fit together.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise ValueError(f"images must be uint8 (N, H, W, C), not {self.images.dtype} {tuple(self.images.shape)}")
+        if self.images.shape[3] not in (1, 3):
+            raise ValueError(f"images must have 1 or 3 channels, not {self.images.shape[3]}")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            raise ValueError(f"labels must be int64 ({len(self.images)},), not {self.labels.dtype} {tuple(self.labels.shape)}")
+        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
+            raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def height(self) -> int:
+        """Rows of pixels of each image."""
+        return self.images.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Pixels in a row."""
+        return self.images.shape[2]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return self.images.shape[3]
+
+
+def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the train and the validation part, both int64 in ascending order.
+
+    labels: int64 (N,). val_size: a number of images when 1 or more, else a fraction of them. Every class gives its
+    proportional share (largest remainders first), chosen as a function of `seed`.
+
+    Raises UsageError when the part is negative or leaves nothing to train on.
+    """
+    count = len(labels)
+    wanted = round(val_size * count) if val_size < 1 else int(val_size)
+    if val_size < 0 or wanted >= count:
+        raise UsageError(f"data.val_size {val_size:g} must leave some of the {count} images to train on")
+    if val_size > 0 and wanted == 0:
+        raise UsageError(f"data.val_size {val_size:g} of {count} images is none: raise it, or use 0 to train on all")
+    classes, counts = np.unique(labels.numpy(), return_counts=True)
+    exact = counts * (wanted / count)
+    share = np.floor(exact).astype(int)
+    for position in np.argsort(share - exact, kind="stable")[: wanted - share.sum()]:
+        share[position] += 1
+    rng = np.random.default_rng(seed)
+    validation = np.zeros(count, dtype=bool)
+    for label, size in zip(classes, share, strict=True):
+        members = np.flatnonzero(labels.numpy() == label)
+        validation[rng.permutation(members)[:size]] = True
+    return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
+
+
+def channel_statistics(images: Tensor, indices: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel over the chosen images, in [0, 1] units, rounded to 4 digits.
+
+    images: uint8 (N, H, W, C); at most the first `most` chosen ones are read.
+    """
+    channels = images.shape[3]
+    total = torch.zeros(channels, dtype=torch.float64)
+    squares = torch.zeros(channels, dtype=torch.float64)
+    pixels = 0
+    for part in indices[:most].split(2048):
+        values = images.index_select(0, part).view(-1, channels).float() / 255.0
+        total += values.sum(0)
+        squares += values.square().sum(0)
+        pixels += len(values)
+    mean = total / pixels
+    std = (squares / pixels - mean.square()).clamp_min(1e-6).sqrt()
+    return [round(x, 4) for x in mean.tolist()], [max(round(x, 4), 1e-3) for x in std.tolist()]

@@ -1,0 +1,45 @@
+"""Where a rank's main thread is in its training, so that one which hangs is told from those that wait for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from cifar_lit.distributed.watch import Watch
+
+
+class Progress(Callback):
+    """Tells the watch at which step of the training, or in which part of an evaluation, this rank is.
+
+    All ranks go through the same positions, (fits and evaluations so far, epoch, part, step), which rise.
+    """
+
+    takes_chunks = True
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._begun = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A fit, or an evaluation of its own, begins."""
+        self._begun += 1
+        self._at(trainer, 0)
+
+    def _at(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
+        self._watch.position = [self._begun, trainer.current_epoch, part, step]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """A step begins, in which the ranks share their gradients."""
+        self._at(trainer, 0, batch_idx + 1)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Each rank looks at its own share."""
+        self._at(trainer, 1)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What they found is put together."""
+        self._at(trainer, 2)
+
+    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end

@@ -1,0 +1,63 @@
+"""A small process beside each rank that kills it when it is frozen: from another machine nobody could.
+
+A process that was stopped (SIGSTOP), or that waits for ever inside a driver or a file system, runs none of its own threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+# It counts beats rather than time: when a terminal or a scheduler stops the whole run, the guard stands still with it.
+_GUARD = """
+import os, select, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+rank, beat, allowed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+missed = 0
+while missed < allowed and os.getppid() == rank:
+    if select.select([0], [], [], beat)[0]:
+        if not os.read(0, 4096):
+            sys.exit()
+        missed = 0
+    else:
+        missed += 1
+if os.getppid() == rank:
+    os.kill(rank, signal.SIGKILL)
+"""
+
+
+class Watchdog:
+    """This process's end of the pipe to its guard."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def reassure(self) -> None:
+        """Lets the guard know that this process runs; to be called at every beat."""
+        with suppress(OSError):
+            os.write(self._pipe, b".")
+
+    def close(self) -> None:
+        """Lets go of the pipe; without any left the guard ends."""
+        with suppress(OSError):
+            os.close(self._pipe)
+
+
+def guard_of_this_process(limit: float, beat: float) -> Watchdog | None:
+    """Starts a guard that kills this process after `limit` seconds without a word at the usual `beat`; None on Windows."""
+    if os.name != "posix":
+        return None
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(beat), str(max(1, round(limit / beat)))]
+    try:
+        subprocess.Popen(words, stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError:  # it is a further safety, which a run does not fail for
+        os.close(write)
+        return None
+    finally:
+        os.close(read)
+    return Watchdog(write)

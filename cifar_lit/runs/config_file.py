@@ -1,0 +1,78 @@
+"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cifar_lit.errors import UsageError
+
+MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
+MAX_DEPTH = 20  # levels of nesting
+MAX_VALUES = 20_000  # with aliases written out
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")}
+_GROUPS = ("trainer", "model", "data")
+
+
+def plain_values(file: Path) -> Any:
+    """What a configuration file holds; raises UsageError for one that would do more than set values, or cannot be read."""
+    try:
+        return yaml.safe_load(plain_text(file))
+    except (yaml.YAMLError, TypeError, OverflowError):  # such as a list as a name
+        raise UsageError(f"{file} holds values that no setting can have") from None
+
+
+def plain_text(file: Path) -> str:
+    """The text of a configuration file; raises UsageError for one that would do more than set values."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
+        text = content.decode()
+        _look(file, yaml.compose(text, yaml.SafeLoader))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
+    except (yaml.YAMLError, UnicodeDecodeError):  # characters that no text has
+        raise UsageError(f"{file} is not valid YAML: it is no text in UTF-8") from None
+    except RecursionError:
+        raise UsageError(f"{file} was not read: it is nested too deep") from None
+    return text
+
+
+def _look(file: Path, root: yaml.Node | None) -> None:
+    if root is None:
+        return
+    _count(file, root, {}, 0)
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{file} must hold settings by name (trainer:, model:, data:), not just text or a list")
+    for key, value in root.value:
+        if key.value in _GROUPS and not isinstance(value, yaml.MappingNode):
+            raise UsageError(f"{file}: {key.value} must hold settings by name, not {str(value.value)[:40]!r}")
+
+
+def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """The values below a node, aliases written out; raises UsageError for foreign tags, loops, depth and growth."""
+    if node.tag not in _TAGS:
+        raise UsageError(f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only")
+    if depth > MAX_DEPTH or known.get(id(node)) == 0:
+        raise UsageError(f"{file} was not read: it is nested too deep")
+    if id(node) not in known:
+        known[id(node)] = 0  # until it is counted: to meet it again means a loop
+        known[id(node)] = 1 + sum(_count(file, inner, known, depth + 1) for inner in _inner(node))
+    if known[id(node)] > MAX_VALUES:
+        raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
+    return known[id(node)]
+
+
+def _inner(node: yaml.Node) -> Sequence[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [one for pair in node.value for one in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []

@@ -1,0 +1,150 @@
+"""`cifar-lit export` as it is typed: which images it checks on, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from fitted import fitted_run
+from PIL import Image
+
+from cifar_lit.cli.export import export
+from cifar_lit.cli.run_images import RunData
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.inference.export_check import latencies
+from cifar_lit.runs.model_file import load_model_file, save_weights
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fitted_run(tmp_path_factory.mktemp("command") / "shapes-1")
+
+
+@pytest.fixture
+def run(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, least=1))
+    shutil.copytree(fitted, "runs/shapes-1")
+    return Path("runs/shapes-1")
+
+
+def with_data(run: Path, **data: object) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+
+
+def sorted_classes(run: Path) -> tuple[str, ...]:
+    """Gives the run's net classes in the order of a folder's."""
+    net = load_model_file(run)
+    card = replace(net.card, classes=sorted(net.classes))
+    save_weights(run / "model.safetensors", net.net.state_dict(), card)
+    return tuple(card.classes)
+
+
+def own_images(root: Path, names: tuple[str, ...], size: int = 16) -> Path:
+    for part in ("train", "test"):
+        for number, name in enumerate(names):
+            (root / part / name).mkdir(parents=True)
+            for shade in range(3):
+                Image.new("RGB", (size, size), (40 * number, 80 * shade, 90)).save(root / part / name / f"{shade}.png")
+    return root
+
+
+def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export([str(run), "--to", "onnx", "--images", "50"])
+    said, err = capsys.readouterr()
+    assert err == ""
+    lines = said.splitlines()
+    assert lines[0] == "checking on 50 test images of shapes"
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in cells] == ["file", "accuracy", "batch of 1", "batch of 64"]
+    assert cells[1][1] == cells[1][2] != ""
+    assert f"wrote {run}/model.onnx" in lines
+    assert any(line.startswith("decisions agree on 50 of 50 · largest difference of a probability ") for line in lines)
+    assert (run / "model.onnx").is_file()
+
+
+def test_int8_is_calibrated_on_training_images_and_lies_beside_the_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export([str(run), "--to", "onnx", "--quantize", "int8"])
+    said = capsys.readouterr().out
+    assert "checking on 80 test images of shapes" in said
+    assert "calibrated on 400 training images of shapes" in said
+    assert f"wrote {run}/model.int8.onnx" in said
+
+
+def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.yaml").unlink()
+    export([f"{run}/model.safetensors", "--to", "safetensors", "--out", "copy.safetensors", "--images", "20"])
+    said = capsys.readouterr().out
+    assert said.startswith("checking on 20 drawn images, without labels (the images of folder ")
+    assert "--data-dir" in said.splitlines()[0]
+    assert "accuracy" not in said
+    assert load_model_file("copy.safetensors").card == load_model_file(run).card
+    with pytest.raises(Failure, match="are not here: name their place with --data-dir"):
+        export([str(run), "--to", "onnx", "--quantize", "int8"])
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "fashion_mnist", "folder"])
+def test_images_that_are_gone_are_not_downloaded(run: Path, dataset: str) -> None:
+    with_data(run, dataset=dataset, root="gone")
+    data = RunData(run / "model.safetensors", load_model_file(run).card)
+    with pytest.raises(Failure, match=f"the images of {dataset} that it was trained on are not here in gone"):
+        data.load(train=False, count=0)
+    drawn = data.load_or_draw(30)
+    assert drawn.images.shape == (30, 3, 16, 16)
+    assert drawn.labels is None
+
+
+def test_images_that_moved_are_found_by_data_dir(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_data(run, dataset="folder", root="gone")
+    moved = own_images(Path("moved"), sorted_classes(run))
+    export([str(run), "--to", "torch-export", "--data-dir", str(moved)])
+    assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
+
+
+def test_a_named_place_with_other_images_is_refused_and_nothing_written(run: Path) -> None:
+    with_data(run, dataset="folder", root="gone")
+    others = own_images(Path("others"), ("cat", "dog"))
+    with pytest.raises(Failure, match="classes of folder are not those of the net"):
+        export([str(run), "--to", "onnx", "--data-dir", str(others)])
+    large = own_images(Path("large"), sorted_classes(run), size=24)
+    with pytest.raises(Failure, match=r"are 3×24×24, not 3×16×16 as the net takes"):
+        export([str(run), "--to", "onnx", "--data-dir", str(large)])
+    assert not list(run.glob("model.onnx*"))
+
+
+def test_images_are_spread_evenly_over_the_set(run: Path) -> None:
+    with_data(run, dataset="folder", root=str(own_images(Path("own"), sorted_classes(run))))
+    data = RunData(run / "model.safetensors", load_model_file(run).card)
+    found = data.load(train=False, count=4)
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1, 2, 3]
+    assert len(data.load(train=False, count=0).images) == len(data.load(train=False, count=99).images) == 12
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path) -> None:
+    for words, told in (
+        ([run, "--to", "onxx"], "Did you mean onnx"),
+        ([run, "--to", "safetensors"], "name a place for its checked copy with --out FILE"),
+        ([run, "--to", "onnx", "--out", "no/where.onnx"], "in no folder that exists"),
+        ([run, "--to", "onnx", "--out", run], "is a folder"),
+        ([run, "--to", "safetensors", "--out", run / "model.safetensors"], "is the file that the net comes from"),
+        ([run, "--to", "onnx", "--images", "-1"], "--images"),
+        ([run, "--to", "onnx", "--quantise", "int8"], "Did you mean --quantize"),
+        (["runs/none", "--to", "onnx"], "there is no runs/none"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            export([str(word) for word in words])
+
+
+def test_a_damaged_configuration_is_named(run: Path) -> None:
+    (run / "config.yaml").write_text("data: [")
+    with pytest.raises(UsageError, match=r"config\.yaml is not valid YAML at line 1"):
+        export([str(run), "--to", "onnx"])
