@@ -36,3 +36,7 @@ def first_line(error: BaseException) -> str:
     """What an exception says first, or its name where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+class InvalidFileError(ValueError):
+    """A file claims what cannot be so, or asks for more than it holds; the text says which, as half a sentence."""

@@ -7,9 +7,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cifar_lit.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 # ---- From what a user calls a device to what torch calls it, for commands that compute without a Trainer.
 
@@ -258,3 +261,20 @@ def probe_bf16() -> float:
     finally:
         torch.set_num_threads(threads)
     return best[False] / best[True]
+
+
+# ---- memory that is free
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that programs can still get on a device, None where the system does not tell."""
+    if device.type != "cpu":
+        import torch
+
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return int(ask(device)[0]) if ask else None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -85,8 +85,8 @@ def list_devices(words: list[str]) -> None:
 
 
 def _list_machine() -> None:
-    from cifar_lit.cli.run import versions
     from cifar_lit.hardware import choose_precision, detect_machine
+    from cifar_lit.runs.results import versions
 
     found = detect_machine()
     table = Table()

@@ -111,10 +111,10 @@ def _run(words: list[str], default: str) -> int:
     rendezvous.meet_anew(os.environ)
     job.go_on(command, rest, os.environ, os.getppid(), platform.node())
     catch_signals()
-    from cifar_lit.cli.app import run_command
+    from cifar_lit.cli.fit import TrainingCLI
     from cifar_lit.distributed.join import leave
 
-    run_command(command)
+    TrainingCLI(command)
     leave("", 0)
     return 0
 

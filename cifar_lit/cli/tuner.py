@@ -21,8 +21,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Accelerators, Machine, count_devices, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.initialise import IMAGES
+from cifar_lit.training.classifier import WHITENING_IMAGES, ImageClassifier
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 
 SMALLEST, LARGEST = 16, 4096  # images; above that no device of ours takes less time for an image, and accuracy falls
@@ -60,7 +59,7 @@ class Trial:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
         self.net = deepcopy(model.net).to(device).train()
         if isinstance(self.net, WhitenedNet):
-            self.net.initialise(data.plain_images(IMAGES).to(device))
+            self.net.initialise(data.plain_images(WHITENING_IMAGES).to(device))
             self.net.whitened.fill_(True)
         h = model.hparams
         settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}

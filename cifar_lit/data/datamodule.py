@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, augment_batch, normalise
 from cifar_lit.data.image_set import ImageSet, channel_statistics, split_validation
-from cifar_lit.data.loaders import Batch, Chunk, EvalLoader, TrainLoader, count_batches
+from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.errors import UsageError, nearest
-
-# ---- Where the images are kept, and how many batches the Trainer is handed at a time.
+from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
-LARGEST_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
-# Images a chunk holds. On a CPU some tens of milliseconds of work, so that Ctrl-C and the bar stay quick; elsewhere
-# enough that the Trainer is asked a few times a second.
-CPU_CHUNK, DEVICE_CHUNK = 512, 16_384
+MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
 
 
 def check_placement(placement: str) -> None:
@@ -40,66 +33,7 @@ def choose_placement(placement: str, size: int, free: int | None) -> str:
     """`device` or `host` for images of `size` bytes where `free` bytes are free (None if nobody knows: they are few)."""
     if placement != "auto":
         return placement
-    return "device" if free is None or size <= LARGEST_SHARE * free else "host"
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, None where the system does not tell."""
-    if device.type == "cpu":
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _reclaimable()
-        except (ValueError, OSError, AttributeError):
-            return None
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return int(ask(device)[0]) if ask else None
-
-
-def _reclaimable() -> int:
-    """Bytes of the file cache, which the system gives back when asked for memory."""
-    try:
-        with Path("/proc/meminfo").open() as file:
-            for line in file:
-                if line.startswith("Cached:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def on_device(images: ImageSet, device: torch.device) -> ImageSet:
-    """The set with its images and labels in the memory of `device`."""
-    if images.images.device == device:
-        return images
-    return ImageSet(images.images.to(device), images.labels.to(device), images.classes)
-
-
-def chunk_size(trainer: pl.Trainer | None, batch_size: int, device: torch.device) -> int:
-    """How many batches a call of `training_step` gets when the user has not said.
-
-    One where a setting or a callback of the Trainer counts calls, so that it counts batches, as it says.
-    """
-    if trainer is None or _counts_batches(trainer):
-        return 1
-    images = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
-    return max(1, images // batch_size)
-
-
-def _counts_batches(trainer: Any) -> bool:
-    limits = (trainer.limit_train_batches, trainer.val_check_interval)
-    if any(limit not in (None, 1.0) or type(limit) is int for limit in limits):
-        return True
-    return bool(trainer.max_steps > 0 or trainer.fast_dev_run or trainer.overfit_batches or any(map(_counts, trainer.callbacks)))
-
-
-def _counts(callback: Callback) -> bool:
-    """Whether a callback does something at each batch, of which it would miss some."""
-    if getattr(callback, "takes_chunks", False) or isinstance(callback, ProgressBar):
-        return False
-    if isinstance(callback, ModelCheckpoint):
-        return bool(callback._every_n_train_steps)
-    hooks = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step", "on_after_backward")
-    # of the object, as LambdaCallback's hooks are not its class's
-    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for hook in hooks)
+    return "device" if free is None or size <= MAX_MEMORY_SHARE * free else "host"
 
 
 class ImageData(pl.LightningDataModule):
@@ -124,7 +58,6 @@ class ImageData(pl.LightningDataModule):
         placement: device, all images in the memory of the training device; host, read by worker processes ahead of
             the training; auto, device where they fit into half of its free memory.
         workers: how many such processes.
-        chunk: training batches that are handed over together; 0 for as many as pay.
         mean: of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
         image_size: pixels to scale own images to, or to draw shapes in.
@@ -153,7 +86,6 @@ class ImageData(pl.LightningDataModule):
         resolutions: dict[int, float] | None = None,
         placement: str = "auto",
         workers: int = 2,
-        chunk: int = 0,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
         image_size: int | None = None,
@@ -169,9 +101,9 @@ class ImageData(pl.LightningDataModule):
         self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
         self.augmentation = Augmentation(crop, flip, cutout)
         check_placement(placement)
-        if chunk < 0 or workers < 1:
-            raise UsageError("data.chunk must be 0 or more, data.workers at least 1")
-        self.resolutions, self.placement, self.workers, self.chunk = resolutions or {}, placement, workers, chunk
+        if workers < 1:
+            raise UsageError("data.workers must be at least 1")
+        self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
             root=root,
@@ -244,13 +176,9 @@ class ImageData(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
         self._resumed = state_dict or None
-        size = state_dict.get("batch_size", self.batch_size)
-        if size != self.batch_size and self._stopped_in_mid_epoch(size):
+        size, position = state_dict.get("batch_size", self.batch_size), state_dict.get("position", 0)
+        if size != self.batch_size and 0 < position < count_batches(len(self.split[0]), size):
             raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
-
-    def _stopped_in_mid_epoch(self, batch_size: int) -> bool:
-        position = (self._resumed or {}).get("position", 0)
-        return 0 < position < count_batches(len(self.split[0]), batch_size)
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +191,9 @@ class ImageData(pl.LightningDataModule):
         if key not in self._placed:
             images: ImageSet = getattr(self, f"{part}_images")
             where = choose_placement(self.placement, images.images.nbytes, free_memory(self.device))
-            self._placed[key] = on_device(images, self.device) if where == "device" else images, where
+            if where == "device" and images.images.device != self.device:
+                images = ImageSet(images.images.to(self.device), images.labels.to(self.device), images.classes)
+            self._placed[key] = images, where
         return self._placed[key]
 
     def train_dataloader(self) -> TrainLoader:
@@ -285,28 +215,12 @@ class ImageData(pl.LightningDataModule):
             fill=fill,
             rank=self._rank,
             world=self._world,
-            chunk=self._chunk(where),
             workers=self.workers if where == "host" else 0,
             pin_memory=where == "host" and self.device.type != "cpu",
         )
         if self._resumed is not None:
             loader.load_state_dict(self._resumed)
         return loader
-
-    def _chunk(self, where: str) -> int:
-        """Batches a chunk; an epoch that was stopped in its middle goes on as it was counted before it."""
-        # what workers hand over goes through shared memory, of which a container may have 64 MB
-        made_on = torch.device("cpu") if where == "host" else self.device
-        wanted = self.chunk or chunk_size(self.trainer, self.batch_size, made_on)
-        before = (self._resumed or {}).get("chunk", wanted)
-        if before == wanted or not self._stopped_in_mid_epoch(self.batch_size):
-            return wanted
-        if wanted == 1 and not self.chunk:
-            raise UsageError(
-                f"this run was stopped in the middle of an epoch that counts {before} batches at a time: leave out what "
-                "counts them singly (limits of steps or batches, callbacks), or resume from another checkpoint"
-            )
-        return before
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
@@ -322,9 +236,9 @@ class ImageData(pl.LightningDataModule):
         """Predictions are made for the test images."""
         return self.test_dataloader()
 
-    def on_after_batch_transfer(self, batch: Batch | Chunk, dataloader_idx: int) -> Batch | Chunk:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
-        side = self.side if self.resolutions and isinstance(batch, Chunk) else None
+        side = self.side if self.resolutions and self.trainer and self.trainer.training else None
         return batch._replace(images=self._normalised(batch.images if side is None else shrink(batch.images, side)))
 
     def _normalised(self, images: Tensor) -> Tensor:

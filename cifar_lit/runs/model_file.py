@@ -229,6 +229,18 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
+    """The net of a card with its weights, in float32 on the CPU, in evaluation mode; see `LoadedNet`.
+
+    Raises what `build_net` and `load_state_dict` raise where the two do not fit.
+    """
+    channels, height, width = card.input_shape
+    size, classes = (height, width), len(card.classes)
+    net = build_net(card.net, channels=channels, image_size=size, num_classes=classes, width=card.width, options=card.options)
+    net.load_state_dict(weights)
+    return LoadedNet(net, card, novelty).eval()
+
+
 def load_model_file(path: str | Path) -> LoadedNet:
     """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 

@@ -204,6 +204,12 @@ def pictures(content: Content, places: Tensor) -> list[Picture]:
     return found
 
 
+def about(*args):
+    from cifar_lit.cli.report import about
+
+    return about(*args)
+
+
 def read_curves(path: Path) -> list[dict[str, float]]:
     """The rows of a metrics.csv as numbers, what was not taken left out; none where there is no such file."""
     try:

@@ -1,17 +1,16 @@
-"""Callbacks for what a run needs around its steps: time, random state, an orderly stop."""
+"""Callbacks for what a run needs around its steps: time, random state, averaging, an orderly stop, progress, divergence."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import rich
@@ -22,8 +21,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError
-from cifar_lit.training.step import NotFiniteLoss
+# ---- time
 
 
 class Clock(Callback):
@@ -31,8 +29,6 @@ class Clock(Callback):
 
     All three go on counting in a resumed run, from its last checkpoint.
     """
-
-    takes_chunks = True
 
     def __init__(self) -> None:
         self.images = 0
@@ -66,10 +62,9 @@ class Clock(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the images of the global batches."""
-        several = hasattr(batch, "sizes")
-        parts = zip(batch.sizes, batch.shares, strict=True) if several else [(len(batch.labels), batch.share)]
-        self.images += sum(round(size * trainer.world_size / share) for size, share in parts if share)
+        """Counts the images of the global batch, of which this device's part has `loss_weight / world_size`."""
+        if batch.loss_weight:
+            self.images += round(len(batch.labels) * trainer.world_size / batch.loss_weight)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation begins."""
@@ -91,6 +86,22 @@ class Clock(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From checkpoints."""
         self._total, self._validation, self.images = state["seconds"], state["validation"], state["images"]
+
+
+class NoProfiler(PassThroughProfiler):
+    """Does nothing, as Lightning's own does, but without making a generator for each of some fifty calls a step.
+
+    That is about a tenth of what the Trainer adds to a step (`cifar-lit bench step`).
+    """
+
+    _NOTHING: AbstractContextManager[None] = nullcontext()
+
+    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+        """One context manager for all."""
+        return self._NOTHING
+
+
+# ---- what a resumed run needs to go on as if nothing had been
 
 
 class RandomState(Callback):
@@ -144,6 +155,45 @@ def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Ten
     return trainer.strategy.reduce(rows, reduce_op="sum").cpu()
 
 
+class WeightAverage(EMAWeightAveraging):
+    """Lightning's average, with norms' running statistics averaged too, and silent outside of a fit.
+
+    Lightning's own reloads the *current* weights when a checkpoint is loaded for a test in the process that trained,
+    so that the average would be validated and the last weights tested.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(decay=decay, use_buffers=True)
+
+    def begin_at(self, pl_module: pl.LightningModule) -> None:
+        """Averages from the weights as they are now: they were initialised after the copy was made."""
+        if self._average_model is not None:
+            self._average_model.module.load_state_dict(pl_module.state_dict())
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the average in the place of the weights, in a fit; afterwards the model holds what is to be scored."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts the weights back."""
+        if trainer.state.fn == "fit":
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the average in the place of the weights while training."""
+        if self._average_model is not None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restores average and current weights when a fit is resumed."""
+        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+# ---- an orderly stop
+
+
 class Interrupted(BaseException):
     """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue).
 
@@ -164,24 +214,19 @@ class DisableLightningSignals(Callback):
 
     Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other
     processes inside the handler, which can wait for ever. Without them a signal raises `Interrupted` where the command
-    is, as at start-up; in a training `OrderlyStop` takes them.
+    is, as at start-up; in a training `OrderlyStop` takes them, so that the processes need not ask each other for a
+    SIGTERM before each step either, which waits for the device.
     """
-
-    takes_chunks = True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the Trainer would register them."""
-        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def _nothing() -> None:
-    """In the place of what is not to be done."""
-
-
-def may_save(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Whether a checkpoint can be written after this batch: amid an epoch, where no gradients wait for others' batches."""
-    step = getattr(pl_module, "_step", None)
-    return not (trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or (step and step.waiting))
+def between_updates(trainer: pl.Trainer) -> bool:
+    """Whether no gradients wait for further batches: they would be in no checkpoint."""
+    return not trainer.fit_loop._should_accumulate()
 
 
 class OrderlyStop(Checkpoint):
@@ -192,8 +237,6 @@ class OrderlyStop(Checkpoint):
     signal stops at once, without a checkpoint. It is a `Checkpoint` so that the Trainer calls it after the callbacks
     that change what is saved: the average of the weights must have taken this step in.
     """
-
-    takes_chunks = True
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -244,8 +287,8 @@ class OrderlyStop(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops in the middle of an epoch, where no gradients wait for others: they would be lost."""
-        if not may_save(trainer, pl_module):
+        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or not between_updates(trainer):
             return
         if number := self._agreed(trainer, pl_module):
             assert self._last.dirpath is not None
@@ -268,132 +311,7 @@ class OrderlyStop(Checkpoint):
         self._restore()
 
 
-# ---- The exponential moving average of the weights.
-
-
-class WeightAverage(EMAWeightAveraging):
-    """Lightning's average, with norms' running statistics averaged too, and silent outside of a fit.
-
-    Lightning's own reloads the *current* weights when a checkpoint is loaded for a test in the process that trained,
-    so that the average would be validated and the last weights tested.
-    """
-
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay, use_buffers=True)
-
-    def begin_at(self, pl_module: pl.LightningModule) -> None:
-        """Averages from the weights as they are now: they were initialised after the copy was made."""
-        if self._average_model is not None:
-            self._average_model.module.load_state_dict(pl_module.state_dict())
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the average in the place of the weights, in a fit; afterwards the model holds what is to be scored."""
-        if trainer.state.fn == "fit":
-            super().on_validation_epoch_start(trainer, pl_module)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the weights back."""
-        if trainer.state.fn == "fit":
-            super().on_validation_epoch_end(trainer, pl_module)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Puts the average in the place of the weights while training."""
-        if self._average_model is not None:
-            super().on_save_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores average and current weights when a fit is resumed."""
-        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
-            super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-
-# ---- Lightning's profiling switched off for good.
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class NoProfiler(PassThroughProfiler):
-    """Does nothing, as Lightning's own does, but without making a generator for each of some fifty calls a step.
-
-    That is about a tenth of what the Trainer adds to a step (`cifar-lit bench step`).
-    """
-
-    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
-        """One context manager for all."""
-        return _NOTHING
-
-
-# ---- Checkpoints within an epoch, every so many steps or minutes.
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-class Interval(NamedTuple):
-    """How often a checkpoint is written: every `steps` optimizer steps, or every `seconds`; the other is 0."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-
-def parse_interval(text: str | int) -> Interval:
-    """Reads `500` (steps), `10m`, `90s` or `1.5h`; raises UsageError for anything else and for nothing."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(text))
-    if match:
-        number, unit = float(match[1]), match[2]
-        if unit and number > 0:
-            return Interval(seconds=number * UNITS[unit])
-        if not unit and number >= 1 and number == int(number):
-            return Interval(steps=int(number))
-    raise UsageError(f"--checkpoint-every is a number of steps (500) or a time (10m, 90s, 1h), not {text}")
-
-
-class RegularCheckpoint(Checkpoint):
-    """Writes `last.ckpt` within epochs; their ends are left to `last`, a ModelCheckpoint.
-
-    Counted from the start and, in a resumed run, from its checkpoint. Where steps are made several a call, or gradients
-    wait for more batches, it is written after the next update that ends a call. A time is the first device's.
-    It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved.
-    """
-
-    takes_chunks = True
-
-    def __init__(self, every: Interval, last: ModelCheckpoint) -> None:
-        self._every, self._last = every, last
-        self._step, self._time = 0, 0.0
-
-    def _saved(self, trainer: pl.Trainer) -> None:
-        self._step, self._time = trainer.global_step, time.monotonic()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Counting begins."""
-        self._saved(trainer)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Counting begins again, as the end of an epoch is saved anyway."""
-        self._saved(trainer)
-
-    def _due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        if self._every.steps:
-            return trainer.global_step - self._step >= self._every.steps
-        due = time.monotonic() - self._time >= self._every.seconds
-        if trainer.world_size == 1:
-            return due
-        agreed = torch.tensor(float(due), device=pl_module.device)
-        torch.distributed.broadcast(agreed, 0)  # clocks differ, and all devices take part in a checkpoint
-        return bool(agreed)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Writes the checkpoint when it is due."""
-        if not may_save(trainer, pl_module):
-            return
-        if self._due(trainer, pl_module):
-            trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            self._saved(trainer)
-
-
-# ---- What a training shows while it runs: a live bar on a terminal, and a line an epoch everywhere.
+# ---- what a training shows while it runs
 
 
 class LiveBar(RichProgressBar):
@@ -406,22 +324,8 @@ class LiveBar(RichProgressBar):
         """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
         return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
 
-    @property
-    def total_train_batches(self) -> int | float:
-        """Batches of an epoch, where Lightning's bar counts what the loader hands over, which may be several."""
-        loader: Any = self.trainer.train_dataloader
-        return loader.batch_count if getattr(loader, "chunk", 1) > 1 else super().total_train_batches
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Goes on by the batches that were trained on."""
-        loader: Any = trainer.train_dataloader
-        done = loader.position if getattr(loader, "chunk", 1) > 1 else batch_idx + 1
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, done - 1)
-
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Training loss and accuracy since the last log line, and the last validation's accuracy."""
+        """Training loss and accuracy since the last logged row, and the last validation's accuracy."""
         return dict(getattr(pl_module, "progress", {}))
 
 
@@ -450,7 +354,7 @@ class EpochLines(Callback):
         """Prints the line."""
         if not trainer.is_global_zero:
             return
-        loss, accuracy = pl_module.epoch_means()  # type: ignore[operator]
+        loss, accuracy = pl_module.running.epoch_means()  # type: ignore[union-attr, operator]
         seconds, training, images = (now - before for now, before in zip(self._now(), self._before, strict=True))
         speed = images / max(training, 1e-9)
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
@@ -462,40 +366,42 @@ class EpochLines(Callback):
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
 
 
-# ---- Numbers that stay honest: a training that diverges is told once, and weights that are not finite reach no checkpoint.
-
-FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
+# ---- divergence
 
 
-class Divergence(Callback):
+class NotFiniteLoss(RuntimeError):
+    """The training loss became NaN or infinite; raised before it reaches a checkpoint."""
+
+
+class DivergenceWarning(Callback):
     """Says once when the logged training loss is far above that of the start.
 
     The start is the first logged loss, or that of guessing, log(classes), where this is higher: a resumed run has a low one.
     """
 
-    takes_chunks = True
+    FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
 
     def __init__(self) -> None:
         self._start: float | None = None
-        self._told = False
+        self._warned = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at the last logged loss, which all devices share."""
         loss = pl_module.progress.get("loss")  # type: ignore[union-attr, operator]
-        if self._told or loss is None:
+        if self._warned or loss is None:
             return
         if self._start is None:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
-        if loss > FAR_ABOVE * self._start:
-            self._told = True
+        if loss > self.FAR_ABOVE * self._start:
+            self._warned = True
             if trainer.is_global_zero:
-                told = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
-                print(f"{told}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
+                where = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
+                print(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
 
 
-def refuse_weights_that_are_not_finite(net: nn.Module, step: int, epoch: int) -> None:
+def check_finite_weights(net: nn.Module, step: int, epoch: int) -> None:
     """Raises NotFiniteLoss where the last update, after a loss that was finite, has left weights that are not."""
     for name, parameter in net.named_parameters():
         if not bool(parameter.isfinite().all()):

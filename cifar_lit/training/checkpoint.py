@@ -1,170 +1,48 @@
-"""Checkpoints that are whole or absent, and that are refused in one line when they cannot be used."""
+"""Checkpoints that are whole or absent, and that are refused in one line when they cannot be used.
+
+A checkpoint may come from anywhere, and disks and copies damage files. `torch.load(weights_only=True)` keeps code from running,
+but verifies nothing, and does not keep a small file from asking for much: a zip entry may unpack to gigabytes, a tensor of one
+number may stand for 10¹² by its strides, a list that holds itself twice, thirty times over, for 10⁹ values.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import pickle
-import struct
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, InvalidFileError, UsageError
 from cifar_lit.files import atomic_write
+from cifar_lit.training.callbacks import between_updates
 
-# ---- A checksum inside a checkpoint, so that the file verifies wherever it is copied to.
-#
-# It is the comment that a zip archive may end with: `cifar-lit sha256 ` and the hex digest of all bytes before it. Lightning,
-# `torch.load` and `unzip` read such a file as they read any other.
-
-MARK = b"cifar-lit sha256 "
-DIGEST = 64  # hex digits
-COMMENT = len(MARK) + DIGEST
-START, END, END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22  # of a zip archive: its first bytes, and its last record
-CHUNK = 1 << 20
-
-
-def append_checksum(file: BinaryIO) -> None:
-    """Appends the checksum to a zip archive without a comment; `file` is open for reading and writing."""
-    file.seek(-END_SIZE, os.SEEK_END)
-    end = file.read(END_SIZE)
-    if not (end.startswith(END) and end.endswith(bytes(2))):
-        raise RuntimeError("the archive does not end as archives without a comment do")
-    file.seek(-2, os.SEEK_END)
-    file.write(struct.pack("<H", COMMENT) + MARK)
-    size = file.tell()
-    file.seek(0)
-    digest = _digest(file, size)
-    file.seek(size)
-    file.write(digest)
-    file.flush()
-
-
-def find_damage(path: Path) -> str | None:
-    """Why a file is not as it was written, None when it is; files of before there were checksums pass. Raises OSError."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == 0:
-            return "the file is empty"
-        file.seek(max(0, size - COMMENT))
-        tail = file.read()
-        file.seek(0)
-        if len(tail) == COMMENT and tail.startswith(MARK):
-            return None if _digest(file, size - DIGEST) == tail[-DIGEST:] else "its checksum does not match"
-        end = tail[-END_SIZE:]
-        if file.read(len(START)) == START and not (end.startswith(END) and end.endswith(bytes(2))):
-            return "its end is missing"
-        return None
-
-
-def _digest(file: BinaryIO, size: int) -> bytes:
-    """The digest, in hex, of the next `size` bytes."""
-    found = hashlib.sha256()
-    while size > 0 and (chunk := file.read(min(CHUNK, size))):
-        found.update(chunk)
-        size -= len(chunk)
-    return found.hexdigest().encode()
-
-
-# ---- What a checkpoint claims, looked at before and after it is read: the file may come from anywhere.
-#
-# `torch.load(weights_only=True)` keeps code from running. It does not keep a small file from asking for much: a zip entry may
-# unpack to gigabytes, a tensor of one number may stand for 10¹² by its strides, a list that holds itself twice, thirty times
-# over, for 10⁹ values.
+LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
 MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
 
 
-class InvalidFileError(ValueError):
-    """A checkpoint asks for more than it holds, or holds what no training wrote; the text says which, as half a sentence."""
-
-
-def check_container(path: Path) -> None:
-    """Raises InvalidFileError for a zip file whose entries are packed: torch writes them as they are, so these would grow.
-
-    Files that are no zip pass: they are told by whoever reads them. Raises OSError and zipfile.BadZipFile.
-    """
-    with path.open("rb") as opened:
-        if opened.read(4) != b"PK\3\4":
-            return
-    with zipfile.ZipFile(path) as container:
-        entries = container.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise InvalidFileError("its parts are packed, which a checkpoint's are not")
-    if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise InvalidFileError("it claims to hold more than it does")
-
-
-def check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Raises InvalidFileError for weights that are none, endless nesting or sharing, and tensors without memory."""
-    weights = checkpoint["state_dict"]
-    named = isinstance(weights, Mapping) and all(isinstance(name, str) for name in weights)
-    if not named or not all(isinstance(one, Tensor) for one in weights.values()):
-        raise InvalidFileError("its state_dict is not made of tensors by name")
-    for name in ("epoch", "global_step"):
-        if type(checkpoint.get(name, 0)) is not int or not 0 <= checkpoint.get(name, 0) < 2**53:
-            raise InvalidFileError(f"its {name} is not a number of steps or epochs")
-    for name in ("hyper_parameters", "loops", "callbacks", "cifar_lit"):
-        if not isinstance(checkpoint.get(name, {}), Mapping):
-            raise InvalidFileError(f"its {name} are not settings by name")
-    _count(checkpoint, {}, 0)
-
-
-def describe(settings: Any) -> str:
-    """A net's name with the shapes that its weights depend on."""
-    sides = settings.get("input_shape")  # a checkpoint's settings may be anything
-    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
-    factor = settings.get("width", 1.0)
-    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
-    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
-    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
-
-
-def _count(value: Any, known: dict[int, int], depth: int) -> int:
-    """The values in a nested value, shared ones as often as they are met."""
-    if isinstance(value, Tensor):
-        _check_tensor(value)
-        return 1
-    if not isinstance(value, Mapping | list | tuple | set | frozenset):
-        return 1
-    if depth > MAX_DEPTH or known.get(id(value)) == 0:
-        raise InvalidFileError("its values are nested without end")
-    if id(value) not in known:
-        known[id(value)] = 0  # until it is counted: to meet it again means a loop
-        inner = [one for pair in value.items() for one in pair] if isinstance(value, Mapping) else value
-        known[id(value)] = 1 + sum(_count(one, known, depth + 1) for one in inner)
-    if known[id(value)] > MAX_VALUES:
-        raise InvalidFileError(f"its values are shared so often that they are more than {MAX_VALUES:,}")
-    return known[id(value)]
-
-
-def _check_tensor(tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise InvalidFileError("it has a tensor of a kind that no training wrote")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise InvalidFileError(f"it has a tensor of {tensor.numel():,} numbers without the memory for them")
-
-
-LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
-
-
-class Damaged(Failure):
+class DamagedCheckpoint(Failure):
     """A checkpoint is not as it was written, so that an earlier one may take its place."""
 
 
+# ---- writing
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint with its checksum beside its place, syncs it to disk, then renames it.
+    """Writes a checkpoint beside its place, syncs it to disk, then renames it.
 
     The `last.ckpt` that is replaced stays as `previous.ckpt`, and what that was goes: a run keeps three checkpoints at most.
     Lightning's own goes through $TMPDIR and a copy, which a kill can cut short on another file system.
@@ -176,9 +54,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(target, previous) as partial, partial.open("w+b") as file:
+            with atomic_write(target, previous) as partial, partial.open("wb") as file:
                 torch.save(checkpoint, file)
-                append_checksum(file)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
             raise Failure(f"cannot write {target}: {reason}. Free some space; what was saved before is intact.") from error
@@ -188,15 +65,78 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(Path(path))
 
 
+class RunCheckpoint(ModelCheckpoint):
+    """A ModelCheckpoint that still knows its best checkpoint after its run folder was moved, and saves only between updates.
+
+    Within an epoch, gradients that wait for further batches would be lost; at an epoch's last batch, its end saves anyway.
+    """
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves every so many steps or minutes, as Lightning does."""
+        if between_updates(trainer) and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the state with every path in today's folder."""
+        here = str(self.dirpath)
+
+        def moved(path: str) -> str:
+            return f"{here}/{Path(path).name}" if path else path
+
+        paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": here})
+        self.current_score = state_dict.get("current_score")  # which Lightning saves, and leaves out here
+
+
+class RegularCheckpoint(RunCheckpoint):
+    """Writes `last.ckpt` within epochs; its state is found again however often it is told to save."""
+
+    @property
+    def state_key(self) -> str:
+        """By name, as the default key holds the interval, which may change when a run is resumed."""
+        return "RegularCheckpoint"
+
+
+def best_checkpoint() -> RunCheckpoint:
+    """Keeps the checkpoint of the epoch with the highest validation accuracy as `best.ckpt`."""
+    return RunCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
+
+
+def last_checkpoint() -> RunCheckpoint:
+    """Keeps the checkpoint of the last epoch that ended as `last.ckpt`."""
+    return RunCheckpoint(filename="last", every_n_epochs=1, save_on_train_epoch_end=True, enable_version_counter=False)
+
+
+def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
+    """Keeps `last.ckpt` fresh within epochs: every `500` steps, or every `10m`, `90s` or `1.5h`.
+
+    Raises UsageError for anything else and for nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(interval))
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    triggers: dict[str, Any] = {}
+    if unit and number > 0:
+        triggers = {"train_time_interval": timedelta(seconds=number * {"s": 1, "m": 60, "h": 3600}[unit])}
+    elif number >= 1 and number == int(number):
+        triggers = {"every_n_train_steps": int(number)}
+    else:
+        raise UsageError(f"--checkpoint-every is a number of steps (500) or a time (10m, 90s, 1h), not {interval}")
+    return RegularCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=False, **triggers)
+
+
+# ---- reading
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint, on the CPU; no code in it is executed.
 
-    Raises Damaged when it is cut short, or not as it was written, Failure when it is missing, no checkpoint, or would
-    execute code. A checkpoint of before there were checksums is damaged only if it cannot be read.
+    Raises DamagedCheckpoint when it is cut short, or not as it was written, Failure when it is missing, no checkpoint, or would
+    execute code.
     """
     try:
-        if reason := find_damage(path):
-            raise _damaged(path, reason)
         check_container(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
@@ -208,7 +148,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error) or "Trying to call reduce" in str(error) or "allowlisted" in str(error):
             raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
-        raise Damaged(f"{path} is no checkpoint, or is damaged: use another one") from None
+        raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
     except InvalidFileError as error:
         raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except Exception as error:  # a damaged pickle raises whatever its garbage leads to
@@ -222,8 +162,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _damaged(path: Path, reason: str) -> Damaged:
-    return Damaged(f"{path} is cut short or damaged ({reason}): use another checkpoint")
+def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is cut short or damaged ({reason}): use another checkpoint")
 
 
 class ValidCheckpoint(NamedTuple):
@@ -242,39 +182,91 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
     """
     try:
         return ValidCheckpoint(path, read_checkpoint(path), None)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         others = []
         for other in (path.with_name(name) for name in (PREVIOUS, BEST, LAST)):
-            with suppress(Damaged):
+            with suppress(DamagedCheckpoint):
                 if other != path and other.is_file():
                     others.append((other, read_checkpoint(other)))
         if not others:
             raise
-        found, contents = max(others, key=lambda each: each[1].get("global_step", 0))
-        return ValidCheckpoint(found, contents, str(error).rpartition(": ")[0])
+        other, contents = max(others, key=lambda each: each[1].get("global_step", 0))
+        return ValidCheckpoint(other, contents, str(error).rpartition(": ")[0])
 
 
-class RunCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that still knows its best checkpoint after its run folder was moved."""
+def check_container(path: Path) -> None:
+    """Checks the zip file that torch keeps a checkpoint in by the CRC of each of its parts, which torch.load does not look at.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state with every path in today's folder."""
-        here = str(self.dirpath)
+    Raises DamagedCheckpoint when one does not match, or the end is missing, InvalidFileError when parts are packed (torch
+    writes them as they are, so these would grow). Files that are no zip pass: torch.load says what they are. Raises OSError.
+    """
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start:
+        raise _damaged(path, "the file is empty")
+    if start != b"PK\3\4":
+        return
+    try:
+        with zipfile.ZipFile(path) as container:
+            entries = container.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise InvalidFileError("its parts are packed, which a checkpoint's are not")
+            if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise InvalidFileError("it claims to hold more than it does")
+            damaged = container.testzip()
+    except (InvalidFileError, OSError):
+        raise
+    except Exception as error:  # a damaged directory raises whatever its garbage leads to
+        raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from None
+    if damaged is not None:
+        raise _damaged(path, "its checksum does not match")
 
-        def moved(path: str) -> str:
-            return f"{here}/{Path(path).name}" if path else path
 
-        paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": here})
-        self.current_score = state_dict.get("current_score")  # which Lightning saves, and leaves out here
+def check_contents(checkpoint: Mapping[str, Any]) -> None:
+    """Raises InvalidFileError for weights that are none, endless nesting or sharing, and tensors without memory."""
+    weights = checkpoint["state_dict"]
+    named = isinstance(weights, Mapping) and all(isinstance(name, str) for name in weights)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise InvalidFileError("its state_dict is not made of tensors by name")
+    for name in ("epoch", "global_step"):
+        if type(checkpoint.get(name, 0)) is not int or not 0 <= checkpoint.get(name, 0) < 2**53:
+            raise InvalidFileError(f"its {name} is not a number of steps or epochs")
+    for name in ("hyper_parameters", "loops", "callbacks", "cifar_lit"):
+        if not isinstance(checkpoint.get(name, {}), Mapping):
+            raise InvalidFileError(f"its {name} are not settings by name")
+    _count_values(checkpoint, {}, 0)
 
 
-def best_checkpoint() -> ModelCheckpoint:
-    """Keeps the checkpoint of the epoch with the highest validation accuracy as `best.ckpt`."""
-    return RunCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
+def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
+    """The values in a nested value, shared ones as often as they are met."""
+    if isinstance(value, Tensor):
+        _check_tensor(value)
+        return 1
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        return 1
+    if depth > MAX_DEPTH or known.get(id(value)) == 0:
+        raise InvalidFileError("its values are nested without end")
+    if id(value) not in known:
+        known[id(value)] = 0  # until it is counted: to meet it again means a loop
+        inner = [one for pair in value.items() for one in pair] if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_count_values(one, known, depth + 1) for one in inner)
+    if known[id(value)] > MAX_VALUES:
+        raise InvalidFileError(f"its values are shared so often that they are more than {MAX_VALUES:,}")
+    return known[id(value)]
 
 
-def last_checkpoint() -> ModelCheckpoint:
-    """Keeps the checkpoint of the last epoch that ended as `last.ckpt`."""
-    return RunCheckpoint(filename="last", every_n_epochs=1, save_on_train_epoch_end=True, enable_version_counter=False)
+def _check_tensor(tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise InvalidFileError("it has a tensor of a kind that no training wrote")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise InvalidFileError(f"it has a tensor of {tensor.numel():,} numbers without the memory for them")
+
+
+def describe_net(settings: Any) -> str:
+    """The net of a checkpoint's settings by name, with the shapes that its weights depend on."""
+    sides = settings.get("input_shape")  # a checkpoint's settings may be anything
+    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
+    factor = settings.get("width", 1.0)
+    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
+    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
+    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"

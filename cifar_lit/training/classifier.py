@@ -8,17 +8,28 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import Metric
 
+from cifar_lit.errors import UsageError
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
-from cifar_lit.training.callbacks import WeightAverage
-from cifar_lit.training.initialise import initialise_from_images
-from cifar_lit.training.metrics import Evaluation, PredictionCollector, Score, total_norm
-from cifar_lit.training.optimizers import CHECKED, GROUP_SETTINGS, REST_MOMENTUM, build_optimizer, check_optimizer
-from cifar_lit.training.resuming import saved_state, take_up
+from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite_weights
+from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
+from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score, total_norm
+from cifar_lit.training.optimizers import (
+    CHECKED,
+    GROUP_SETTINGS,
+    REST_MOMENTUM,
+    build_optimizer,
+    check_optimizer,
+    override_optimizer_settings,
+)
 from cifar_lit.training.schedules import check_schedule, check_training, schedule_from
-from cifar_lit.training.step import Sums, TrainingStep, Updates, can_capture, taken_over
+
+WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
 
 
 class ImageClassifier(pl.LightningModule):
@@ -31,7 +42,7 @@ class ImageClassifier(pl.LightningModule):
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
-        optimizer: sgd, adamw, or muon (filters orthogonalised; SGD for the rest).
+        optimizer: sgd, adamw, muon (filters orthogonalised; SGD for the rest), or the import path of a torch optimizer.
         lr: highest learning rate; of the filters under muon.
         momentum: of SGD; of the filters under muon.
         nesterov: Nesterov's form of that momentum.
@@ -48,8 +59,9 @@ class ImageClassifier(pl.LightningModule):
         ema_decay: average the weights with this decay a step, validate and keep the average; 0 for none.
         channels_last: keep convolution weights in the memory order that CPUs and tensor cores prefer.
         compile: compile the net with torch.compile.
-        capture: record a training step as a graph of the device, where it has such, and replay it.
+        capture: replay a training step from a graph of the device (CUDA), where nothing has to look in between.
         tta: test-time views, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
+        metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
     """
 
     def __init__(
@@ -77,13 +89,13 @@ class ImageClassifier(pl.LightningModule):
         ema_decay: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
-        capture: bool = True,
+        capture: bool = False,
         tta: str = "none",
+        metrics: dict[str, Metric] | None = None,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False  # `TrainingStep` makes many steps a call
         input_shape = list(input_shape or (3, 32, 32))
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["metrics"])
         check_optimizer(optimizer, **{name: self.hparams[name] for name in CHECKED})
         check_schedule(schedule, final_lr)
         check_training(label_smoothing, schedule, schedule_every, warmup_epochs, ema_decay)
@@ -98,158 +110,161 @@ class ImageClassifier(pl.LightningModule):
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if compile:
             self.net.compile()
-        self.evaluation, self.views = Evaluation(num_classes), Evaluation(num_classes)
-        self._outcomes = PredictionCollector()
+        self.running = RunningMetrics(self.device)  # of this device's training steps
+        self.logged_step = 0
+        self.evaluation, self.views = Evaluation(num_classes, metrics), Evaluation(num_classes)
+        self._collector = PredictionCollector()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
-        self.outcomes: dict[str, Tensor] | None = None  # of each image of the last test or validation outside of a fit
+        self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
-        self.sums = Sums(self.device)  # since the last log line, of this device and on it
-        self.epoch_sums = [0.0, 0.0, 0.0]  # loss, hits and images of all devices in the epoch so far
-        self.logged_step = 0
-        self._updates = Updates()
-        self._step: TrainingStep | None = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning notes the name of each hook on the module some forty times a call of `training_step`: past nn.Module's
-        checks, which saves about 0.07 ms a call.
-        """
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+        self._graphs: GraphedSteps | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
         logits: Tensor = self.net(images.type(self.dtype))
         return logits
 
-    @property
-    def parameter_count(self) -> int:
-        """How many numbers the net is made of."""
-        return sum(parameter.numel() for parameter in self.net.parameters())
+    # ---- training
 
-    def configure_callbacks(self) -> list[Callback]:
-        """The average of the weights is part of the model's settings; clipping and accumulation become ours here."""
-        self._updates = taken_over(self.trainer)
-        return [WeightAverage(self.hparams["ema_decay"])] if self.hparams["ema_decay"] else []
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
+        logits = self(batch.images)
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
+        with torch.no_grad():
+            if batch.loss_weight:
+                self.running.update(loss, logits, batch.labels)
+            if not loss.is_cpu:  # a look at it would wait for the device
+                self.running.watch(loss)
+            elif not loss.isfinite():
+                raise self._not_finite(f"{float(loss)}", self.global_step)
+        return loss if batch.loss_weight == 1.0 else loss * batch.loss_weight
 
     def configure_optimizers(self) -> Any:
         """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
-        h = self.hparams
+        h, trainer = self.hparams, self.trainer
         settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
-        slow = self.device.type == "cpu" and "bf16" not in str(self.trainer.precision)
-        settings |= {"capturable": self.will_capture, "products": "float32" if slow else "bfloat16"}
-        optimizer = build_optimizer(self.net, h["optimizer"], h["lr"], **settings)
+        slow_bf16 = self.device.type == "cpu" and "bf16" not in str(trainer.precision)
+        scales_and_clips = str(trainer.precision) == "16-mixed" and bool(trainer.gradient_clip_val)
+        optimizer = build_optimizer(
+            self.net,
+            h["optimizer"],
+            h["lr"],
+            fused=not scales_and_clips,  # a fused step unscales gradients itself, too late for clipping
+            capturable=can_capture(trainer, h["capture"]),
+            products="float32" if slow_bf16 else "bfloat16",
+            **settings,
+        )
         if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
             return optimizer
-        self.trainer.fit_loop.setup_data()
-        steps_per_epoch = max(1, -(-self.batches_per_epoch() // self._updates.accumulate))
-        limit, epochs = self.trainer.max_steps, self.trainer.max_epochs
-        steps = limit if limit > 0 else steps_per_epoch * max(1, epochs or 1)
+        steps = int(trainer.estimated_stepping_batches)
+        steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
         schedule = schedule_from(optimizer, h, steps, steps_per_epoch)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
-    @property
-    def will_capture(self) -> bool:
-        """Whether steps are to be recorded as graphs of the device."""
-        return can_capture(self, self._updates)
-
-    def batches_per_epoch(self) -> int:
-        """Training batches of an epoch; the Trainer itself counts what the loader hands over, which may be several."""
-        loader: Any = self.trainer.train_dataloader
-        chunked = getattr(loader, "chunk", 1) > 1
-        return int(loader.batch_count if chunked else self.trainer.num_training_batches)
-
-    # ---- training
+    def configure_callbacks(self) -> list[Callback]:
+        """The average of the weights is part of the model's settings."""
+        return [WeightAverage(self.hparams["ema_decay"])] if self.hparams["ema_decay"] else []
 
     def on_fit_start(self) -> None:
-        """Brings the sums, new or from a checkpoint, to where the net is, and prepares net, step and memory."""
+        """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
+        running, self.running = self.running, RunningMetrics(self.device, *self.running.sums().tolist())
+        self.running.epoch = running.epoch
+        self._initialise_from_images()
         if self.device.type == "cpu":
             keep_freed_memory()
-        sums = self.sums
-        self.sums = Sums(self.device, float(sums.loss), float(sums.hits), sums.images)
-        initialise_from_images(self)
-        self._step = TrainingStep(self, self._updates, self.will_capture)
+        elif getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same for float16
+            for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
+                optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
+        if can_capture(self.trainer, self.hparams["capture"]):
+            self._graphs = GraphedSteps(self)
+
+    def _initialise_from_images(self) -> None:
+        """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
+        net, data = self.net, self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(net, WhitenedNet) or bool(net.whitened):
+            return
+        if data is None:
+            raise UsageError(f"{self.hparams['net']} is initialised from training images: fit it with a datamodule")
+        if self.trainer.is_global_zero:
+            net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
+        net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
+        net.whitened.fill_(True)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAverage):
+                callback.begin_at(self)
 
     def on_fit_end(self) -> None:
-        """Lets go of what was made for this fit."""
-        self._step = None
+        """Lets go of the captured steps, before the net leaves the device."""
+        self._graphs = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """An optimizer step for each batch of a chunk; a batch by itself is one. Returns the last one's mean loss."""
-        assert self._step is not None
-        ends_epoch = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        batches = list(batch.batches()) if hasattr(batch, "batches") else [batch]
-        for number, part in enumerate(batches, 1):
-            last = ends_epoch and number == len(batches)
-            self._step.run(part, last)
-            if last or self._log_is_due:
-                self._log_window(weight_norm=last)
-        return self.sums.last.clone()  # which is written over by the next call's
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Lightning's own step (forward, backward, clipping, update), or the same replayed from a graph."""
+        if self._graphs is None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            self._graphs.step(optimizer_closure)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Counts the images, which a replayed step could not."""
+        self.running.images += len(batch.labels) if batch.loss_weight else 0
+        if self._graphs is not None:
+            self._graphs.batch = batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs what is left when the training ends in the middle of an epoch."""
-        if self.sums.images and self.trainer.fit_loop.epoch_loop.done:
-            self._log_window()
+        """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.running.images and (loop.batch_progress.is_last_batch or loop.done):
+            self._log_row(weight_norm=loop.batch_progress.is_last_batch)
+        elif self._log_is_due:
+            self._log_row()
 
     @property
     def _log_is_due(self) -> bool:
         steps = self.global_step - self.logged_step
-        return self.sums.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self.running.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
-    def _log_window(self, weight_norm: bool = False) -> None:
+    def _log_row(self, weight_norm: bool = False) -> None:
+        loss, hits, images = sums = self._reduced_sums()
+        self.running.epoch = [before + now for before, now in zip(self.running.epoch, sums, strict=True)]
+        self.running.start_row()
         self.logged_step = self.global_step
-        loss, hits, images = sums = self.window_sums()
-        self.epoch_sums = [before + now for before, now in zip(self.epoch_sums, sums, strict=True)]
-        self.sums.clear()
-        rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.progress.update(loss=loss / images, accuracy=hits / images)
-        norm = {"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}
-        self.log_values({"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate, **norm})
+        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": self._rate()}
+        self.log_values(values | ({"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}))
 
-    def window_sums(self) -> list[float]:
-        """Loss, hits and images since the last log line, over all devices; raises NotFiniteLoss when they are not finite."""
-        if self._step is not None:
-            self._step.check()
-        sums = torch.stack((self.sums.loss, self.sums.hits, self.sums.hits.new_tensor(self.sums.images)))
-        return self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+    def _rate(self) -> float:
+        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def _reduced_sums(self) -> list[float]:
+        """Loss, hits and images since the last row over all devices; raises NotFiniteLoss where one was not finite."""
+        running = self.running
+        state = torch.cat((running.sums(), running.non_finite.view(1)))
+        *sums, non_finite = self.trainer.strategy.reduce(state, reduce_op="sum").tolist()
+        if non_finite:
+            raise self._not_finite("not finite", self.logged_step + int(running.finite_steps))
+        return sums
+
+    def _not_finite(self, what: str, step: int) -> NotFiniteLoss:
+        return NotFiniteLoss(f"the loss is {what} at step {step} of epoch {self.current_epoch}")
 
     def on_train_epoch_end(self) -> None:
-        """Starts the next epoch's sums; callbacks have read this one's, and checkpoints come after."""
-        self.epoch_sums = [0.0, 0.0, 0.0]
-        for config in self.trainer.lr_scheduler_configs:
-            if config.interval == "epoch":
-                config.scheduler.step()  # type: ignore[call-arg]
-
-    def epoch_means(self) -> tuple[float, float]:
-        """Mean training loss and accuracy over the epoch so far, all devices together."""
-        loss, hits, images = self.epoch_sums
-        return (loss / images, hits / images) if images else (float("nan"), float("nan"))
+        """Makes the epoch's means known to callbacks that watch them, and starts the next epoch's."""
+        loss, accuracy = self.running.epoch_means()
+        self.log_dict({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
+        self.running.epoch = [0.0, 0.0, 0.0]
 
     def log_values(self, values: dict[str, float]) -> None:
-        """Writes to the loggers at the current step; `self.log` would cost more than a small net's step."""
+        """Writes to the loggers at the current step; `self.log` in each step would cost more than a small net's step."""
         for logger in self.trainer.loggers:
             logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what an exact resume needs beyond Lightning's states: sums of the epoch, and the last score."""
-        if self._log_is_due:  # a callback saves before it is logged; the row must not wait for the next step
-            self._log_window()
-        checkpoint["cifar_lit"] = saved_state(self)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes up what `on_save_checkpoint` added, and lets this model's settings win over the checkpoint's."""
-        if self._trainer is not None and self._trainer.state.fn == "fit":  # else loaded for use, or for a test
-            take_up(self, checkpoint)
 
     # ---- evaluation
 
     def on_validation_epoch_start(self) -> None:
         """Starts counting afresh, with the first device's running statistics of norms on all."""
-        self.evaluation.reset()
-        self.views.reset()
-        self._outcomes.reset()
+        for counter in (self.evaluation, self.views, self._collector):
+            counter.reset()
         if self.trainer.world_size > 1:
             for buffer in self.net.buffers():
                 if buffer.is_floating_point():
@@ -258,11 +273,11 @@ class ImageClassifier(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Counts one batch; outside of a fit every image's outcome is kept."""
-        logits = self.forward(batch.images)
+        """Counts one batch; outside of a fit every image's prediction is kept."""
+        logits = self(batch.images)
         self.evaluation.update(logits, batch.labels)
         if self.trainer.state.fn != "fit":
-            self._outcomes.update(logits, batch.labels, batch.indices)
+            self._collector.update(logits, batch.labels, batch.indices)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Counts one batch as it is and, if so set, by its test-time views."""
@@ -271,25 +286,70 @@ class ImageClassifier(pl.LightningModule):
             self.views.update(view_logits(self.net, batch.images.type(self.dtype), self.hparams["tta"]), batch.labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Makes the score known under `val/accuracy` and `val/loss`."""
+        """Makes the score known under `val/accuracy`, `val/loss` and the names of further metrics."""
         self._finish_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Makes the score known under `test/accuracy` and `test/loss`."""
+        """Makes the score known under `test/accuracy`, `test/loss` and the names of further metrics."""
         self.views_score = self.views.compute() if self.hparams["tta"] != "none" else None
         self._finish_evaluation("test")
 
-    def _finish_evaluation(self, prefix: str) -> None:
-        score = self.score = self.evaluation.compute()
-        self.outcomes = self._outcomes.rows() if self._outcomes.update_called else None
-        values = {f"{prefix}/loss": score.loss, f"{prefix}/accuracy": score.accuracy}
-        self.log_dict(values, logger=False)  # for checkpoints and early stopping, which look it up by name
-        self.progress[prefix] = score.accuracy
+    def _finish_evaluation(self, stage: str) -> None:
+        self.score = self.evaluation.compute()
+        self.predictions = self._collector.predictions() if self._collector.update_called else None
+        scalars = self.score.scalars(stage)
+        self.log_dict(scalars, logger=False)  # for checkpoints and early stopping, which look it up by name
+        self.progress[stage] = self.score.accuracy
         if not self.trainer.sanity_checking:
-            self.log_values(values)
+            self.log_values(scalars)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Probabilities (B, classes) with the rows of the images they belong to; padding is left out."""
         counted = batch.labels >= 0
-        probabilities = self.forward(batch.images).float().softmax(1)
+        probabilities = self(batch.images).float().softmax(1)
         return {"indices": batch.indices[counted], "labels": batch.labels[counted], "probabilities": probabilities[counted]}
+
+    # ---- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what an exact resume needs beyond Lightning's states: the running metrics of every device, and the last score.
+
+        Raises NotFiniteLoss where the last update has left a weight that is not finite.
+        """
+        if self._log_is_due:  # callbacks save before it is logged; the row must not wait for the next step
+            self._log_row()
+        check_finite_weights(self.net, self.global_step, self.current_epoch)
+        self._reduced_sums()
+        rows = self.running.loss.new_zeros((self.trainer.world_size, 3))
+        rows[self.trainer.global_rank] = self.running.sums()
+        checkpoint["cifar_lit"] = {
+            "device_sums": self.trainer.strategy.reduce(rows, reduce_op="sum").tolist(),
+            "epoch_sums": list(self.running.epoch),
+            "logged_step": self.logged_step,
+            "score": self.score._asdict() if self.score else None,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores what `on_save_checkpoint` added; this model's rates and decays win over the checkpoint's.
+
+        Raises UsageError when the checkpoint is of another net.
+        """
+        if self._trainer is None or self._trainer.state.fn != "fit":  # loaded for use, or for a test
+            return
+        saved = checkpoint.get("hyper_parameters", {})
+        for name in ("net", "width", "net_options", "input_shape", "num_classes"):
+            if (saved.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
+                raise UsageError(
+                    f"this run's {name} is {saved[name]}, not {self.hparams[name]}: leave the settings of net and images "
+                    "as they were, or start a new run"
+                )
+        override_optimizer_settings(checkpoint, self.hparams, self.net)
+        if state := checkpoint.get("cifar_lit"):
+            rows, rank = state.get("device_sums", []), self.trainer.global_rank
+            if len(rows) == self.trainer.world_size:  # so that they are added up as if nothing had been
+                self.running = RunningMetrics(self.device, *rows[rank])
+            elif rank == 0:  # the sums of all devices go on in the first one
+                self.running = RunningMetrics(self.device, *map(sum, zip(*rows, strict=True)))
+            self.running.epoch = list(state["epoch_sums"])
+            self.logged_step = state["logged_step"]
+            self.score = Score.from_dict(state["score"])

@@ -1,70 +1,99 @@
-"""Device graphs: what a step launches is recorded once and replayed, so that the host has nothing to do for it."""
+"""Training steps as CUDA graphs: what a step launches is recorded once and replayed, so that the host has nothing to do for it.
+
+A layer that can be taken away: with `model.capture false` Lightning's own `optimizer_step` runs, and the numbers are the same.
+Weights, optimizer states, rates and running metrics stay where they are in memory, so that a replay reads and writes them
+as a step would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-WARM_UP = 3  # steps before a capture, in which libraries choose their kernels and optimizers make their states
+if TYPE_CHECKING:
+    from cifar_lit.training.classifier import ImageClassifier
+
+WARM_UP_STEPS = 3  # before a capture, in which libraries choose their kernels and optimizers make their states
+# Callbacks that want to be called here are, which a replayed step cannot do.
+HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
-def graphs_of(device: torch.device) -> Any:
+def device_graphs(device: torch.device) -> Any:
     """The device's module where it can capture graphs, else None."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return module if hasattr(module, "CUDAGraph") else None
 
 
-def capture(module: Any, function: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Records what `function` launches, without running it; returns what runs it."""
-    graph = module.CUDAGraph()
-    with module.graph(graph, pool=pool):
-        function()
-    replay: Callable[[], None] = graph.replay
-    return replay
+def can_capture(trainer: Any, wanted: bool) -> bool:
+    """Whether the steps of a fit can be replayed: the device has graphs, it works alone, and nothing looks in between."""
+    if not wanted or device_graphs(trainer.strategy.root_device) is None:
+        return False
+    accumulates = trainer.accumulate_grad_batches > 1 or any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+    )
+    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+    # asked of objects, as LambdaCallback's hooks are not its class's
+    hooks = ((getattr(callback, name), getattr(Callback, name)) for callback in trainer.callbacks for name in HOOKS)
+    observed = any(getattr(own, "__func__", None) is not empty for own, empty in hooks)
+    return bool(trainer.world_size == 1 and not accumulates and not scales and not observed)
 
 
-class Captured:
-    """A step for batches of one shape: run as it is a few times, then captured, then replayed.
+class GraphedSteps:
+    """The optimizer steps of one fit, captured for each shape of batch.
 
-    step: takes images, labels and share; everything else it uses must stay where it is in memory.
+    One stream for warm-ups and captures, since gradients remember the stream they were made on, and since memory that another
+    stream freed could not be used again; one memory pool, as graphs never run at the same time. Both end with the fit.
     """
 
-    def __init__(self, module: Any, step: Callable[[Tensor, Tensor, float], None]) -> None:
-        self._module, self._step = module, step
-        self._runs = 0
-        self._images = self._labels = torch.empty(0)
-        self._replay: Callable[[], None] | None = None
+    def __init__(self, model: ImageClassifier) -> None:
+        self.batch: Any = None  # the one to train on next
+        self._model = model
+        self._module = device_graphs(model.device)
+        self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
+        self._warm_ups: dict[Any, int] = {}
+        self._captured: dict[Any, tuple[Any, Any, Tensor]] = {}  # the graph, the batch it reads, the loss it writes
 
-    def run(self, batch: Any) -> None:
-        """One step on a batch (images, labels, indices, share); `share` is that of the first one."""
-        if self._replay is None and self._runs < WARM_UP:
-            self._runs += 1
-            self._beside(lambda: self._step(batch.images, batch.labels, batch.share))
-            return
-        if self._replay is None:
-            # `clone` keeps channels_last, which the net was warmed up with
-            self._images, self._labels = batch.images.clone(), batch.labels.clone()
-            self._replay = capture(self._module, lambda: self._step(self._images, self._labels, batch.share), _pool(self._module))
+    def step(self, closure: Any) -> None:
+        """One step on `batch`. closure: Lightning's, which is not run; it is handed the loss that it is asked for later."""
+        key = (tuple(self.batch.images.shape), self.batch.loss_weight)
+        if key in self._captured:
+            graph, static, loss = self._captured[key]
+            static.images.copy_(self.batch.images)
+            static.labels.copy_(self.batch.labels)
+            graph.replay()
+        elif self._warm_ups.setdefault(key, 0) < WARM_UP_STEPS:
+            self._warm_ups[key] += 1
+            self._stream.wait_stream(self._module.current_stream())
+            with self._module.stream(self._stream):
+                loss = self._run(self.batch)
+            self._module.current_stream().wait_stream(self._stream)
         else:
-            self._images.copy_(batch.images)
-            self._labels.copy_(batch.labels)
-        self._replay()
+            loss = self._capture(key)
+        closure._result = ClosureResult(loss)
 
-    def _beside(self, function: Callable[[], None]) -> None:
-        """Runs on a stream of its own, as capturing will, since gradients remember the stream they were made on."""
-        module = self._module
-        stream = module.Stream()
-        stream.wait_stream(module.current_stream())
-        with module.stream(stream):
-            function()
-        module.current_stream().wait_stream(stream)
+    def _capture(self, key: Any) -> Tensor:
+        # `clone` keeps channels_last, which the net was warmed up with
+        static = self.batch._replace(images=self.batch.images.clone(), labels=self.batch.labels.clone())
+        graph = self._module.CUDAGraph()
+        # thread_local: a thread that pins memory meanwhile does not spoil the capture
+        with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = self._run(static)
+        self._captured[key] = graph, static, loss
+        graph.replay()
+        return loss
 
-
-@cache
-def _pool(module: Any) -> Any:
-    """One pool of memory for all captures of a process: they never run at the same time."""
-    return module.graph_pool_handle()
+    def _run(self, batch: Any) -> Tensor:
+        """A step without a look at any value; a loss that is not finite changes nothing from then on (`found_inf`)."""
+        model, trainer = self._model, self._model.trainer
+        optimizer = trainer.optimizers[0]
+        with trainer.precision_plugin.train_step_context():
+            loss = model.training_step(batch, 0)
+        loss.backward()
+        model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()

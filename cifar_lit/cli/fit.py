@@ -1,0 +1,330 @@
+"""fit, train, validate, test and predict: LightningCLI reads the settings and builds data, model and Trainer from them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from jsonargparse.typing import PositiveFloat
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+
+from cifar_lit import hardware
+from cifar_lit.cli import sharding, trust
+from cifar_lit.cli.errors import long_flags, parsed
+from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.tuner import device_of, memory_told, search
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.distributed.join import join
+from cifar_lit.distributed.launcher import advice, is_first_process
+from cifar_lit.distributed.progress import Progress
+from cifar_lit.distributed.rank_info import rank_info
+from cifar_lit.errors import UsageError
+from cifar_lit.models.registry import takes_any_size
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.train import Run
+from cifar_lit.training.callbacks import Interrupted, NoProfiler
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.classifier import ImageClassifier
+
+DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
+RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 10,
+    "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
+    "enable_model_summary": False,  # the start card says what matters
+    "use_distributed_sampler": False,  # our loaders share images out exactly; the sampler would count some twice
+    "precision": None,
+}
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with one sub-command, our arguments and our run around the Trainer.
+
+    Making one runs the command. Raises UsageError, Failure, Interrupted and what Lightning raises.
+    """
+
+    model: ImageClassifier
+    datamodule: ImageData
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.name = "fit" if command.name == "train" else command.name
+        self.first = is_first_process(os.environ)
+        self.checkpoint = self._resumed_checkpoint()
+        base = self._base_settings()
+        trust.guard(command, base)
+        kwargs = {"exit_on_error": False, "allow_abbrev": False}
+        super().__init__(
+            ImageClassifier,
+            ImageData,
+            save_config_callback=None,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={**kwargs, "prog": "cifar-lit", self.name: dict(kwargs)},
+            args=arguments(command, base, self.name),
+        )
+
+    # ---- where settings come from
+
+    def _resumed_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; the same in every process of the run."""
+        if self.command.resume is None:
+            return None
+        if self.name != "fit":
+            raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
+        checkpoint = resolve_resume(self.command, self.first)
+        forget_repeated_words(self.command, checkpoint.resolve().parent.parent)
+        return checkpoint
+
+    def _base_settings(self) -> Path | None:
+        """The weakest settings: of the run that is resumed or tested, else of a recipe."""
+        command = self.command
+        if self.checkpoint is not None:
+            return self.checkpoint.resolve().parent.parent / "config.yaml"
+        if command.recipe:
+            return recipe_path(command.recipe)
+        tested = command.value("ckpt_path")
+        if tested and not command.configs and (run := run_of(Path(tested).expanduser())):
+            return run / "config.yaml"
+        if command.configs or command.asks_only:
+            return None
+        accelerator = command.value("trainer.accelerator") or "auto"
+        command.recipe = DEFAULT_RECIPES["gpu" if accelerator != "cpu" and hardware.detect_machine().gpus else "cpu"]
+        return recipe_path(command.recipe)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that runs, as each costs a parser."""
+        return {self.name: super().subcommands()[self.name]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what is ours, and lets the data tell the model its shape."""
+        parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, for the run's folder")
+        parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
+        text = "checkpoints within epochs, every so many steps (500) or minutes (10m); their ends have one anyway"
+        parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
+        text = "seconds without a sign from one of several processes after which the run is ended"
+        parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
+        parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses our line; the usage screen that argparse prints with an error is left out."""
+        self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint's settings must not override flags."""
+
+    @property
+    def settings(self) -> Any:
+        """The sub-command's part of the configuration."""
+        return self.config[self.name]
+
+    # ---- building
+
+    def before_instantiate_classes(self) -> None:
+        """Checks the machine, the settings and what is to be tested before data are touched."""
+        if self.name != "fit":
+            tested = self.settings.ckpt_path
+            if tested is None:
+                raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
+            if not Path(tested).expanduser().is_file():
+                raise UsageError(f"there is no checkpoint {tested}")
+        trainer, self.machine = self.settings.trainer, hardware.detect_machine()
+        sharding.refuse(self.settings, self.machine)
+        trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        if self.name == "predict":
+            if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
+                raise UsageError("predict runs on one device: leave --devices out, or name one")
+            trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
+        devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
+        self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
+        self.notes: dict[str, str] = {}
+        if trainer.precision is None:
+            trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, trainer.accelerator)
+        check_settings(self.settings)
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """The Trainer with our callbacks and loggers beside the configured ones."""
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
+        self._tune()
+        self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
+        self.run, step = self._make_run()
+        configured = self.config_init[self.name].trainer
+        callbacks, loggers = configured.callbacks or [], configured.logger
+        validates = len(self.datamodule.split[1]) > 0
+        bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
+        return super().instantiate_trainer(
+            callbacks=[
+                *(callbacks if isinstance(callbacks, list) else [callbacks]),
+                *self.run.callbacks(validates, bar=bar),
+                *([Progress(self.watch)] if self.watch else []),
+            ],
+            logger=[
+                *(self.run.loggers(step) if loggers is not False else []),
+                *(logger for logger in (loggers if isinstance(loggers, list) else [loggers]) if isinstance(logger, Logger)),
+            ],
+            plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
+            enable_progress_bar=bar,
+            profiler=configured.profiler or NoProfiler(),
+            **({} if validates else {"limit_val_batches": 0}),
+            **kwargs,
+        )
+
+    def _tune(self) -> None:
+        """Finds what `--auto-batch` and `--auto-lr` ask for; it is recorded as if it had been typed."""
+        auto, trainer = self.command.auto, self.settings.trainer
+        if not auto:
+            return
+        if self.name != "fit":
+            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
+        device = device_of(self.machine, trainer.accelerator, trainer.devices)
+        search(auto, self.model, self.datamodule, device, str(trainer.precision))
+        self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
+
+    def _make_run(self) -> tuple[Run, int | None]:
+        """The run, its folder claimed where it is resumed, and the step that it goes on from."""
+        logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
+        run_dir = run_of(self.checkpoint) if self.checkpoint else None
+        folder = RunFolder(logs, recipe, run_dir, self.first, self.command.job)
+        step = None
+        if self.checkpoint:
+            try:
+                self.checkpoint, step = validate_resume(self.checkpoint, self.command, self.first)
+            except BaseException:
+                folder.release()
+                raise
+            self.notes |= {"resume": display_path(self.checkpoint), "step": str(step)}
+        text = self._subcommand_parsers[self.name].dump(self.settings, skip_none=False, skip_link_targets=True)
+        trust.remember(text)
+        if self.watch:
+            self.watch.release, self.watch.advice = folder.release, lambda: advice(self._resume_line(), os.environ)
+        return Run(folder, yaml.safe_load(text), text, self.notes, self.command.name), step
+
+    # ---- running; LightningCLI calls the method of the sub-command's name
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        try:
+            with memory_told(self.datamodule):
+                super()._run_subcommand(subcommand)
+        except Interrupted as interruption:
+            interruption.resume = self._resume_line()
+            raise
+        finally:
+            self.run.folder.release()
+            if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+                torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort it there
+
+    def _resume_line(self) -> str | None:
+        """What to type to go on with this run, None when it has no checkpoint yet."""
+        if not self.run.trains or not self.run.folder.resumable:
+            return None
+        return f"{program(sys.argv[0], self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
+
+    def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Trains; `train` goes on to test the best weights."""
+        self.run.fit(self.trainer, model, datamodule, self.checkpoint or ckpt_path)
+
+    def validate(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Scores a checkpoint on the validation images."""
+        self.run.validate(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
+
+    def test(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Scores a checkpoint on the test images."""
+        self.run.test(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
+
+    def predict(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
+        """Writes the class and its probability for every test image to predictions.csv in a run folder."""
+        self.run.predict(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
+
+
+def check_settings(settings: Any) -> None:
+    """Raises UsageError for what no type refuses and no training can be made with, before data are touched."""
+    if settings.checkpoint_every is not None:
+        regular_checkpoint(settings.checkpoint_every)
+    strategy = str(settings.trainer.strategy)
+    if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
+        raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
+    epochs, data = settings.trainer.max_epochs, settings.data
+    numbers = (("--epochs", epochs), ("--batch-size", data.batch_size), ("data.eval_batch_size", data.eval_batch_size))
+    for flag, number in numbers:
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} must be at least 1, not {number}")
+    if data.resolutions and not takes_any_size(settings.model.net):
+        raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
+
+
+def program(script: str, command: str) -> str:
+    """How this program was started, as one would type it again: by its script, console script or module."""
+    path = Path(script)
+    if path.name == "__main__.py":
+        return f"python -m cifar_lit {command}"
+    if path.suffix == ".py":
+        return f"python {script}"
+    return f"{path.name} {command}"
+
+
+# ---- resuming
+
+
+def resolve_resume(command: Command, first: bool) -> Path:
+    """The checkpoint that a line with --resume means; nothing is read yet. first: in the run's first process.
+
+    Raises UsageError when there is none, it lies in no run folder, or its run is finished.
+    """
+    chosen = None if first else os.environ.get(RESUMED_CHECKPOINT)
+    checkpoint = Path(chosen) if chosen else find_resumable(Path(command.logs or LOGS), command.resume or None)
+    run = run_of(checkpoint)
+    if run is None:
+        raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
+    check_unfinished(run, needs_test=command.name == "train")
+    return checkpoint
+
+
+def forget_repeated_words(command: Command, run: Path) -> None:
+    """Drops what a line repeated from the history says again: the run's own recipe, and searches that it has made.
+
+    Raises UsageError for another recipe.
+    """
+    if command.recipe:
+        settings = plain_values(run / "config.yaml") or {}
+        if recipe_path(command.recipe).stem != settings.get("recipe"):
+            raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
+        command.recipe = None
+    for search_name, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
+        if search_name in command.auto:
+            command.flags = command.without(flag)
+    command.auto = set()
+
+
+def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
+    """The checkpoint to go on from, and its step: `checkpoint` or, if it was not named itself and is damaged, another.
+
+    To be called when the run's lock is held: until then another process may have written there, or come to its end.
+    Raises UsageError when the run is finished by now, Failure when nothing can be gone on from.
+    """
+    run = run_of(checkpoint)
+    assert run is not None
+    check_unfinished(run, needs_test=command.name == "train")
+    named = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()
+    if named or (not first and RESUMED_CHECKPOINT in os.environ):
+        contents, damaged = read_checkpoint(checkpoint), None
+    else:
+        checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
+    step = int(contents["global_step"])
+    if damaged and first:
+        print(f"{damaged}: going on from {display_path(checkpoint)} of step {step}", file=sys.stderr)
+    os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
+    return checkpoint, step

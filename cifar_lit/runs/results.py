@@ -1,0 +1,141 @@
+"""What a run leaves besides its weights: metrics.json, pictures for TensorBoard, and the page about it."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.runs.loggers import TensorBoardCurves
+from cifar_lit.runs.predictions import PredictionTable, fingerprint, table_of
+from cifar_lit.runs.report import SHOWN, about, report
+from cifar_lit.runs.run_folder import write_text
+from cifar_lit.training.callbacks import Clock
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.metrics import Score
+
+# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
+COMPARED = (
+    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
+    "label_smoothing", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
+)  # fmt: skip
+
+
+def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that runs are compared by, out of the whole configuration."""
+    values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
+    values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
+    return {name: values[name] for name in COMPARED if values.get(name) is not None}
+
+
+def metrics_of(
+    settings: Mapping[str, Any],
+    trainer: pl.Trainer,
+    model: ImageClassifier,
+    data: ImageData,
+    clock: Clock | None,
+    val: Score | None,
+    test: Score | None,
+) -> dict[str, Any]:
+    """The contents of metrics.json. clock: of the training, None where there was none."""
+    kind = trainer.strategy.root_device.type
+    return {
+        "recipe": settings.get("recipe"),
+        "net": model.hparams["net"],
+        "dataset": data.dataset,
+        "seed": settings.get("seed_everything"),
+        "epochs": trainer.current_epoch if clock else None,
+        "accelerator": {"cuda": "gpu"}.get(kind, kind),
+        "devices": trainer.world_size,
+        "precision": str(trainer.precision),
+        "batch_size": data.batch_size,
+        "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
+        "train_seconds": round(clock.seconds, 3) if clock else None,
+        "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
+        "val": {"accuracy": val.accuracy, "loss": val.loss, **val.metrics} if val else None,
+        "test": _test_entry(test, data, model) if test else None,
+        "versions": versions(),
+    }
+
+
+def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
+    per_class = dict(zip(data.classes, (round(accuracy, 6) for accuracy in score.per_class), strict=True))
+    entry = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, **score.metrics, "per_class": per_class}
+    if views := model.views_score:
+        entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+    return {**entry, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    numbers = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "lightning", "torchmetrics", "cifar-lit"):
+        try:
+            numbers[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            numbers[package] = "unknown"
+    return numbers
+
+
+def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
+    """Writes metrics.json, which says that the run is finished."""
+    write_text(run / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    """Nested values with null for numbers that JSON does not know: the loss of a net that has diverged."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw_for_tensorboard(
+    board: TensorBoardCurves,
+    val: Score | None,
+    test: Score | None,
+    predictions: Mapping[str, Tensor] | None,
+    data: ImageData,
+    step: int,
+) -> None:
+    """Draws confusion matrix and accuracy of each class of what was scored, and galleries where each image's prediction is known.
+
+    predictions: of the test or, without one, of the validation. step: where the pictures stand on TensorBoard's axis.
+    """
+    from cifar_lit.runs import tensorboard_images as figures  # here, as matplotlib takes its time to import
+
+    for stage, score in (("val", val), ("test", test)):
+        if score is None or not score.images:
+            continue
+        matrix = torch.tensor(score.confusion)
+        pictures = {
+            "confusion_matrix": figures.confusion_matrix(matrix, data.classes),
+            "accuracy_per_class": figures.class_accuracies(matrix, data.classes),
+        }
+        if predictions is not None and (stage == "test" or test is None):
+            table = table_of(predictions)
+            images = (data.test_images if stage == "test" else data.train_images).images
+            galleries = {"confident_mistakes": table.confident_mistakes(SHOWN), "doubtful_hits": table.doubtful_hits(SHOWN)}
+            for name, places in galleries.items():
+                pictures[name] = figures.gallery(images[table.indices[places]], _captions(table, places, data.classes))
+        for name, picture in pictures.items():
+            board.log_images(f"{stage}/{name}", picture, step)
+    board.save()
+
+
+def _captions(table: PredictionTable, places: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str]]:
+    rows = zip(*(values[places].tolist() for values in (table.labels, table.predicted, table.probability)), strict=True)
+    return [(f"true {classes[label]}", f"{probability:.3f} {classes[predicted]}") for label, predicted, probability in rows]
+
+
+def write_report(run: Path, metrics: dict[str, Any], predictions: Mapping[str, Tensor], data: ImageData) -> None:
+    """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
+    write_text(run / "report.html", report(about(run, metrics, data, table_of(predictions))))
