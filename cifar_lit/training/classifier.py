@@ -134,7 +134,7 @@ class ImageClassifier(pl.LightningModule):
         with torch.no_grad():
             if batch.loss_weight:
                 self.running.update(loss, logits, batch.labels)
-            if not loss.is_cpu:  # a look at it would wait for the device
+            if self._watches_on_device:  # a look at it would wait for the device
                 self.running.watch(loss)
             elif not loss.isfinite():
                 raise self._not_finite(f"{float(loss)}", self.global_step)
@@ -145,12 +145,10 @@ class ImageClassifier(pl.LightningModule):
         h, trainer = self.hparams, self.trainer
         settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
         slow_bf16 = self.device.type == "cpu" and "bf16" not in str(trainer.precision)
-        scales_and_clips = str(trainer.precision) == "16-mixed" and bool(trainer.gradient_clip_val)
         optimizer = build_optimizer(
             self.net,
             h["optimizer"],
             h["lr"],
-            fused=not scales_and_clips,  # a fused step unscales gradients itself, too late for clipping
             capturable=can_capture(trainer, h["capture"]),
             products="float32" if slow_bf16 else "bfloat16",
             **settings,
@@ -173,11 +171,15 @@ class ImageClassifier(pl.LightningModule):
         self._initialise_from_images()
         if self.device.type == "cpu":
             keep_freed_memory()
-        elif getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same for float16
-            for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
-                optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
+        if self._watches_on_device and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
+            for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
+                optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
+
+    @property
+    def _watches_on_device(self) -> bool:
+        return self.device.type != "cpu" or self._graphs is not None
 
     def _initialise_from_images(self) -> None:
         """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""

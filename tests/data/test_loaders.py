@@ -40,8 +40,8 @@ def test_every_device_gets_its_part_of_the_same_global_batch_at_every_step(count
     assert {len(part) for part in batches} == {len(loaders[0])}
     wanted = [order[start : start + batch_size] for start in range(0, count, batch_size)]
     if len(wanted) > 1 and len(wanted[-1]) == 1:
-        wanted.pop()  # batch norm cannot augment_batch a single image
-    counted = [[batch.indices.tolist() if batch.shares[0] else [] for batch in part] for part in batches]
+        wanted.pop()  # batch norm cannot take a single image
+    counted = [[batch.indices.tolist() if batch.loss_weight else [] for batch in part] for part in batches]
     assert [list(chain(*step)) for step in zip(*counted, strict=True)] == wanted
     assert min(len(batch.indices) for part in batches for batch in part) >= 1
 
@@ -51,26 +51,43 @@ def test_a_last_batch_too_small_for_all_devices_is_shared_by_fewer_and_the_other
     rest: int, parts: list[int]
 ) -> None:
     last = [list(loader)[-1] for loader in train_loaders(image_set(24 + rest), 8, 3)]
-    assert [len(batch.indices) if batch.shares[0] else 0 for batch in last] == parts
-    assert sum(batch.shares[0] for batch in last) == pytest.approx(3)
+    assert [len(batch.indices) if batch.loss_weight else 0 for batch in last] == parts
+    assert sum(batch.loss_weight for batch in last) == pytest.approx(3)
     everything = set(chain(*(batch.indices.tolist() for batch in last)))
     assert len(everything) == rest
-    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can augment_batch it
+    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can take it
 
 
 @pytest.mark.parametrize(("count", "batch_size", "world"), SIZES)
-def test_shares_make_the_average_over_devices_the_mean_over_the_global_batch(count: int, batch_size: int, world: int) -> None:
+def test_loss_weights_make_the_average_over_devices_the_mean_over_the_global_batch(
+    count: int, batch_size: int, world: int
+) -> None:
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for chunks in zip(*train_loaders(image_set(count), batch_size, world), strict=True):
-        step = [next(chunk.batches()) for chunk in chunks]
-        averaged = sum(batch.share * losses[batch.indices].mean() for batch in step) / world
-        everything = torch.cat([batch.indices for batch in step if batch.share])
+    for step in zip(*train_loaders(image_set(count), batch_size, world), strict=True):
+        averaged = sum(batch.loss_weight * losses[batch.indices].mean() for batch in step) / world
+        everything = torch.cat([batch.indices for batch in step if batch.loss_weight])
         assert float(averaged) == pytest.approx(float(losses[everything].mean()), rel=1e-12)
 
 
-def test_equal_parts_have_a_share_of_exactly_one() -> None:
-    shares = {chunk.shares for loader in train_loaders(image_set(96), 12, 3) for chunk in loader}
-    assert shares == {(1.0,)}
+def test_equal_parts_have_a_loss_weight_of_exactly_one() -> None:
+    assert {batch.loss_weight for loader in train_loaders(image_set(96), 12, 3) for batch in loader} == {1.0}
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_batches_do_not_depend_on_how_many_are_augmented_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"augmentation": Augmentation(crop=1, flip="random", cutout=2), "fill": torch.zeros(3).byte(), "seed": 3}
+    expected = [list(loader) for loader in train_loaders(image_set(50, size=6), 8, 2, **settings)]
+    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_IMAGES", 8 * block)
+    loaders = train_loaders(image_set(50, size=6), 8, 2, **settings)
+    for loader, batches in zip(loaders, expected, strict=True):
+        for batch, other in zip(loader, batches, strict=True):
+            assert all(torch.equal(part, whole) for part, whole in zip(batch[:3], other[:3], strict=True))
+            assert batch.loss_weight == other.loss_weight
+
+
+def test_the_position_is_the_number_of_batches_handed_out_whatever_was_augmented_ahead() -> None:
+    loader = train_loaders(image_set(50), 8, 1)[0]
+    assert [loader.state_dict()["position"] for _ in loader] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_labels_and_images_are_those_of_the_indices() -> None:
@@ -200,7 +217,7 @@ def test_evaluation_shows_images_and_labels_of_the_chosen_part_unchanged() -> No
     batches = list(EvalLoader(source, chosen, 2))
     assert torch.equal(torch.cat([batch.images for batch in batches]), augment_batch(source.images, chosen, None))
     assert torch.equal(torch.cat([batch.labels for batch in batches]), source.labels[chosen])
-    assert {batch.share for batch in batches} == {1.0}
+    assert {batch.loss_weight for batch in batches} == {1.0}
 
 
 def test_an_empty_part_has_no_batches() -> None:

@@ -37,7 +37,7 @@ def test_batches_come_out_normalised_as_float_images_and_keep_all_else() -> None
     assert result.images.dtype == torch.float32
     assert torch.equal(result.labels, batch.labels)
     assert torch.equal(result.indices, batch.indices)
-    assert (result.sizes, result.shares) == (batch.sizes, batch.shares)
+    assert result.loss_weight == batch.loss_weight
 
 
 def test_measured_statistics_make_the_training_images_standard() -> None:

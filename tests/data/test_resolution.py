@@ -128,35 +128,35 @@ def test_a_schedule_is_checked_when_the_images_are_known() -> None:
 class TrainerAt:
     """A Trainer that is in an epoch."""
 
-    def __init__(self, epoch: int, epochs: int | None) -> None:
-        self.current_epoch, self.max_epochs = epoch, epochs
+    def __init__(self, epoch: int, epochs: int | None, training: bool) -> None:
+        self.current_epoch, self.max_epochs, self.training = epoch, epochs, training
         self.global_rank, self.world_size, self.callbacks = 0, 1, ()
 
 
-def prepared(epoch: int, epochs: int | None, batch: Any, **settings: Any) -> Tensor:
+def prepared(epoch: int, epochs: int | None, batch: Any, training: bool = True, **settings: Any) -> Tensor:
     source = data(resolutions={8: 0.5}, **settings)
-    source.trainer = TrainerAt(epoch, epochs)  # type: ignore[assignment]
+    source.trainer = TrainerAt(epoch, epochs, training)  # type: ignore[assignment]
     images: Tensor = source.on_after_batch_transfer(batch, 0).images
     return images
 
 
 def test_training_images_are_shrunk_then_normalised() -> None:
-    chunk = next(iter(data(crop=2).train_dataloader()))
-    small = prepared(0, 2, chunk)
-    expected = F.interpolate(chunk.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
+    batch = next(iter(data(crop=2).train_dataloader()))
+    small = prepared(0, 2, batch)
+    expected = F.interpolate(batch.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
     torch.testing.assert_close(small, (expected / 255 - 0.5) / 0.25, rtol=1e-5, atol=1e-5)
     assert small.is_contiguous(memory_format=torch.channels_last)
-    assert prepared(1, 2, chunk).shape[2:] == (12, 12)
+    assert prepared(1, 2, batch).shape[2:] == (12, 12)
 
 
 def test_images_to_evaluate_are_at_full_size_in_every_epoch() -> None:
     rows = torch.arange(5)
     source = data()
     batch = Batch(source.train_images.images[rows], source.train_images.labels[rows], rows)
-    assert prepared(0, 2, batch).shape == (5, 3, 12, 12)
+    assert prepared(0, 2, batch, training=False).shape == (5, 3, 12, 12)
 
 
 @pytest.mark.parametrize("epochs", [-1, None])
 def test_a_training_without_an_end_is_at_full_size(epochs: int | None) -> None:
-    chunk = next(iter(data().train_dataloader()))
-    assert prepared(0, epochs, chunk).shape[2:] == (12, 12)
+    batch = next(iter(data().train_dataloader()))
+    assert prepared(0, epochs, batch).shape[2:] == (12, 12)

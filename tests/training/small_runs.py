@@ -45,17 +45,15 @@ def shapes_data(**settings: Any) -> ImageData:
 
 
 def broken_data(step: int, **settings: Any) -> ImageData:
-    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN, whatever chunk it comes in."""
+    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN."""
     data = shapes_data(**settings)
     prepared = data.on_after_batch_transfer
 
     def broken(batch: Any, dataloader_idx: int) -> Any:
         result = prepared(batch, dataloader_idx)
-        if hasattr(batch, "sizes"):
-            loader: Any = data._train_loader
-            first = loader.epoch * loader.batch_count + loader.position - len(batch.sizes)
-            if first <= step < first + len(batch.sizes):
-                result.images[sum(batch.sizes[: step - first])] = math.nan
+        loader: Any = data._train_loader
+        if data.trainer.training and loader.epoch * len(loader) + loader.position - 1 == step:
+            result.images[0] = math.nan
         return result
 
     data.on_after_batch_transfer = broken  # type: ignore[method-assign]
@@ -63,15 +61,13 @@ def broken_data(step: int, **settings: Any) -> ImageData:
 
 
 class StopAt(Callback):
-    """Asks for an orderly stop in the chunk with which a step (from 1) is done."""
-
-    takes_chunks = True
+    """Asks for an orderly stop while a step (from 1) is done."""
 
     def __init__(self, stop: OrderlyStop, step: int) -> None:
         self._stop, self._step = stop, step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step < self._step <= trainer.global_step + len(batch.sizes):
+        if trainer.global_step + 1 == self._step:
             self._stop._receive(2, None)
 
 

@@ -127,7 +127,7 @@ class Means(Callback):
         self.lines: list[str] = []
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loss, accuracy = pl_module.epoch_means()  # type: ignore[operator]
+        loss, accuracy = pl_module.running.epoch_means()  # type: ignore[operator]
         metrics = trainer.callback_metrics
         line = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs} · train loss {loss:.4f} accuracy {accuracy:.4f}"
         if "val/loss" in metrics:

@@ -12,11 +12,11 @@ from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, wei
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from cifar_lit.data.loaders import Batch, Chunk
+from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import NotFiniteLoss
 from cifar_lit.training.checkpoint import best_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.step import NotFiniteLoss
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ class Steps(Callback):
         self.losses[trainer.global_step] = (float(outputs["loss"]), len(batch.labels))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.epochs.append(pl_module.epoch_means())  # type: ignore[operator]
+        self.epochs.append(pl_module.running.epoch_means())  # type: ignore[operator]
 
     def mean(self, first: int, last: int) -> float:
         """Over the images of some steps, both included."""
@@ -94,10 +94,10 @@ def test_an_epochs_mean_is_that_over_all_of_its_images(settings: dict[str, Any])
 
 def test_training_accuracy_is_the_share_of_hits() -> None:
     rows, hits = Rows(), []
-    model, data = classifier(), shapes_data(chunk=1)
+    model, data = classifier(), shapes_data()
     step = model.training_step
 
-    def counted(batch: Chunk, batch_idx: int) -> torch.Tensor:
+    def counted(batch: Batch, batch_idx: int) -> torch.Tensor:
         hits.append((model.net(batch.images).argmax(1) == batch.labels).float())
         return step(batch, batch_idx)
 
@@ -122,7 +122,7 @@ def test_a_batch_counts_with_its_share_in_the_gradient() -> None:
     for share in (1.0, 0.8):
         model = classifier(lr=0.1)
         before = weights(model)
-        loader = DataLoader([Batch(images, labels, labels, share=share)], batch_size=None, collate_fn=lambda batch: batch)
+        loader = DataLoader([Batch(images, labels, labels, loss_weight=share)], batch_size=None, collate_fn=lambda batch: batch)
         trainer(max_epochs=1).fit(model, loader)
         moved.append([weights(model)[name] - tensor for name, tensor in before.items() if name.startswith("net.")])
     for full, part in zip(*moved, strict=True):

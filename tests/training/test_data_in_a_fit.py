@@ -87,6 +87,6 @@ def test_images_that_stay_on_the_host_train_the_same_net(workers: int) -> None:
     ends = []
     for settings in ({"placement": "device"}, {"placement": "host", "workers": workers}):
         model = classifier(net="dropout", momentum=0.9)
-        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, chunk=3, **settings))
+        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, **settings))
         ends.append(weights(model))
     assert same(*ends)

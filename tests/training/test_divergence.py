@@ -13,15 +13,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from small_runs import classifier, fitted, shapes_data
 
-from cifar_lit.training.callbacks import Divergence
+from cifar_lit.training.callbacks import DivergenceWarning, NotFiniteLoss
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.step import NotFiniteLoss
 
 
 class At(Callback):
     """Does something to the weights or the rates after a step."""
-
-    takes_chunks = False
 
     def __init__(self, step: int, do: Any) -> None:
         self.step, self.do = step, do
@@ -38,14 +35,14 @@ def blow_up(trainer: pl.Trainer, model: Any) -> None:
 
 def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(NotFiniteLoss):
-        fitted(classifier(), shapes_data(), Divergence(), At(2, blow_up), max_epochs=3, log_every_n_steps=1)
+        fitted(classifier(), shapes_data(), DivergenceWarning(), At(2, blow_up), max_epochs=3, log_every_n_steps=1)
     told = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
     assert len(told) == 1
     assert "far above its start" in told[0] and "lower --lr" in told[0]
 
 
 def test_a_training_that_goes_well_is_not_told_off(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted(classifier(), shapes_data(), Divergence(), max_epochs=2, log_every_n_steps=1)
+    fitted(classifier(), shapes_data(), DivergenceWarning(), max_epochs=2, log_every_n_steps=1)
     assert "diverges" not in capsys.readouterr().err
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import TrainLoader
 from cifar_lit.data.resolution import shrink
-from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
+from cifar_lit.training.callbacks import Clock, Interrupted, NotFiniteLoss, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 from cifar_lit.training.cuda_graph import WARM_UP
-from cifar_lit.training.step import NotFiniteLoss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,7 +126,7 @@ def test_a_loss_that_is_not_finite_stays_out_of_weights_and_checkpoints(step: in
     last.dirpath = str(tmp_path)
     used = trainer(last, accelerator="gpu", max_epochs=6, enable_checkpointing=True, log_every_n_steps=100)
     with pytest.raises(NotFiniteLoss, match=f"the loss is not finite at step {step} of epoch {step // BATCHES}$"):
-        used.fit(model, datamodule=broken_data(step, chunk=4))
+        used.fit(model, datamodule=broken_data(step))
     assert used.global_step == step
     assert_close(
         {name: tensor.cpu() for name, tensor in weights(model).items()},
@@ -145,7 +144,7 @@ def test_a_loss_that_is_not_finite_stays_out_of_weights_and_checkpoints(step: in
 
 
 def placed(placement: str, **settings: Any) -> tuple[ImageData, TrainLoader]:
-    data = shapes_data(crop=3, flip="alternating", cutout=4, chunk=3, placement=placement, workers=2, **settings)
+    data = shapes_data(crop=3, flip="alternating", cutout=4, placement=placement, workers=2, **settings)
     data.trainer = trainer(accelerator="gpu")
     return data, data.train_dataloader()
 
@@ -154,7 +153,11 @@ def test_images_are_on_the_device_and_batches_are_those_of_the_cpu() -> None:
     data, loader = placed("auto")
     assert data.placed("train")[0].images.device.type == "cuda"
     assert (data.placed("train")[1], data.placed("test")[1]) == ("device", "device")
-    on_cpu = shapes_data(crop=3, flip="alternating", cutout=4, chunk=3).train_dataloader()
+    on_cpu = shapes_data(
+        crop=3,
+        flip="alternating",
+        cutout=4,
+    ).train_dataloader()
     for epoch in (0, 1):
         for each in (loader, on_cpu):
             each.set_epoch(epoch)
@@ -177,7 +180,13 @@ def test_a_fit_from_the_host_trains_the_net_of_one_on_the_device() -> None:
     ends = []
     for placement in ("device", "host"):
         model = classifier(lr=0.02)
-        on_gpu(model, shapes_data(crop=2, placement=placement, chunk=3))
+        on_gpu(
+            model,
+            shapes_data(
+                crop=2,
+                placement=placement,
+            ),
+        )
         ends.append(weights(model))
     assert_close(ends[1], ends[0])
 
@@ -220,7 +229,15 @@ def test_a_recorded_run_that_was_stopped_goes_on_from_its_step(step: int, tmp_pa
         path = tmp_path / folder / "last.ckpt" if resume else None
         callbacks = [RandomState(), last, StopAt(stop, stop_at), stop]
         try:
-            on_gpu(model, shapes_data(crop=2, chunk=3), *callbacks, resume=path, enable_checkpointing=True)
+            on_gpu(
+                model,
+                shapes_data(
+                    crop=2,
+                ),
+                *callbacks,
+                resume=path,
+                enable_checkpointing=True,
+            )
         except Interrupted:
             assert stop_at
         return weights(model)

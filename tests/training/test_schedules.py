@@ -149,7 +149,15 @@ def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
     used: list[float] = []
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
     model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
-    fitted(model, shapes_data(val_size=24, chunk=1), logger=rows, log_every_n_steps=1, max_epochs=4)
+    fitted(
+        model,
+        shapes_data(
+            val_size=24,
+        ),
+        logger=rows,
+        log_every_n_steps=1,
+        max_epochs=4,
+    )
     by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)

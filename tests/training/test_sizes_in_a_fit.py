@@ -49,7 +49,12 @@ def test_a_run_stopped_while_images_are_small_goes_on_at_their_size(epoch: int, 
         last.dirpath = str(tmp_path / folder)
         stop, model = OrderlyStop(last), classifier(net="dropout", momentum=0.9, schedule="triangular")
         model.net.register_forward_pre_hook(lambda net, images: sides.append(images[0].shape[2]) if net.training else None)
-        data, path = shapes_data(resolutions=SIZES, chunk=3), tmp_path / folder / "last.ckpt" if resume else None
+        data, path = (
+            shapes_data(
+                resolutions=SIZES,
+            ),
+            tmp_path / folder / "last.ckpt" if resume else None,
+        )
         options: dict[str, Any] = {"logger": rows, "max_epochs": 5, "enable_checkpointing": True}
         torch.manual_seed(7 if resume else 0)
         try:

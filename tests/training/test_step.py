@@ -8,13 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import Rows, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import Rows, classifier, fitted, same, shapes_data, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
-from cifar_lit.training.step import Updates, taken_over
 
 EPOCHS, BATCHES = 2, 7
 
@@ -34,7 +33,7 @@ def by_hand(
     steps = 0
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
-        batches = [batch for chunk in loader for batch in chunk.batches()]
+        batches = list(loader)
         for number, batch in enumerate(batches, 1):
             images = data.on_after_batch_transfer(batch, 0).images.contiguous()
             with context():
@@ -119,15 +118,15 @@ class Hooks(Callback):
 def test_a_users_hooks_of_a_step_are_called_once_a_step_in_their_order() -> None:
     hooks = Hooks()
     fitted(classifier(), shapes_data(), hooks, max_epochs=2)
-    assert hooks.calls == 2 * BATCHES * ["before backward 0", "after backward", "before step", "before zero grad"]
+    assert hooks.calls == 2 * BATCHES * ["before zero grad", "before backward 0", "after backward", "before step"]
     assert min(hooks.norms) > 0
 
 
 def test_where_batches_are_accumulated_the_hooks_of_the_update_are_called_once_a_group() -> None:
     hooks = Hooks()
     fitted(classifier(), shapes_data(), hooks, max_epochs=1, accumulate_grad_batches=4)
-    backward, update = ["before backward 0", "after backward"], ["before step", "before zero grad"]
-    assert hooks.calls == [*(4 * backward), *update, *(3 * backward), *update]
+    backward = ["before backward 0", "after backward"]
+    assert hooks.calls == [call for batches in (4, 3) for call in ("before zero grad", *(batches * backward), "before step")]
 
 
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_before_zero_grad", "on_after_backward"])
@@ -154,28 +153,6 @@ def test_what_a_callback_does_to_gradients_takes_effect() -> None:
     before = weights(model)
     fitted(model, shapes_data(), Zero())
     assert same(weights(model), before)
-
-
-def test_the_trainers_settings_of_updates_are_taken_over() -> None:
-    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 4}
-    assert taken_over(trainer(**settings)) == Updates(0.5, by_value=True, accumulate=4)
-    assert taken_over(trainer(gradient_clip_val=0.25)) == Updates(0.25)
-    assert taken_over(trainer()) == Updates()
-
-
-def test_a_trainer_keeps_clipping_and_accumulating_in_its_second_fit_and_after_a_validation() -> None:
-    settings: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 1}
-    once = classifier()
-    fitted(once, shapes_data(), **settings)
-    again, validated, used = classifier(), classifier(), trainer(**settings)
-    used.fit(classifier(lr=0.2), datamodule=shapes_data())
-    used.fit_loop.epoch_progress.reset()
-    used.fit(again, datamodule=shapes_data())
-    other = trainer(**settings)
-    other.validate(validated, datamodule=shapes_data(), verbose=False)
-    other.fit(validated, datamodule=shapes_data())
-    assert same(weights(validated), weights(once))
-    assert same(weights(again), weights(once))
 
 
 def test_the_logged_rate_is_that_of_the_step_to_come() -> None:
