@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -158,8 +159,8 @@ def outcome(tree: Path, key: str) -> dict[str, Any]:
                 raise Broken(f"exit {codes}")
             (run,) = (path.parent for path in folder.glob("*/metrics.json"))
             return _read(run)
-        except Broken as error:
-            return {"failed": f"{error}: {(folder / 'log.txt').read_text()[-300:].strip()}"}
+        except (Broken, OSError, KeyError, ValueError) as error:  # a run folder too may lack what it should hold
+            return {"failed": f"{error!r}: {(folder / 'log.txt').read_text()[-300:].strip()}"}
 
 
 def _saved(tree: Path, key: str) -> bytes:
@@ -205,26 +206,27 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
     for when, case in (("before", old), ("now", new)):
         if "failed" in case:
             return f"different: failed {when}, {case['failed']}"
-    if all(
-        sorted(map(repr, old[part].items())) == sorted(map(repr, new[part].items())) for part in ("sha256", "scores", "curves")
-    ):
+    parts = ("sha256", "scores", "curves")
+    if all(sorted(map(repr, old[part].items())) == sorted(map(repr, new[part].items())) for part in parts):
         return "identical"
-    gaps = {}
-    for part in ("tensors", "scores", "curves"):
-        if unmatched := old[part].keys() ^ new[part].keys():
-            return f"different: {part} {', '.join(sorted(unmatched)[:4])} (of {len(unmatched)}) in one only"
-        if part == "tensors" and (others := [name for name in old[part] if old[part][name].shape != new[part][name].shape]):
-            return f"different: sizes of {', '.join(others[:4])}"
-        pairs = [(torch.as_tensor(old[part][name]), torch.as_tensor(new[part][name])) for name in old[part]]
-        gaps[part] = torch.stack([_gap(one.double(), other.double()) for one, other in pairs]).max().item()
+    alone = sorted({f"{part} {name}" for part in parts for name in old[part].keys() ^ new[part].keys()})
+    gaps = {
+        part: max((_gap(old[part][name], new[part][name]) for name in old[part].keys() & new[part].keys()), default=0.0)
+        for part in ("tensors", "scores", "curves")
+    }
     text = ", ".join(f"{gap:.2g} ({part})" for part, gap in gaps.items())
+    if alone:
+        return f"different: by {text}; {len(alone)} in one only, such as {', '.join(alone[:3])}"
     return f"equal up to {text}" if all(gap <= LEAST for gap in gaps.values()) else f"different: by {text}"
 
 
-def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The largest absolute difference; what is not finite in the same way in both does not differ."""
-    same = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(same, 0.0, (one - other).abs()).max()
+def _gap(one: torch.Tensor | float, other: torch.Tensor | float) -> float:
+    """The largest absolute difference, infinite for other shapes; what is not finite in the same way in both does not differ."""
+    first, second = torch.as_tensor(one).double(), torch.as_tensor(other).double()
+    if first.shape != second.shape:
+        return math.inf
+    same = (first == second) | (first.isnan() & second.isnan())
+    return torch.where(same, 0.0, (first - second).abs()).nan_to_num(nan=math.inf).max().item()
 
 
 def machine() -> dict[str, str]:
