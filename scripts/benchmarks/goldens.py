@@ -231,7 +231,7 @@ def _gap(one: torch.Tensor | float, other: torch.Tensor | float) -> float:
 
 def machine() -> dict[str, str]:
     """What the bits of a result depend on besides the checkout."""
-    return {"host": platform.node(), "cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    return {"host": platform.node(), "cpu": torch.backends.cpu.get_cpu_capability(), "torch": str(torch.__version__)}
 
 
 def main() -> int:
