@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -49,14 +50,13 @@ def test_the_console_script_python_m_and_the_scripts_are_one_program(working_fol
         assert run_process([*program, "--version"], working_folder) == version
 
 
-def test_predict_py_is_classify(working_folder: Path) -> None:
-    script, command = (
-        run_process([sys.executable, *program, "nowhere-1", "cat.png"], working_folder)
-        for program in ([SCRIPTS / "predict.py"], ["-m", "cifar_lit", "classify"])
-    )
-    assert script == command
-    assert script.code == 2
-    assert "nowhere-1" in script.err
+def test_predict_py_is_classify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["predict.py", "nowhere-1", "cat.png"])
+    with pytest.raises(SystemExit) as script:
+        runpy.run_path(str(SCRIPTS / "predict.py"), run_name="__main__")
+    command = run_command("classify", "nowhere-1", "cat.png")
+    assert (script.value.code, capsys.readouterr().err) == (command.code, command.err)
+    assert "nowhere-1" in command.err
 
 
 def test_help_names_every_command_and_short_flag() -> None:
