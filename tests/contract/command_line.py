@@ -141,9 +141,9 @@ class Process:
     def running(self) -> bool:
         return self.popen.poll() is None
 
-    def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it: to every process of the group."""
-        os.killpg(self.popen.pid, signal.SIGINT)
+    def send(self, signal_number: int) -> None:
+        """Sends a signal as a terminal does: to every process of the group."""
+        os.killpg(self.popen.pid, signal_number)
 
     def children(self) -> list[int]:
         """The process ids of its children."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Process, run_command
+from .command_line import RECIPE, SCRIPTS, SMALL, TIME_LIMIT, Answer, Process, run_command, run_process
 
 
 @pytest.fixture(autouse=True)
@@ -71,23 +73,25 @@ class Interruption(NamedTuple):
     while_running: Answer
 
 
-STEPS_PER_EPOCH = 120  # of the interrupted training
+STEPS = 170  # of the interrupted training, all in its only epoch
 
 
 @pytest.fixture(scope="session")
 def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
-    """`cifar-lit train` in a process of its own, stopped in its second epoch or shortly after."""
+    """`cifar-lit train` in a process of its own, stopped by Ctrl-C early in its epoch."""
     folder = tmp_path_factory.mktemp("interruption")
     (folder / "small.yaml").write_text(RECIPE)
-    settings = ["--data.count", "1000", "--batch-size", "8", "--epochs", "6", "--lr", "0.001"]
+    settings = ["--data.count", "1400", "--batch-size", "8", "--epochs", "1", "--lr", "0.001", "--checkpoint-every", "15"]
     process = Process([sys.executable, "-m", "cifar_lit", "train", *SMALL, *settings], folder)
     run_dir = folder / "lightning_logs/small-1"
     try:
         wait_for(run_dir / "checkpoints/last.ckpt", process)
+        process.send(signal.SIGSTOP)  # it still holds its run, but cannot come to its end meanwhile
         with chdir(folder):
             while_running = run_command("--resume", run_dir)
         signal_time = time.time_ns()
-        process.interrupt()
+        process.send(signal.SIGINT)  # Ctrl-C
+        process.send(signal.SIGCONT)
         return Interruption(run_dir, process.answer(), signal_time, while_running)
     finally:
         process.kill()
@@ -99,14 +103,12 @@ def wait_for(path: Path, process: Process) -> None:
     while not path.exists():
         assert process.running, process.err.read_text()
         assert time.monotonic() < deadline, f"no {path.name} after {TIME_LIMIT:.0f} s"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """The training in two processes, by `python scripts/train.py --devices 2`."""
-    from .command_line import SCRIPTS, run_process
-
     folder = tmp_path_factory.mktemp("pair")
     (folder / "small.yaml").write_text(RECIPE)
     answer = run_process([sys.executable, SCRIPTS / "train.py", *SMALL, "--devices", "2"], folder)
@@ -116,8 +118,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Training:
 @pytest.fixture
 def no_gpu() -> Iterator[None]:
     """Skips a test of what a machine without GPUs answers."""
-    import torch
-
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has a GPU")
     yield

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import cifar_lit
@@ -17,7 +18,6 @@ from .command_line import (
     SCRIPTS,
     SMALL,
     assert_refused,
-    checkpoint_of,
     draw_folder,
     metrics_of,
     rows_of,
@@ -219,8 +219,6 @@ def test_report_writes_the_page_anew(run_dir: Path) -> None:
 
 
 def test_export_writes_a_file_that_answers_as_the_net_does(run_dir: Path) -> None:
-    import torch
-
     copy = Path("small-1")
     shutil.copytree(run_dir, copy)
     answer = run_command("export", copy, "--to", "safetensors", "--out", "net.safetensors")
@@ -236,9 +234,3 @@ def test_a_run_that_is_not_there_is_named(command: str) -> None:
     assert answer.code == 2
     assert "nowhere-1" in answer.error_lines[-1]
     assert len(answer.error_lines) == 1
-
-
-def test_checkpoints_are_found_by_evaluations_from_anywhere(run_dir: Path) -> None:
-    assert run_command("validate", "--ckpt_path", run_dir / "checkpoints/last.ckpt", "--logs", "elsewhere").code == 0
-    assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["epoch"] == 1
-    assert (Path("elsewhere") / "small-1" / "metrics.json").is_file()
