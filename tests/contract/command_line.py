@@ -12,10 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +170,45 @@ class Process:
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
     """Runs a program in a process of its own to its end."""
     return Process(words, folder, **variables).answer()
+
+
+class Fork:
+    """A command line in a copy of this process, which has torch imported already: seconds less than a new process takes."""
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        folder: Path,
+        name: str,
+        around: AbstractContextManager[Any] | None = None,
+        **variables: str,
+    ) -> None:
+        """Starts it in `folder`; `around` is entered and left in the copy, `name` is that of the files with its output."""
+        self.out, self.err = folder / f"{name}-stdout.txt", folder / f"{name}-stderr.txt"
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.chdir(folder)
+                with self.out.open("w") as out, self.err.open("w") as err:
+                    os.dup2(out.fileno(), 1)
+                    os.dup2(err.fileno(), 2)
+                    with around or nullcontext():
+                        answer = run_command(*words, **variables)
+                    out.write(answer.out)
+                    err.write(answer.err)
+                code = answer.code
+            finally:
+                os._exit(code)
+
+    def answer(self) -> Answer:
+        """Waits for its end, and kills it after TIME_LIMIT."""
+        deadline = time.monotonic() + TIME_LIMIT
+        while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return Answer(os.waitstatus_to_exitcode(ended[1]), self.out.read_text(), self.err.read_text())
 
 
 def assert_refused(answer: Answer, code: int, *parts: str) -> None:

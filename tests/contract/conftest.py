@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from .command_line import RECIPE, SCRIPTS, SMALL, TIME_LIMIT, Answer, Process, run_command, run_process
+from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Process, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -107,12 +108,24 @@ def wait_for(path: Path, process: Process) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """The training in two processes, by `python scripts/train.py --devices 2`."""
+def pair(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """The training in two processes that were started as torchrun starts them; what both printed."""
+    if torch.cuda.is_available():
+        pytest.skip("a process that has used a GPU cannot be forked")
     folder = tmp_path_factory.mktemp("pair")
     (folder / "small.yaml").write_text(RECIPE)
-    answer = run_process([sys.executable, SCRIPTS / "train.py", *SMALL, "--devices", "2"], folder)
-    return Training(folder / "lightning_logs/small-1", answer)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"TORCHELASTIC_RUN_ID": "pair", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [Fork(SMALL, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]
+    answers = [rank.answer() for rank in ranks]
+    code = max(answer.code for answer in answers)
+    return Training(
+        folder / "lightning_logs/small-1",
+        Answer(code, "".join(answer.out for answer in answers), "".join(answer.err for answer in answers)),
+    )
 
 
 @pytest.fixture

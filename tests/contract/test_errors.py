@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, run_command, run_process
+from .command_line import SMALL, Fork, assert_refused, checkpoint_of, contents_of, run_command
 
 S = "--recipe small.yaml"
 TYPED: list[tuple[str, list[str]]] = [
@@ -177,27 +179,36 @@ def test_a_folder_for_runs_that_cannot_be_made_is_told() -> None:
     assert_refused(run_command(*SMALL, "--logs", "small.yaml/runs"), 1, "small.yaml/runs", "--logs")
 
 
-def small_disk(folder: Path, kilobytes: int) -> list[str]:
-    """The start of a command that runs with an empty file system of that size at `folder`, which only it sees.
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """An empty file system of that size at `folder`, which this process alone sees; copied to a folder beside it at the end."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        os._exit(NO_SMALL_DISK)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    if libc.mount(b"none", str(folder).encode(), b"tmpfs", 0, f"size={kilobytes}k".encode()):
+        os._exit(NO_SMALL_DISK)
+    yield
+    shutil.copytree(folder, f"{folder}-copy")
 
-    What it holds at the end is copied to a folder beside it, with -copy after its name.
-    """
-    script = (
-        f'mount -t tmpfs -o size={kilobytes}k none "{folder}" && "$@"; code=$?; cp -r "{folder}/." "{folder}-copy"; exit $code'
-    )
-    return ["unshare", "-Urm", "sh", "-c", script, "sh"]
+
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000  # of Linux's <sched.h>
+NO_SMALL_DISK = 77  # the exit code where the system lets no file system be mounted
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
 def test_a_full_disk_is_told_in_a_line_and_what_was_saved_before_is_intact(run_dir: Path, working_folder: Path) -> None:
-    for name in ("disk", "disk-copy"):
-        (working_folder / name).mkdir()
+    if torch.cuda.is_available():
+        pytest.skip("a process that has used a GPU cannot be forked")
     disk = working_folder / "disk"
-    if not shutil.which("unshare") or subprocess.run([*small_disk(disk, 100), "true"], capture_output=True).returncode:
-        pytest.skip("the system lets no small file system be mounted")
+    disk.mkdir()
     checkpoint = (run_dir / "checkpoints/last.ckpt").stat().st_size
     room = 5 * checkpoint // 2 // 1024  # for two of them and the curves, but not for a third
-    command = [*small_disk(disk, room), sys.executable, "-m", "cifar_lit", "train", *SMALL, "--logs", "disk"]
-    answer = run_process(command, working_folder)
+    answer = Fork([*SMALL, "--logs", "disk"], working_folder, "full", around=small_disk(disk, room)).answer()
+    if answer.code == NO_SMALL_DISK:
+        pytest.skip("the system lets no small file system be mounted")
     assert answer.code == 1
     (line,) = answer.error_lines
     assert line.startswith("cifar-lit: ")
