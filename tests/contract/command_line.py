@@ -1,0 +1,272 @@
+"""The program as a user meets it: command lines in this process and in processes of their own, and the files they leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from PIL import Image
+
+from cifar_lit.cli import main
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+TIME_LIMIT = 120.0  # seconds after which a process counts as hanging
+
+RECIPE = """# small — a net and a data set that train in a moment
+seed_everything: 3
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  precision: 32-true
+model:
+  net: lenet
+  lr: 0.05
+  momentum: 0.9
+  schedule: cosine
+data:
+  dataset: shapes
+  image_size: 16
+  num_classes: 4
+  count: 200
+  val_size: 40
+  batch_size: 32
+"""
+SMALL = ("--recipe", "small.yaml")
+OWN_IMAGES = ("--dataset", "folder", "--data.num_classes", "null", "--data.image_size", "null")  # over what RECIPE says of shapes
+
+# Of another run, or of a scheduler that the tests run under; and proxies, which would carry requests off this machine.
+FOREIGN_VARIABLES = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT)$|(CIFAR_LIT|SLURM|TORCHELASTIC)_|.*_proxy$",
+    re.IGNORECASE,
+)
+
+
+class Answer(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The lines on stderr, but for those that report the progress of a preparation."""
+        return [line for line in self.err.splitlines() if not re.match(r"decoding images|.* from .*MB/s", line)]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """The variables of a command: none of another run, a cache in `folder`, and nothing that leaves this machine."""
+    own = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "ftp_proxy"), "http://127.0.0.1:9")  # the discard port: refused
+    local = {"no_proxy": "127.0.0.1,localhost", "CIFAR_LIT_CACHE": str(folder / "cache")}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**own, **nowhere, **local, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
+    """Runs a command line in this process and takes back what it changes there.
+
+    Args:
+        words: The words after the program's name.
+        default: The command where the words name none; "train" is what scripts/train.py has.
+        variables: Further environment variables.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
+    before, argv = dict(os.environ), sys.argv
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    out, err = io.StringIO(), io.StringIO()
+    variables_of_command = environment(Path.cwd(), **variables)
+    os.environ.clear()
+    os.environ.update(variables_of_command)
+    sys.argv = ["cifar-lit"]
+    torch.set_num_threads(1)  # nets this small only wait for a second thread
+    urllib.request.install_opener(None)  # it would remember the proxies of an earlier command
+    try:
+        with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            code = main([str(word) for word in words], default)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.argv = argv
+        urllib.request.install_opener(None)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+class Process:
+    """A program that runs in a process group of its own, in `folder`, which also takes its output."""
+
+    def __init__(self, words: Sequence[object], folder: Path, **variables: str) -> None:
+        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.popen = subprocess.Popen(
+                [str(word) for word in words],
+                cwd=folder,
+                env=environment(folder, **variables),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.popen.poll() is None
+
+    def send(self, signal_number: int) -> None:
+        """Sends a signal as a terminal does: to every process of the group."""
+        os.killpg(self.popen.pid, signal_number)
+
+    def children(self) -> list[int]:
+        """The process ids of its children."""
+        return [int(pid) for pid in Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()]
+
+    def answer(self) -> Answer:
+        """Waits for its end; what is left of the group then is killed."""
+        try:
+            code = self.popen.wait(TIME_LIMIT)
+        finally:
+            self.kill()
+        return Answer(code, self.out.read_text(), self.err.read_text())
+
+    def kill(self) -> None:
+        """Ends every process of the group at once."""
+        try:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.popen.wait()
+
+
+def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
+    """Runs a program in a process of its own to its end."""
+    return Process(words, folder, **variables).answer()
+
+
+class Fork:
+    """A command line in a copy of this process, which has torch imported already: seconds less than a new process takes."""
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        folder: Path,
+        name: str,
+        around: AbstractContextManager[Any] | None = None,
+        **variables: str,
+    ) -> None:
+        """Starts it in `folder`; `around` is entered and left in the copy, `name` is that of the files with its output."""
+        self.out, self.err = folder / f"{name}-stdout.txt", folder / f"{name}-stderr.txt"
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.chdir(folder)
+                with self.out.open("w") as out, self.err.open("w") as err:
+                    os.dup2(out.fileno(), 1)
+                    os.dup2(err.fileno(), 2)
+                    with around or nullcontext():
+                        answer = run_command(*words, **variables)
+                    out.write(answer.out)
+                    err.write(answer.err)
+                code = answer.code
+            finally:
+                os._exit(code)
+
+    def answer(self) -> Answer:
+        """Waits for its end, and kills it after TIME_LIMIT."""
+        deadline = time.monotonic() + TIME_LIMIT
+        while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return Answer(os.waitstatus_to_exitcode(ended[1]), self.out.read_text(), self.err.read_text())
+
+
+def assert_refused(answer: Answer, code: int, *parts: str) -> None:
+    """Asserts an exit code and one line on stderr that holds all `parts`, with nothing printed beside it."""
+    assert len(answer.error_lines) == 1, answer.err
+    line = answer.error_lines[0]
+    assert line.startswith("cifar-lit: ")
+    assert [part for part in parts if part not in line] == [], line
+    assert answer.code == code, line
+    assert answer.out == ""
+
+
+# ---- files
+
+
+def metrics_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "metrics.json").read_text())
+
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def files_of(run_dir: Path) -> set[str]:
+    """The files of a run folder; TensorBoard's, of which there may be several, as one."""
+    names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
+    return {re.sub(r"^events\.out\.tfevents\..*", "events.out.tfevents.*", name) for name in names}
+
+
+def contents_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below `folder` with its time of change and its bytes."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checkpoint_of(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def copy_run(run_dir: Path) -> Path:
+    """A copy of a run below lightning_logs/ of the working folder, to be changed at will."""
+    copy = Path("lightning_logs") / run_dir.name
+    shutil.copytree(run_dir, copy)
+    return copy
+
+
+def draw_folder(root: Path, counts: Mapping[str, int], size: int = 16) -> Path:
+    """Writes images of one colour each below `root`; `counts` from a folder such as train/cat to the number of images."""
+    for shade, (folder, count) in enumerate(counts.items()):
+        (root / folder).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (size, size), (40 * shade % 256, 10 * number % 256, 90)).save(root / folder / f"{number}.png")
+    return root

@@ -1,0 +1,236 @@
+"""Every command: what it does and what it leaves."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import cifar_lit
+
+from .command_line import (
+    SCRIPTS,
+    SMALL,
+    assert_refused,
+    draw_folder,
+    metrics_of,
+    rows_of,
+    run_command,
+    run_process,
+)
+
+COMMANDS = (
+    *("fit", "train", "validate", "test", "predict"),
+    *("recipes", "devices", "bench", "export", "classify", "compare", "report", "serve"),
+)
+RECIPES = (
+    *("quickstart", "laptop", "fast94", "fast95", "fast96", "resnet18", "tudui", "sjnet", "lenet"),
+    *("signs_mlp", "fashion_cnn", "folder"),
+)
+
+
+# ---- the programs
+
+
+def test_the_console_script_python_m_and_the_scripts_are_one_program(working_folder: Path) -> None:
+    version = run_process([sys.executable, "-m", "cifar_lit", "--version"], working_folder)
+    assert version.code == 0
+    assert re.fullmatch(r"cifar-lit \d+\.\d+.*\n", version.out)
+    programs = [[sys.executable, SCRIPTS / name] for name in ("train.py", "test.py")]
+    console_script = shutil.which("cifar-lit", path=str(Path(sys.executable).parent))
+    if console_script:
+        programs.append([console_script])
+    for program in programs:
+        assert run_process([*program, "--version"], working_folder) == version
+
+
+def test_predict_py_is_classify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["predict.py", "nowhere-1", "cat.png"])
+    with pytest.raises(SystemExit) as script:
+        runpy.run_path(str(SCRIPTS / "predict.py"), run_name="__main__")
+    command = run_command("classify", "nowhere-1", "cat.png")
+    assert (script.value.code, capsys.readouterr().err) == (command.code, command.err)
+    assert "nowhere-1" in command.err
+
+
+def test_help_names_every_command_and_short_flag() -> None:
+    answer = run_command("--help", default="fit")
+    assert answer.code == 0
+    for name in COMMANDS:
+        assert re.search(rf"^ +{name} ", answer.out, re.MULTILINE), name
+    for flag in (
+        *("recipe", "devices", "accelerator", "nodes", "precision", "epochs", "logs", "checkpoint-every", "auto-batch"),
+        *("auto-lr", "debug", "dataset", "data-dir", "batch-size", "net", "lr", "seed", "resume", "rank-timeout", "trust"),
+    ):
+        assert re.search(rf"--{flag}\b", answer.out), flag
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_of_a_trainer_command_names_the_settings_of_trainer_model_and_data(command: str) -> None:
+    answer = run_command(command, "--help")
+    assert answer.code == 0
+    for flag in ("trainer.max_epochs", "trainer.precision", "model.net", "model.lr", "data.dataset", "data.batch_size"):
+        assert f"--{flag}" in answer.out, flag
+    assert "--print_config" in answer.out
+
+
+@pytest.mark.parametrize("command", ["bench", "export", "classify", "compare", "report", "serve", "devices"])
+def test_our_own_commands_have_a_help(command: str) -> None:
+    answer = run_command(command, "--help")
+    assert (answer.code, answer.err) == (0, "")
+    assert len(answer.lines) > 3
+
+
+def test_an_unknown_command_is_answered_with_the_nearest() -> None:
+    assert_refused(run_command("trian"), 2, "trian", "Did you mean train?", "validate")
+
+
+# ---- fit, train, validate, test, predict
+
+
+def test_fit_tests_nothing_and_names_the_command_that_does() -> None:
+    answer = run_command("fit", *SMALL, "--epochs", "1")
+    assert (answer.code, answer.err) == (0, "")
+    metrics = metrics_of(Path("lightning_logs/small-1"))
+    assert metrics["test"] is None
+    assert f"{metrics['val']['accuracy']:.4f}" in answer.out
+    assert "test accuracy" not in answer.out
+    command = next(line.split() for line in answer.lines if line.strip().startswith("cifar-lit test "))
+    assert run_command(*command[1:]).code == 0
+    assert metrics_of(Path("lightning_logs/small-2"))["test"]["images"] == 40
+
+
+def test_train_is_a_fit_and_then_one_test_of_the_best_checkpoint(run_dir: Path) -> None:
+    assert run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt").code == 0
+    tested = metrics_of(Path("lightning_logs/small-1"))["test"]
+    assert tested["loss"] == pytest.approx(metrics_of(run_dir)["test"]["loss"], abs=1e-5)
+    assert len([row for row in rows_of(run_dir / "metrics.csv") if row["test/loss"]]) == 1
+
+
+def test_a_printed_configuration_can_be_trained_from() -> None:
+    printed = run_command("fit", *SMALL, "--print_config")
+    assert printed.code == 0
+    assert not Path("lightning_logs").exists()
+    Path("own.yaml").write_text(printed.out)
+    answer = run_command("fit", "--config", "own.yaml", "--trainer.fast_dev_run", "true")
+    assert (answer.code, answer.err) == (0, "")
+
+
+def test_predict_writes_a_row_for_each_test_image(run_dir: Path) -> None:
+    answer = run_command("predict", "--ckpt_path", run_dir / "checkpoints/best.ckpt")
+    assert (answer.code, answer.err) == (0, "")
+    rows, tested = rows_of(Path("lightning_logs/small-1/predictions.csv")), rows_of(run_dir / "predictions.csv")
+    for name in ("index", "label", "predicted"):
+        assert [row[name] for row in rows] == [row[name] for row in tested]
+    assert "lightning_logs/small-1/predictions.csv" in answer.out
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_needs_a_checkpoint(command: str) -> None:
+    assert_refused(run_command(command), 2, "--ckpt_path")
+    assert_refused(run_command(command, "--ckpt_path", "nowhere.ckpt"), 2, "nowhere.ckpt")
+
+
+def test_validate_has_nothing_to_do_where_no_image_is_held_out(run_dir: Path) -> None:
+    answer = run_command("validate", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--data.val_size", "0")
+    assert_refused(answer, 2, "nothing to validate on", "val_size")
+
+
+# ---- recipes, devices
+
+
+def test_recipes_lists_every_packaged_recipe() -> None:
+    answer = run_command("recipes")
+    assert answer.code == 0
+    assert [name for name in RECIPES if not re.search(rf"\b{name}\b", answer.out)] == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_with_a_name_prints_its_settings_under_what_it_reaches(name: str) -> None:
+    answer = run_command("recipes", name)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith(f"# {name}")
+    settings = yaml.safe_load(answer.out)
+    assert settings.keys() <= {"seed_everything", "trainer", "model", "data"}
+    assert settings["model"]["net"]
+
+
+def test_devices_tells_what_the_machine_has_and_which_flag_uses_it() -> None:
+    answer = run_command("devices")
+    assert answer.code == 0
+    assert "--accelerator cpu" in answer.out
+    assert "torch" in answer.out
+
+
+def test_devices_with_a_net_counts_its_parameters(run_dir: Path) -> None:
+    answer = run_command("devices", "--net", "lenet", "--image_size=16", "--num_classes=4")
+    assert answer.code == 0
+    assert f"{metrics_of(run_dir)['parameters']:,}" in answer.out
+
+
+# ---- what uses a run
+
+
+def test_classify_names_what_is_on_pictures(run_dir: Path) -> None:
+    draw_folder(Path("pictures"), {"some": 2}, size=24)
+    answer = run_command("classify", run_dir, "pictures", "--csv", "rows.csv")
+    assert answer.code == 0, answer.err
+    rows = rows_of(Path("rows.csv"))
+    assert [row["path"] for row in rows] == ["pictures/some/0.png", "pictures/some/1.png"]
+    predictions = cifar_lit.load(str(run_dir)).predict([row["path"] for row in rows])
+    assert [row["predicted"] for row in rows] == [prediction.label for prediction in predictions]
+
+
+def test_classify_goes_on_after_a_file_that_is_no_picture_and_ends_with_1(run_dir: Path) -> None:
+    draw_folder(Path("pictures"), {"some": 1})
+    Path("pictures/some/broken.png").write_bytes(b"\x89PNG\r\n")
+    answer = run_command("classify", run_dir, "pictures")
+    assert answer.code == 1
+    assert "broken.png" in answer.out
+    assert "0.png" in answer.out
+    assert "Traceback" not in answer.err
+
+
+def test_compare_sets_runs_beside_each_other_and_names_what_differs(run_dir: Path) -> None:
+    for number, lr in enumerate(("0.05", "0.02"), 1):
+        copy = Path(f"logs/small-{number}")
+        shutil.copytree(run_dir, copy)
+        (copy / "config.yaml").write_text((copy / "config.yaml").read_text().replace("lr: 0.05", f"lr: {lr}"))
+    answer = run_command("compare", "logs/small-1", "logs/small-2")
+    assert (answer.code, answer.err) == (0, "")
+    for fact in ("small-1", "small-2", "0.05", "0.02", "model.lr"):
+        assert fact in answer.out, fact
+    assert "momentum" not in answer.out  # which is the same
+
+
+def test_report_writes_the_page_anew(run_dir: Path) -> None:
+    copy = Path("small-1")
+    shutil.copytree(run_dir, copy)
+    (copy / "report.html").unlink()
+    answer = run_command("report", copy)
+    assert answer.code == 0, answer.err
+    assert "lenet" in (copy / "report.html").read_text()
+
+
+def test_export_writes_a_file_that_answers_as_the_net_does(run_dir: Path) -> None:
+    copy = Path("small-1")
+    shutil.copytree(run_dir, copy)
+    answer = run_command("export", copy, "--to", "safetensors", "--out", "net.safetensors")
+    assert answer.code == 0, answer.err
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    assert torch.allclose(cifar_lit.load("net.safetensors")(images), cifar_lit.load(str(run_dir))(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("command", ["classify", "report", "compare", "export", "serve"])
+def test_a_run_that_is_not_there_is_named(command: str) -> None:
+    more = {"classify": ["cat.png"], "compare": ["nowhere-2"], "export": ["--to", "safetensors"]}.get(command, [])
+    answer = run_command(command, "nowhere-1", *more)
+    assert answer.code == 2
+    assert "nowhere-1" in answer.error_lines[-1]
+    assert len(answer.error_lines) == 1

@@ -1,0 +1,218 @@
+"""When something is wrong: one line on stderr, exit code 2 for what was typed and 1 for what failed, nothing damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .command_line import SMALL, Fork, assert_refused, checkpoint_of, contents_of, run_command
+
+S = "--recipe small.yaml"
+TYPED: list[tuple[str, list[str]]] = [
+    # the nearest right name
+    (f"{S} --trainer.max_epoch 3", ["--trainer.max_epoch", "Did you mean --trainer.max_epochs?"]),
+    (f"{S} --data.shufle=true", ["--data.shufle", "Did you mean --data.shuffle?"]),
+    (f"{S} --batchsize 3", ["--batchsize", "Did you mean --batch-size?"]),
+    (f"{S} --qqq", ["no flag --qqq"]),
+    ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
+    ("--recipe nowhere.yaml", ["nowhere.yaml"]),
+    ("recipes quikstart", ["'quikstart'", "Did you mean quickstart?"]),
+    (f"{S} --net resnt18", ["'resnt18'", "Did you mean resnet18?"]),
+    (f"{S} --dataset cifar1O", ["'cifar1O'", "Did you mean cifar10?", "fashion_mnist"]),
+    (f"{S} --config key.yaml", ["trainer.max_epoch", "Did you mean trainer.max_epochs?"]),
+    (f"{S} --config top.yaml", ["trainr", "Did you mean trainer"]),
+    (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
+    (f"{S} --precision bf17-mixed", ["--precision", "bf17-mixed", "Did you mean bf16-mixed?"]),
+    # abbreviations
+    (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
+    (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
+    (f"{S} --acc cpu", ["no flag --acc"]),
+    # values
+    (f"{S} --epochs", ["--epochs needs a value"]),
+    (f"{S} --lr --seed 3", ["--lr needs a value"]),
+    (f"{S} stray", ["'stray'"]),
+    (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
+    (f"{S} --epochs 0", ["--epochs", "at least 1"]),
+    (f"{S} --lr fast", ["--lr", "number", "fast"]),
+    (f"{S} --lr 0", ["learning rate", "above 0", "--lr"]),
+    (f"{S} --lr nan", ["--lr", "nan"]),
+    (f"{S} --batch-size 0", ["--batch-size", "at least 1"]),
+    (f"{S} --batch-size 1.5", ["--batch-size", "whole number", "1.5"]),
+    (f"{S} --data.crop 16", ["data.crop 16", "16×16"]),
+    (f"{S} --data.image_size 8", ["lenet", "8×8", "16×16"]),
+    (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
+    # files
+    (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
+    (f"{S} --config broken.yaml", ["broken.yaml", "YAML", "line 3"]),
+    (f"{S} --config text.yaml", ["text.yaml", "settings by name"]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def files(working_folder: Path) -> Path:
+    """The configuration files that TYPED names."""
+    (working_folder / "broken.yaml").write_text("trainer:\n  max_epochs: [1\nmodel: {")
+    (working_folder / "text.yaml").write_text("hello\n")
+    (working_folder / "key.yaml").write_text("trainer:\n  max_epoch: 3\n")
+    (working_folder / "top.yaml").write_text("trainr:\n  max_epochs: 3\n")
+    return working_folder
+
+
+@pytest.mark.parametrize(("line", "parts"), TYPED, ids=[line.replace(S, "…") for line, _ in TYPED])
+def test_what_cannot_be_meant_is_answered_in_one_line_with_2_and_makes_no_run(files: Path, line: str, parts: list[str]) -> None:
+    assert_refused(run_command(*line.split()), 2, *parts)
+    assert not (files / "lightning_logs").exists()
+
+
+# ---- checkpoints
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def text_instead(path: Path) -> None:
+    path.write_text("no checkpoint at all\n")
+
+
+def without_weights(path: Path) -> None:
+    torch.save({"epoch": 3}, path)
+
+
+@pytest.mark.parametrize("damage", [cut_short, emptied, text_instead, without_weights])
+def test_a_checkpoint_that_is_damaged_is_named_and_left(run_dir: Path, damage: Any) -> None:
+    shutil.copytree(run_dir, "copy")
+    checkpoint = Path("copy/checkpoints/best.ckpt")
+    damage(checkpoint)
+    before = contents_of(Path("copy"))
+    for command in ("test", "validate", "predict"):
+        assert_refused(run_command(command, "--ckpt_path", checkpoint), 1, str(checkpoint))
+    assert contents_of(Path("copy")) == before
+    assert not Path("lightning_logs").exists()
+
+
+def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints/best.ckpt"
+    for flags, other in (
+        (["--net", "tudui"], "tudui"),
+        (["--data.num_classes", "5"], "5 classes"),
+        (["--data.image_size", "20"], "20×20"),
+    ):
+        assert_refused(run_command("test", "--ckpt_path", checkpoint, *flags), 1, str(checkpoint), "lenet", other)
+    assert not Path("lightning_logs").exists()
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(
+    run_dir: Path, working_folder: Path, zipped: bool
+) -> None:
+    shutil.copytree(run_dir, "copy")
+    checkpoint = Path("copy/checkpoints/best.ckpt")
+    contents = {**checkpoint_of(checkpoint), "hyper_parameters": Payload(working_folder / "ran")}
+    torch.save(contents, checkpoint, _use_new_zipfile_serialization=zipped)
+    for command in ("test", "predict"):
+        assert_refused(run_command(command, "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
+    assert not (working_folder / "ran").exists()
+    torch.load(checkpoint, weights_only=False)
+    assert (working_folder / "ran").exists(), "the payload is harmless, so that nothing was tested"
+
+
+def test_a_damaged_model_file_is_named(run_dir: Path) -> None:
+    shutil.copytree(run_dir, "copy")
+    cut_short(Path("copy/model.safetensors"))
+    answer = run_command("classify", "copy", "cat.png")
+    assert answer.code == 1
+    assert "model.safetensors" in answer.error_lines[-1]
+    assert "Traceback" not in answer.err
+
+
+# ---- trainings that fail
+
+
+def test_a_loss_that_is_not_finite_stops_at_that_step_and_keeps_the_last_good_checkpoint() -> None:
+    answer = run_command(*SMALL, "--lr", "1e30")
+    assert answer.code == 1
+    (line,) = answer.error_lines
+    for part in ("cifar-lit: the loss is nan", "step", "lower --lr", "checkpoint"):
+        assert part.lower() in line.lower(), part
+    assert "test accuracy" not in answer.out
+    run_dir = Path("lightning_logs/small-1")
+    assert not (run_dir / "metrics.json").exists()
+    for path in run_dir.rglob("*.ckpt"):
+        assert all(tensor.isfinite().all() for tensor in checkpoint_of(path)["state_dict"].values() if tensor.is_floating_point())
+
+
+def test_a_resumed_run_whose_loss_is_not_finite_keeps_the_checkpoint_that_it_had(interruption: Any) -> None:
+    shutil.copytree(interruption.run_dir, "lightning_logs/small-1")
+    last = Path("lightning_logs/small-1/checkpoints/last.ckpt")
+    before = last.read_bytes()
+    answer = run_command("--resume", "--lr", "1e30")
+    assert answer.code == 1
+    assert "the loss is" in answer.error_lines[-1]
+    assert last.read_bytes() == before
+
+
+def test_a_folder_for_runs_that_cannot_be_made_is_told() -> None:
+    assert_refused(run_command(*SMALL, "--logs", "small.yaml/runs"), 1, "small.yaml/runs", "--logs")
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """An empty file system of that size at `folder`, which this process alone sees; copied to a folder beside it at the end."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        os._exit(NO_SMALL_DISK)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    if libc.mount(b"none", str(folder).encode(), b"tmpfs", 0, f"size={kilobytes}k".encode()):
+        os._exit(NO_SMALL_DISK)
+    yield
+    shutil.copytree(folder, f"{folder}-copy")
+
+
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000  # of Linux's <sched.h>
+NO_SMALL_DISK = 77  # the exit code where the system lets no file system be mounted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
+def test_a_full_disk_is_told_in_a_line_and_what_was_saved_before_is_intact(run_dir: Path, working_folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a process that has used a GPU cannot be forked")
+    disk = working_folder / "disk"
+    disk.mkdir()
+    checkpoint = (run_dir / "checkpoints/last.ckpt").stat().st_size
+    room = 5 * checkpoint // 2 // 1024  # for two of them and the curves, but not for a third
+    answer = Fork([*SMALL, "--logs", "disk"], working_folder, "full", around=small_disk(disk, room)).answer()
+    if answer.code == NO_SMALL_DISK:
+        pytest.skip("the system lets no small file system be mounted")
+    assert answer.code == 1
+    (line,) = answer.error_lines
+    assert line.startswith("cifar-lit: ")
+    assert "space" in line
+    left = working_folder / "disk-copy/small-1"
+    assert checkpoint_of(left / "checkpoints/last.ckpt")["global_step"] > 0
+    assert not [path for path in left.rglob("*") if path.name.endswith((".part", ".tmp"))]

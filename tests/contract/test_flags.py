@@ -1,0 +1,191 @@
+"""Short flags, configuration files and recipes: which setting each is, and which is stronger."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .command_line import (
+    SMALL,
+    assert_refused,
+    checkpoint_of,
+    config_of,
+    files_of,
+    metrics_of,
+    run_command,
+)
+
+# The short flag, a value, the long flag, and what the printed configuration says then.
+SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
+    ("devices", "2", "trainer.devices", 2),
+    ("accelerator", "gpu", "trainer.accelerator", "gpu"),
+    ("nodes", "2", "trainer.num_nodes", 2),
+    ("precision", "bf16-mixed", "trainer.precision", "bf16-mixed"),
+    ("epochs", "7", "trainer.max_epochs", 7),
+    ("dataset", "folder", "data.dataset", "folder"),
+    ("data-dir", "some folder", "data.root", "some folder"),
+    ("batch-size", "48", "data.batch_size", 48),
+    ("net", "shapenet", "model.net", "shapenet"),
+    ("lr", "0.125", "model.lr", 0.125),
+    ("seed", "11", "seed_everything", 11),
+]
+
+
+def printed_config(*words: object) -> dict[str, Any]:
+    """The settings that `cifar-lit fit … --print_config` prints."""
+    answer = run_command("fit", *words, "--print_config")
+    assert (answer.code, answer.err) == (0, "")
+    return yaml.safe_load(answer.out)
+
+
+def setting(config: dict[str, Any], name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+@pytest.mark.parametrize("spelling", ["short", "short with =", "long", "long with ="])
+def test_a_short_flag_is_a_spelling_of_the_long_one(spelling: str) -> None:
+    words: list[str] = []
+    for short, value, long, _ in SHORT_FLAGS:
+        flag = f"--{short if spelling.startswith('short') else long}"
+        words += [f"{flag}={value}"] if spelling.endswith("=") else [flag, value]
+    config = printed_config(*SMALL, *words)
+    found = {long: setting(config, long) for _, _, long, _ in SHORT_FLAGS}
+    expected = {long: result for _, _, long, result in SHORT_FLAGS}
+    found["trainer.devices"] = int(found["trainer.devices"])  # "2" is as good as 2
+    assert found == expected
+
+
+@pytest.mark.parametrize("devices", ["2", "0,1", "[1]", "auto"])
+def test_devices_takes_a_number_ids_a_list_or_auto(devices: str) -> None:
+    found = setting(printed_config(*SMALL, "--devices", devices), "trainer.devices")
+    assert str(found) == devices
+
+
+def test_every_setting_of_trainer_model_and_data_is_a_flag() -> None:
+    words = ["--trainer.gradient_clip_val", "0.5", "--model.weight_decay=0.01", "--data.count", "400"]
+    config = printed_config(*SMALL, *words)
+    assert config["trainer"]["gradient_clip_val"] == 0.5
+    assert config["model"]["weight_decay"] == 0.01
+    assert config["data"]["count"] == 400
+
+
+def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
+    assert printed_config("--recipe", "quickstart")["data"]["dataset"] == "shapes"
+    assert printed_config("--recipe", "resnet18")["model"]["net"] == "resnet18"
+    assert printed_config("--recipe", working_folder / "small.yaml")["model"]["net"] == "lenet"
+
+
+def test_flags_are_stronger_than_config_files_and_these_than_the_recipe_wherever_they_stand() -> None:
+    Path("one.yaml").write_text("model: {lr: 1, momentum: 0.1}\ndata: {batch_size: 11}\n")
+    Path("two.yaml").write_text("model: {momentum: 0.2}\n")
+    pieces = [("--lr", "3"), ("--config", "one.yaml"), ("--config", "two.yaml"), SMALL]
+    for order in itertools.permutations(pieces):
+        if order.index(pieces[1]) > order.index(pieces[2]):
+            continue  # among files, the later is the stronger
+        config = printed_config(*itertools.chain(*order))
+        assert (config["model"]["lr"], config["model"]["momentum"]) == (3, 0.2), order
+        assert (config["data"]["batch_size"], config["model"]["net"]) == (11, "lenet"), order
+
+
+def test_a_checkpoints_settings_never_override_a_flag(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints/best.ckpt"
+    answer = run_command("test", "--ckpt_path", checkpoint, "--batch-size", "7", "--lr", "0.125", "--seed=8")
+    assert answer.code == 0, answer.err
+    config = config_of(Path("lightning_logs/small-1"))
+    assert (config["data"]["batch_size"], config["model"]["lr"], config["seed_everything"]) == (7, 0.125, 8)
+    assert metrics_of(Path("lightning_logs/small-1"))["seed"] == 8
+
+
+def test_another_seed_is_another_run(run_dir: Path) -> None:
+    assert run_command("--seed", "4", "--config", run_dir / "config.yaml", "--epochs", "1").code == 0
+    weights, others = (
+        checkpoint_of(run / "checkpoints/best.ckpt")["state_dict"] for run in (run_dir, Path("lightning_logs/small-1"))
+    )
+    assert any(not weights[name].equal(others[name]) for name in weights)
+
+
+def test_logs_names_the_folder_of_run_folders_and_beats_a_config_file() -> None:
+    Path("own.yaml").write_text("logs: of_the_file\n")
+    answer = run_command("fit", "--logs", "some/runs", *SMALL, "--config", "own.yaml", "--epochs", "1")
+    assert "run some/runs/small-1" in answer.lines
+    assert (Path("some/runs/small-1") / "metrics.json").is_file()
+    assert not Path("lightning_logs").exists()
+    assert not Path("of_the_file").exists()
+
+
+def test_a_fast_dev_run_of_lightning_leaves_nothing_behind(working_folder: Path) -> None:
+    answer = run_command(*SMALL, "--trainer.fast_dev_run", "true")
+    assert (answer.code, answer.err) == (0, "")
+    assert {path.name for path in working_folder.iterdir()} <= {"small.yaml", "cache"}
+
+
+# ---- checkpoints within epochs, searches
+
+
+def test_checkpoints_within_epochs_are_written_and_those_that_are_not_needed_go_at_the_end() -> None:
+    answer = run_command("fit", *SMALL, "--checkpoint-every", "2", "--epochs", "1")
+    assert (answer.code, answer.err) == (0, "")
+    run_dir = Path("lightning_logs/small-1")
+    assert config_of(run_dir)["checkpoint_every"] == 2
+    assert {name for name in files_of(run_dir) if name.endswith(".ckpt")} == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--checkpoint-every", "10m"), ("--rank-timeout", "30")])
+def test_intervals_and_timeouts_are_settings_that_are_kept(flag: str, value: str) -> None:
+    config = printed_config(*SMALL, flag, value)
+    assert str(config[flag.strip("-").replace("-", "_")]).removesuffix(".0") == value
+
+
+@pytest.mark.parametrize("value", ["often", "0", "10 minutes"])
+def test_an_interval_that_means_nothing_is_refused(value: str) -> None:
+    assert_refused(run_command(*SMALL, "--checkpoint-every", value), 2, "--checkpoint-every", value, "500", "10m")
+    assert not Path("lightning_logs").exists()
+
+
+def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml() -> None:
+    words = ["--net", "shapenet", "--auto-batch", "--auto-lr", "--data.count", "800", "--epochs", "1"]
+    answer = run_command("fit", *SMALL, *words)
+    assert answer.code == 0, answer.err
+    config = config_of(Path("lightning_logs/small-1"))
+    assert config["model"]["lr"] != 0.05
+    assert f"{config['model']['lr']:g}" in answer.out
+    assert config["data"]["batch_size"] == metrics_of(Path("lightning_logs/small-1"))["batch_size"]
+    assert str(config["data"]["batch_size"]) in answer.out
+
+
+def test_a_search_is_only_for_new_trainings(run_dir: Path) -> None:
+    answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
+    assert_refused(answer, 2, "--auto-lr", "new trainings")
+
+
+# ---- --trust, --debug
+
+
+def test_a_configuration_file_names_classes_of_ones_own_only_with_trust(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (working_folder / "contract_callbacks.py").write_text(
+        "from pathlib import Path\nfrom lightning.pytorch.callbacks import Callback\nPath('imported').touch()\n"
+        "class Mark(Callback):\n    def on_train_start(self, trainer, pl_module):\n        Path('trained').touch()\n"
+    )
+    monkeypatch.syspath_prepend(working_folder)
+    Path("own.yaml").write_text("trainer:\n  callbacks:\n  - class_path: contract_callbacks.Mark\n")
+    words = ["fit", *SMALL, "--config", "own.yaml", "--epochs", "1"]
+    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")
+    assert not Path("imported").exists()
+    assert run_command(*words, "--trust").code == 0
+    assert Path("trained").exists()
+
+
+def test_debug_shows_the_traceback_and_then_the_same_line() -> None:
+    plain, debugged = (run_command(*SMALL, "--epochs", "many", *more) for more in ((), ("--debug",)))
+    assert "Traceback" not in plain.err
+    assert "Traceback (most recent call last):" in debugged.err
+    assert debugged.err.splitlines()[-1:] == plain.err.splitlines()
+    assert debugged.code == plain.code == 2

@@ -1,0 +1,152 @@
+"""Ctrl-C, and going on: in the folder of the run, with its settings, from the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .command_line import (
+    SMALL,
+    Answer,
+    assert_refused,
+    checkpoint_of,
+    config_of,
+    contents_of,
+    copy_run,
+    files_of,
+    metrics_of,
+    rows_of,
+    run_command,
+)
+from .conftest import STEPS, Interruption
+
+
+@pytest.fixture
+def interrupted(interruption: Interruption) -> Path:
+    """A copy of the interrupted run in the working folder."""
+    return copy_run(interruption.run_dir)
+
+
+def go_on_command(answer: Answer) -> list[str]:
+    """The words of the command that goes on, without the program's name."""
+    (line,) = [line for line in answer.err.splitlines() if "--resume" in line]
+    words = shlex.split(line)
+    return words[words.index("train") :]
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(interruption: Interruption) -> None:
+    assert interruption.answer.code == 130
+    assert "Traceback" not in interruption.answer.err + interruption.answer.out
+
+
+def test_ctrl_c_writes_the_checkpoint_of_that_moment(interruption: Interruption) -> None:
+    last = interruption.run_dir / "checkpoints/last.ckpt"
+    assert last.stat().st_mtime_ns > interruption.signal_time
+    assert 0 < checkpoint_of(last)["global_step"] < STEPS
+
+
+def test_ctrl_c_leaves_no_results_and_no_half_written_files(interruption: Interruption) -> None:
+    left = files_of(interruption.run_dir)
+    assert not left & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
+    assert not {name for name in left if name.endswith((".part", ".tmp"))}
+    assert "config.yaml" in left
+
+
+def test_ctrl_c_prints_the_exact_command_to_go_on(interruption: Interruption, interrupted: Path) -> None:
+    words = go_on_command(interruption.answer)
+    assert words[-2:] == ["--resume", "lightning_logs/small-1"]
+    answer = run_command(*words)
+    assert (answer.code, answer.err) == (0, "")
+    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}  # it goes on in the folder it resumes
+    assert metrics_of(interrupted)["test"]["images"] == 280
+    assert checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"] == STEPS
+    rows = rows_of(interrupted / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == sorted(int(row["step"]) for row in rows)
+    assert len([row for row in rows if row["val/loss"]]) == 1
+    assert "checkpoints/previous.ckpt" not in files_of(interrupted)
+
+
+def test_a_run_that_another_process_writes_is_refused_by_name(interruption: Interruption) -> None:
+    assert_refused(interruption.while_running, 1, "is writing", "small-1", "wait")
+
+
+# ---- which run
+
+
+def test_resume_without_a_path_goes_on_with_the_newest_run_and_flags_count(interrupted: Path) -> None:
+    answer = run_command("--resume", "--data.eval_batch_size", "123")
+    assert answer.code == 0, answer.err
+    assert "run lightning_logs/small-1" in answer.lines
+    assert config_of(interrupted)["data"]["eval_batch_size"] == 123
+    assert config_of(interrupted)["data"]["batch_size"] == 8
+
+
+def test_a_finished_run_is_named_as_finished_and_left_as_it_is(run_dir: Path) -> None:
+    before = contents_of(run_dir)
+    for words in (["--resume", run_dir], ["--resume", run_dir / "checkpoints/last.ckpt"], ["--resume", "--logs", run_dir.parent]):
+        assert_refused(run_command(*words), 2, str(run_dir), "is finished", "metrics.json")
+    assert contents_of(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--resume"], ["nothing to resume", "lightning_logs"]),
+        (["--resume", "nowhere"], ["nothing to resume", "nowhere"]),
+        (["--ckpt_path", "nowhere"], ["nothing to resume", "nowhere"]),
+        (["test", "--resume"], ["--resume", "--ckpt_path"]),
+    ],
+)
+def test_what_cannot_be_resumed_is_told(words: list[str], parts: list[str]) -> None:
+    assert_refused(run_command(*words), 2, *parts)
+    assert not Path("lightning_logs").exists()
+
+
+# ---- what the line may say besides
+
+
+@pytest.mark.xfail(strict=False, reason="--resume refuses every --recipe, also the run's own")
+def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> None:
+    settings = ["--data.count", "1400", "--batch-size", "8", "--lr", "0.001", "--net", "lenet"]
+    answer = run_command(*SMALL, *settings, "--epochs", "1", "--resume")
+    assert answer.code == 0, answer.err
+    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}
+    assert metrics_of(interrupted)["test"]["images"] == 280
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--recipe", "quickstart"], ["--net", "tudui"], ["--model.optimizer", "adamw"], ["--data.num_classes", "5"]],
+    ids=lambda words: words[0],
+)
+def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrupted: Path, words: list[str]) -> None:
+    before = contents_of(interrupted)
+    answer = run_command("--resume", *words)
+    assert answer.code == 2, answer.err
+    assert len(answer.error_lines) == 1
+    assert "Traceback" not in answer.err
+    after = contents_of(interrupted)
+    assert {name: after[name] for name in after if name.endswith(".ckpt")} == {
+        name: before[name] for name in before if name.endswith(".ckpt")
+    }
+    assert "metrics.json" not in after
+
+
+# ---- damage
+
+
+def test_a_damaged_newest_checkpoint_is_replaced_by_the_one_before_and_both_are_named(interrupted: Path) -> None:
+    last, previous = interrupted / "checkpoints/last.ckpt", interrupted / "checkpoints/previous.ckpt"
+    shutil.copy(last, previous)
+    last.write_bytes(last.read_bytes()[:-1000])
+    answer = run_command("--resume")
+    assert answer.code == 0, answer.err
+    (line,) = answer.error_lines
+    assert str(last) in line
+    assert str(previous) in line
