@@ -84,7 +84,7 @@ def test_nets_of_ours_take_any_channels_size_and_classes(name: str, channels: in
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", sorted(NETS))
 def test_each_least_size_is_the_least_that_works(name: str) -> None:
-    least = NETS[name].least
+    least = NETS[name].min_size
     least = least if isinstance(least, int) else least()
     assert logits(build_net(name, channels=3, image_size=least, num_classes=5), 3, least, least).shape == (2, 5)
     if least > 1:

@@ -74,7 +74,7 @@ def test_eps_damps_a_direction_of_variance_e_to_e_over_e_plus_eps() -> None:
 def test_sums_by_blocks_are_those_of_all_images_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     images = pictures(count=7)
     at_once = whitening_filters(images, 2)
-    monkeypatch.setattr(whitening, "BLOCK", 2 * 12 * 8 * 10)  # two images' patches
+    monkeypatch.setattr(whitening, "BLOCK_NUMBERS", 2 * 12 * 8 * 10)  # two images' patches
     torch.testing.assert_close(whitening_filters(images, 2), at_once, rtol=1e-6, atol=1e-6)
 
 
