@@ -14,7 +14,7 @@ from downloading import CONTENT, MirrorMaker, get
 from own_images import decodings, open_set, save
 
 from cifar_lit.data import archives, cache, download
-from cifar_lit.data.archives import _idx_intact, _unpack
+from cifar_lit.data.archives import idx_intact, unpack
 from cifar_lit.data.folder import folder
 from cifar_lit.errors import Failure, UsageError
 
@@ -97,7 +97,7 @@ def test_a_source_that_claims_or_gives_too_much_is_left(
 ) -> None:
     endless, good = mirror(), mirror()
     endless.files["a.gz"] = CONTENT * 2
-    monkeypatch.setattr(download, "LARGEST", len(CONTENT))
+    monkeypatch.setattr(download, "MAX_DOWNLOAD", len(CONTENT))
     get(target, endless, good)
     assert target.read_bytes() == CONTENT
     monkeypatch.setattr(download, "_open", lambda url, start: (io.BytesIO(CONTENT * 2), 0, 0))  # no length is told
@@ -142,7 +142,7 @@ def test_unpacking_stays_in_its_folder_whatever_the_archive_says(tmp_path: Path,
     room.mkdir()
     before = set(tmp_path.rglob("*"))
     try:
-        _unpack(tmp_path / "data.tar", room / "data")
+        unpack(tmp_path / "data.tar", room / "data")
     except Failure as refusal:
         assert "was not unpacked" in str(refusal)
     except FileNotFoundError:  # it fell into the room without the folder that is wanted
@@ -153,21 +153,21 @@ def test_unpacking_stays_in_its_folder_whatever_the_archive_says(tmp_path: Path,
 
 
 def test_an_archive_that_unpacks_to_too_much_is_left_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "LARGEST_UNPACKED", 1000)
+    monkeypatch.setattr(archives, "MAX_UNPACKED", 1000)
     with tarfile.open(tmp_path / "data.tar", "w") as tar:
         member = tarfile.TarInfo("data/a")
         member.size = 1001
         tar.addfile(member, io.BytesIO(bytes(1001)))
     with pytest.raises(Failure, match="it claims 1,001 bytes"):
-        _unpack(tmp_path / "data.tar", tmp_path / "data")
+        unpack(tmp_path / "data.tar", tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["data.tar"]
 
 
 def test_an_idx_file_that_claims_more_than_it_holds_is_not_read(tmp_path: Path) -> None:
     plain = tmp_path / "images"
     plain.write_bytes(bytes([0, 0, 8, 3]) + 3 * (2**31).to_bytes(4, "big"))
-    assert not _idx_intact(tmp_path / "images.gz")
+    assert not idx_intact(tmp_path / "images.gz")
     os.truncate(plain, 4 << 30)
-    assert not _idx_intact(tmp_path / "images.gz")
+    assert not idx_intact(tmp_path / "images.gz")
     plain.write_bytes(bytes([0, 0, 14, 1, 0, 0, 0, 8]) + bytes(8))  # one float64, told as eight bytes
-    assert not _idx_intact(tmp_path / "images.gz")
+    assert not idx_intact(tmp_path / "images.gz")

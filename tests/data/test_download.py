@@ -64,11 +64,11 @@ def test_a_broken_transfer_goes_on_where_it_stopped(mirror: MirrorMaker, target:
 
 
 def test_the_next_mirror_goes_on_where_the_last_one_broke_for_good(mirror: MirrorMaker, target: Path) -> None:
-    breaking, good = mirror(cuts=[10_000] * download.ATTEMPTS), mirror()
+    breaking, good = mirror(cuts=[10_000] * download.MAX_ATTEMPTS), mirror()
     get(target, breaking, good)
     assert target.read_bytes() == CONTENT
-    assert len(breaking.asked) == download.ATTEMPTS
-    assert good.asked == [("a.gz", 10_000 * download.ATTEMPTS)]
+    assert len(breaking.asked) == download.MAX_ATTEMPTS
+    assert good.asked == [("a.gz", 10_000 * download.MAX_ATTEMPTS)]
 
 
 def test_a_part_of_an_earlier_start_is_taken_up(mirror: MirrorMaker, target: Path) -> None:

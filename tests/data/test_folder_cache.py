@@ -176,7 +176,7 @@ def test_a_cache_larger_than_memory_opens(tmp_path: Path) -> None:
     rows = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3072 + 1) * 4
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(rows * 3072)
-    images = torch.from_numpy(cache._mapped(tmp_path / "sparse", (rows, 32, 32, 3)))
+    images = torch.from_numpy(cache.map_images(tmp_path / "sparse", (rows, 32, 32, 3)))
     images[-1] = 7
     assert images[-1].float().mean() == 7 and images[0].sum() == 0
 

@@ -32,7 +32,7 @@ def test_when_all_fail_each_source_tells_its_reason_and_the_way_out_is_named(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, *rest, **kw: (no_names if host == "mirror.invalid" else connect)(host, *rest, **kw)
     )
-    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    monkeypatch.setattr(download, "MAX_ATTEMPTS", 1)
     cut, missing, silent = mirror(cuts=[35_900]), mirror(status=404), mirror(stall_after=0)
     nowhere = "http://mirror.invalid/a.gz"
     with pytest.raises(Failure) as failure:
