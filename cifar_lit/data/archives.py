@@ -44,13 +44,8 @@ MAX_UNPACKED = 1 << 30  # bytes; CIFAR's are below 190 MB
 def cifar10(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
     """CIFAR-10: uint8 (50000 or 10000, 32, 32, 3), ten classes.
 
-    Args:
-        root: the folder of `cifar-10-batches-py` and `cifar-10-python.tar.gz`; what is missing is downloaded.
-        train: whether the training images are meant.
-        urls: of the archive, in place of the mirrors.
-
-    Raises:
-        Failure: when no source gives it or the disk does not take it.
+    root: the folder of `cifar-10-batches-py` and `cifar-10-python.tar.gz`; what is missing is downloaded from `urls` (each names
+    the archive) in place of the mirrors. Raises Failure when no source gives it or the disk does not take it.
     """
     return _cifar(datasets.CIFAR10, root, train, urls)
 
@@ -63,17 +58,14 @@ def cifar100(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
 def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSet:
     """Reads with torchvision's `reader`, which checks the md5 of every unpacked file, and prepares them where it refuses."""
     root = root.expanduser()
-    folder = root / reader.base_folder
+    folder, archive = root / reader.base_folder, root / reader.filename
     with disk_errors(root):
         data = _read_if_intact(reader, root, train)
         if data is None:
             with download_lock(folder):
                 data = _read_if_intact(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
-                    archive = fetch(
-                        reader.filename, urls or CIFAR_MIRRORS[reader.filename], reader.tgz_md5, root / reader.filename
-                    )
-                    unpack(archive, folder)
+                    unpack(fetch(archive.name, urls or CIFAR_MIRRORS[archive.name], reader.tgz_md5, archive), folder)
                     data = _read_if_intact(reader, root, train)
         if data is None:
             raise Failure(f"{folder} is damaged right after unpacking {archive}: check the disk, or use another --data-dir")
@@ -114,13 +106,8 @@ def unpack(archive: Path, folder: Path) -> None:
 def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
     """Fashion-MNIST: uint8 (60000 or 10000, 28, 28, 1), ten classes.
 
-    Args:
-        root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded.
-        train: whether the training images are meant.
-        urls: of the folder of the four packed files, in place of the mirrors.
-
-    Raises:
-        Failure: when no source gives it or the disk does not take it.
+    root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded from `urls`
+    (each names the folder of the four packed files) in place of the mirrors. Raises Failure as `cifar10`.
     """
     root = root.expanduser()
     raw = root / "FashionMNIST" / "raw"

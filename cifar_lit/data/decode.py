@@ -26,9 +26,7 @@ from cifar_lit.errors import Failure
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
 MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
-MAX_UNPACKED_PIXELS = (
-    1 << 25
-)  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
+MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once (a large JPEG is unpacked smaller); with alpha, each takes 12 bytes
 _OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
     b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
@@ -40,14 +38,9 @@ _PLAIN_REASONS = {  # for what Pillow says, by a part of it
 }
 _ORIENTATION = 0x0112  # EXIF tag, 1 … 8; 1 is upright
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
