@@ -118,7 +118,7 @@ def test_the_list_of_names_starts_with_ours_and_names_each_net_once() -> None:
     assert not any("rcnn" in name or "deeplab" in name or "quantized" in name for name in names)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet-18", "resnet18")])
+@pytest.mark.parametrize(("typed", "meant"), [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18")])
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     for use in (takes_any_size, lambda name: build_net(name, channels=3, image_size=32, num_classes=10)):
         with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
