@@ -28,8 +28,9 @@ BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at onc
 def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """Filters that whiten the patches at every place of `images`: C·patch² of them, then the same negated.
 
-    The covariance of the patches, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that of
-    the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in airbench).
+    The covariance of the patches, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that
+    of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in
+    airbench).
 
     Summed in float64 on the images' device and decomposed on the CPU, which is faster for so small a matrix. An eigenvector's
     sign is free: here its first component is positive, leaving out those that are zero but for rounding, so that the same
