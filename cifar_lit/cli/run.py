@@ -125,8 +125,9 @@ class Run:
             card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
             weights, path = model.net.state_dict(), self.folder.path / "model.safetensors"
             save_weights(path, weights, card)
-            look = load(path, str(data.device)).look  # with the net as it will be used, whatever precision it was trained in
-            if learned := learn_novelty(look, data.train_images.images, *data.split):
+            # with the net as it will be used, whatever precision it was trained in
+            embed = load(path, str(data.device)).logits_and_embeddings
+            if learned := learn_novelty(embed, data.train_images.images, *data.split):
                 save_weights(path, weights, replace(card, novelty=learned[1]), learned[0])
             (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
         if outcomes is not None:

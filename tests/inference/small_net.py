@@ -30,8 +30,12 @@ def write_net(
         from cifar_lit.inference.load import Classifier
 
         count = len(images)
-        learned = learn_novelty(
-            Classifier(load_model_file(path)).look, images, torch.arange(count // 2), torch.arange(count // 2, count)
+        embed = Classifier(load_model_file(path)).logits_and_embeddings
+        learned = learn_novelty(embed, images, torch.arange(count // 2), torch.arange(count // 2, count))
+            Classifier(load_model_file(path)).logits_and_embeddings,
+            images,
+            torch.arange(count // 2),
+            torch.arange(count // 2, count),
         )
         assert learned is not None
         save_weights(path, fresh.state_dict(), replace(card, novelty=learned[1]), learned[0])

@@ -14,11 +14,23 @@ from torch import Tensor
 
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference import export_formats
-from cifar_lit.inference import export_formats as export_int8
-from cifar_lit.inference.export import Sample, check_request, default_path, export
-from cifar_lit.inference.export_check import Check, check, latencies, refuse_disagreement
-from cifar_lit.inference.export_formats import FORMAT, FORMATS, METADATA_FILE, onnx_model, open_onnx, runner_of
+from cifar_lit.inference import export as export_module
+from cifar_lit.inference.export import (
+    FORMAT,
+    FORMATS,
+    METADATA_FILE,
+    Check,
+    Sample,
+    check,
+    check_request,
+    default_path,
+    export,
+    latencies,
+    onnx_model,
+    open_onnx,
+    refuse_disagreement,
+    runner_of,
+)
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 
@@ -49,7 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are not what is tested here."""
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, least=1))
+    monkeypatch.setattr(
+        "cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, min_turns=1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,7 @@ def test_an_onnx_file_says_what_it_takes_and_gives(tmp_path: Path) -> None:
     assert json.loads(said["classes"]) == CLASSES
     assert json.loads(said["image_size"]) == [20, 20]
     assert said["input"] == "images: uint8 (batch, 1, 20, 20), grey, 0 to 255, not normalised"
-    assert str(Path(export_formats.__file__).parent).encode() not in (tmp_path / "a.onnx").read_bytes()
+    assert str(Path(export_module.__file__).parent).encode() not in (tmp_path / "a.onnx").read_bytes()
 
 
 def test_a_torch_export_file_carries_the_same_words(tmp_path: Path) -> None:
@@ -108,7 +122,7 @@ def test_a_torch_export_file_carries_the_same_words(tmp_path: Path) -> None:
     export(net, "torch-export", tmp_path / "a.pt2", Sample(noise(3, 3, 16, 16), None))
     extra = {METADATA_FILE: ""}
     torch.export.load(tmp_path / "a.pt2", extra_files=extra)
-    assert json.loads(extra[METADATA_FILE]) == export_formats.metadata(net)
+    assert json.loads(extra[METADATA_FILE]) == export_module.metadata(net)
 
 
 def test_a_safetensors_copy_is_a_run_s_model(tmp_path: Path) -> None:
@@ -137,9 +151,9 @@ def test_int8_is_smaller_and_decides_nearly_alike(run: Path, tmp_path: Path) -> 
 
 
 def test_small_layers_at_both_ends_stay_in_float_and_large_ones_do_not() -> None:
-    quantised, kept = export_int8._layers(onnx_model(fresh("lenet", 32)))
+    quantised, kept = export_module._layers(onnx_model(fresh("lenet", 32)))
     assert (len(quantised), len(kept)) == (3, 2)
-    quantised, kept = export_int8._layers(onnx_model(fresh("signs_mlp", 16)))  # whose first layer holds nearly all weights
+    quantised, kept = export_module._layers(onnx_model(fresh("signs_mlp", 16)))  # whose first layer holds nearly all weights
     assert (len(quantised), len(kept)) == (2, 1)
 
 
@@ -222,7 +236,7 @@ def test_the_limits_of_disagreement(found: Check, int8: bool, kept: bool) -> Non
 def test_times_are_taken_in_turn() -> None:
     order: list[int] = []
     runners = [lambda images, number=number: order.append(number) or images for number in (0, 1)]
-    taken = latencies(runners, noise(1, 1, 2, 2), seconds=0, least=3)
+    taken = latencies(runners, noise(1, 1, 2, 2), seconds=0, min_turns=3)
     assert order == [0, 1] * 4
     assert [len(times) for times in taken] == [3, 3]
 
@@ -237,8 +251,8 @@ def test_what_is_missing_or_meaningless_is_told_in_one_line(monkeypatch: pytest.
         check_request("onnx", "int4")
     with pytest.raises(UsageError, match="with --to onnx"):
         check_request("torch-export", "int8")
-    found = export_formats.find_spec
-    monkeypatch.setattr(export_formats, "find_spec", lambda name: None if name.startswith("onnx") else found(name))
+    found = export_module.find_spec
+    monkeypatch.setattr(export_module, "find_spec", lambda name: None if name.startswith("onnx") else found(name))
     with pytest.raises(Failure) as told:
         check_request("onnx", None)
     assert str(told.value) == (

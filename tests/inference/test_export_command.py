@@ -15,7 +15,7 @@ from PIL import Image
 from cifar_lit.cli.export import export
 from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.export_check import latencies
+from cifar_lit.inference.export import latencies
 from cifar_lit.runs.model_file import load_model_file, save_weights
 
 torch.set_num_threads(1)
@@ -31,7 +31,9 @@ def run(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, least=1))
+    monkeypatch.setattr(
+        "cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, min_turns=1)
+    )
     shutil.copytree(fitted, "runs/shapes-1")
     return Path("runs/shapes-1")
 

@@ -74,22 +74,22 @@ def test_weights_keep_what_tells_novelty_apart_from_the_nets_own(telling_run: Pa
     assert list(net.novelty) == ["known"] and not [name for name in net.state_dict() if "novelty" in name]
     told, plain = cifar_lit.load(telling_run), cifar_lit.load(write_net(tmp_path / "plain"))
     images = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
-    for with_mark, without in zip(told.predictions(images), plain.predictions(images), strict=True):
+    for with_mark, without in zip(told.predict_batch(images), plain.predict_batch(images), strict=True):
         assert (without.novelty, without.unlike) == (None, None)
         assert with_mark.novelty is not None and with_mark.unlike == (with_mark.novelty > net.card.novelty["threshold"])
         assert with_mark.top == without.top
-    assert told.predictions(images[:0]) == []
+    assert told.predict_batch(images[:0]) == []
     # settings whose tensors are gone, as when the bare net was written again
     save_weights(tmp_path / "bare.safetensors", net.net.state_dict(), replace(net.card))
-    assert cifar_lit.load(tmp_path / "bare.safetensors").predictions(images[:1])[0].unlike is None
+    assert cifar_lit.load(tmp_path / "bare.safetensors").predict_batch(images[:1])[0].unlike is None
 
 
 def test_noise_is_known_to_a_net_that_has_seen_noise_and_plain_colours_are_not(telling_run: Path) -> None:
     classifier = cifar_lit.load(telling_run)
     noise = torch.randint(0, 256, (100, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     plain = noise[:, :, :1, :1].expand(100, 3, 32, 32)
-    assert sum(bool(found.unlike) for found in classifier.predictions(noise)) < 20
-    assert sum(bool(found.unlike) for found in classifier.predictions(plain)) > 90
+    assert sum(bool(found.unlike) for found in classifier.predict_batch(noise)) < 20
+    assert sum(bool(found.unlike) for found in classifier.predict_batch(plain)) > 90
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:

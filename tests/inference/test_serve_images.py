@@ -8,13 +8,13 @@ import json
 import pytest
 from serving import form, picture
 
-from cifar_lit.inference.serve_requests import Asked, Limits, Refused, asked_for
+from cifar_lit.inference.serve.images import Images, Limits, RequestError, parse_body
 
 LIMITS = Limits(images=3)
 
 
-def asked(body: bytes, kind: str) -> Asked:
-    return asked_for(kind, body, LIMITS)
+def asked(body: bytes, kind: str) -> Images:
+    return parse_body(kind, body, LIMITS)
 
 
 def test_files_of_a_form_are_taken_to_the_byte_and_other_fields_are_left_out() -> None:
@@ -22,7 +22,7 @@ def test_files_of_a_form_are_taken_to_the_byte_and_other_fields_are_left_out() -
     body, headers = form(("a.jpg", odd), ("b.bmp", b"BM\r\n"))
     note = b'--x-y\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n'
     found = asked(b"a preamble\r\n" + note + body, headers["Content-Type"])
-    assert found == Asked([("image 1 (a.jpg)", odd), ("image 2 (b.bmp)", b"BM\r\n")], many=True)
+    assert found == Images([("image 1 (a.jpg)", odd), ("image 2 (b.bmp)", b"BM\r\n")], many=True)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_base64_may_be_folded_and_may_be_a_data_url() -> None:
 
 @pytest.mark.parametrize("kind", ["image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""])
 def test_a_body_of_an_images_type_is_the_image(kind: str) -> None:
-    assert asked(picture(), kind) == Asked([("the image", picture())], many=False)
+    assert asked(picture(), kind) == Images([("the image", picture())], many=False)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_body_of_an_images_type_is_the_image(kind: str) -> None:
     ],
 )
 def test_what_is_no_request_for_images_is_refused(kind: str, body: bytes, status: int) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestError) as refused:
         asked(body, kind)
     assert refused.value.status == status
     assert "\n" not in refused.value.text
