@@ -49,19 +49,12 @@ class Sample(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A file that was kept.
-
-    Args:
-        path: of the file.
-        size: its bytes.
-        check: how its probabilities compare with the net's.
-        seconds: for each of the timed batches the medians of the net and of the file.
-    """
+    """A file that was kept."""
 
     path: Path
-    size: int
+    size: int  # bytes
     check: Check
-    seconds: dict[int, tuple[float, float]]
+    seconds: dict[int, tuple[float, float]]  # for each of the timed batches the medians of the net and of the file
 
 
 def check_request(to: str, quantize: str | None) -> None:
@@ -130,19 +123,12 @@ MAX_ACCURACY_LOSS = 0.02  # in int8
 
 
 class Check(NamedTuple):
-    """A file beside its net over the same images.
+    """A file beside its net over the same images."""
 
-    Args:
-        images: how many.
-        difference: the largest of any probability.
-        agreeing: images on which both decide alike.
-        accuracy: fraction right, of the net and of the file; None where no labels are known.
-    """
-
-    images: int
-    difference: float
-    agreeing: int
-    accuracy: tuple[float, float] | None
+    images: int  # how many
+    difference: float  # the largest of any probability
+    agreeing: int  # images on which both decide alike
+    accuracy: tuple[float, float] | None  # fraction right, of the net and of the file; None where no labels are known
 
     @property
     def agreement(self) -> float:
@@ -162,7 +148,9 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
         places = torch.arange(batch) % len(images)
         difference = max(difference, _difference(file(images[places]), expected[places]))
     before, after = expected.argmax(1), answers.argmax(1)
-    accuracy = None if labels is None else (_fraction(before == labels), _fraction(after == labels))
+    accuracy = None
+    if labels is not None:
+        accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
     return Check(len(images), difference, int((before == after).sum()), accuracy)
 
 
@@ -171,10 +159,6 @@ def _difference(answers: Tensor, expected: Tensor) -> float:
     if answers.shape != expected.shape or not bool(answers.isfinite().all()):
         return float("inf")
     return float((answers - expected).abs().max())
-
-
-def _fraction(right: Tensor) -> float:
-    return int(right.sum()) / len(right)
 
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
@@ -219,10 +203,10 @@ def latencies(
 
 
 class Format(NamedTuple):
-    """One format. suffix: of its files. packages: what it needs beside torch. write: a net to a file. open: a file to run."""
+    """How a net is written to a file, and how the file is run."""
 
     suffix: str
-    packages: tuple[str, ...]
+    packages: tuple[str, ...]  # that it needs beside torch
     write: Callable[[LoadedNet, Path], object]
     open: Callable[[Path], Runner]
 

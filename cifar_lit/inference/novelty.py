@@ -35,9 +35,7 @@ def learn_novelty(embed: Embed, images: Tensor, train: Tensor, val: Tensor) -> t
 
     Args:
         embed: `Classifier.logits_and_embeddings`.
-        images: uint8 (N, H, W, C), not augmented.
-        train: int64 indices of those trained on.
-        val: int64 indices of those validated on.
+        images: uint8 (N, H, W, C), not augmented; `train` and `val` are int64 indices of those trained and validated on.
 
     Returns:
         Tensors and settings by name; None where there are too few images, or all embeddings are alike or not finite.

@@ -3,7 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from small_nets import write_fitted_net, write_net, write_novelty_net
+
+torch.set_num_threads(1)
 
 # Run folders that tests leave as they are.
 

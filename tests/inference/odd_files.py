@@ -183,6 +183,13 @@ def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
     return png(width, height, 1, 0, b"")
 
 
+def scan_bomb(side: int = 4_000, scans: int = 3_000) -> bytes:
+    """A progressive JPEG whose last scan is there again and again: small, of few pixels, and minutes to decode."""
+    data = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * scans + data[-2:]
+
+
 CUT = "cut short"
 UNKNOWN = "not a JPEG, PNG, WebP, BMP or GIF"
 

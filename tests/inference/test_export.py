@@ -18,7 +18,6 @@ from cifar_lit.inference.export import Check, Sample, check, check_request, defa
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 
-torch.set_num_threads(1)
 CLASSES = ["cat", "dog", "œuf", "a, b"]
 SMALL_WHITENED = {"widths": [8, 16], "depth": 2}
 pytestmark = pytest.mark.usefixtures("no_timing")
@@ -48,6 +47,7 @@ def drawn(train: bool, count: int) -> Sample:
     [
         *(("onnx", name, 16, 3, {}) for name in NETS if name not in ("whitened", "sjnet")),
         ("onnx", "whitened", 16, 1, SMALL_WHITENED),
+        ("onnx", "resnet18", 8, 3, {}),  # torchvision's
         ("torch-export", "tudui", 16, 3, {}),
         ("torch-export", "whitened", 16, 3, SMALL_WHITENED),
         ("safetensors", "whitened", 16, 3, SMALL_WHITENED),

@@ -35,7 +35,7 @@ HEADERS = {
 }
 MAX_BODIES = 16  # as many full-sized bodies are held at a time
 DEFAULT_TOP = 3
-MAX_INLINE_BYTES = 100_000  # of a body that is parsed in less time than a thread takes to be asked
+MAX_INLINE_BYTES = 100_000  # of a body that is parsed in less time than a thread takes to start
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CONNECTIONS = 512
 LINGER_SECONDS = 1.0
@@ -49,13 +49,7 @@ def error(status: int, text: str, headers: Mapping[str, str] | None = None) -> J
 def set_up_app(app: FastAPI, info: ModelInfo, decoders: DecoderPool, limits: Limits, local: bool, version: str) -> None:
     """Gives LitServe's app our page, health and errors; of its own routes only POST /predict stays.
 
-    Args:
-        app: LitServe's.
-        info: of the net that is served.
-        decoders: turn files into pixels.
-        limits: of a request.
-        local: whether the service is bound to this machine alone.
-        version: of the program, for /health.
+    local: whether the service is bound to this machine alone. version: of the program, for /health.
     """
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) == "/predict"]
     app.router.redirect_slashes = False
@@ -278,13 +272,11 @@ class TimeoutProtocol(HttpToolsProtocol):
         """
         self._refused = True
         body = json.dumps({"error": text}, ensure_ascii=False).encode()
-        lines = [
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            "connection: close",
-        ]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.transport.write_eof()
         self._start_timer(LINGER_SECONDS)
 

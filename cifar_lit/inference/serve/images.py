@@ -33,25 +33,15 @@ START_SECONDS = 60.0  # for a decoding process to come up on a machine that is b
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one request may ask for.
+    """How much one request may ask for."""
 
-    Args:
-        body: bytes of a request's body.
-        pixels: of one image, as its header says, before anything is decoded.
-        images: in one request.
-        decode_seconds: for one image, after which its decoder is killed.
-        body_seconds: in which a request must have arrived as a whole.
-        answer_seconds: in which it must be answered after that.
-        requests: at a time; further ones are told to come back.
-    """
-
-    body: int = 10_000_000
-    pixels: int = 25_000_000
+    body: int = 10_000_000  # bytes
+    pixels: int = 25_000_000  # of one image, as its header says, before anything is decoded
     images: int = 64
-    decode_seconds: float = 2.0
-    body_seconds: float = 10.0
-    answer_seconds: float = 20.0
-    requests: int = 128
+    decode_seconds: float = 2.0  # for one image, after which its decoder is killed
+    body_seconds: float = 10.0  # in which a request must have arrived as a whole
+    answer_seconds: float = 20.0  # in which it must be answered after that
+    requests: int = 128  # at a time; further ones get 503
 
 
 class RequestError(Exception):
@@ -83,7 +73,7 @@ def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
         images = Images(_form_files(content_type, body), many=True)
     elif kind == "application/json":
         images = _json_images(body)
-    elif kind == "application/x-www-form-urlencoded":  # what `curl --data-binary` says when told nothing
+    elif kind == "application/x-www-form-urlencoded":  # what `curl --data-binary` says by default
         raise RequestError(
             415, f"the body is said to be {kind}: with curl, add -H 'Content-Type: image/jpeg', or use -F image=@FILE"
         )
@@ -225,14 +215,7 @@ class _Decoder:
 
 
 class DecoderPool:
-    """Decoding processes, each taking one image at a time.
-
-    Args:
-        count: of processes.
-        size: (H, W) of the net's images.
-        channels: 3 or 1.
-        limits: for `pixels` and `decode_seconds`.
-    """
+    """`count` decoding processes, each taking one image at a time, to pixels of `size` (H, W) and 3 or 1 channels."""
 
     def __init__(self, count: int, size: tuple[int, int], channels: int, limits: Limits) -> None:
         self.count, self.limits = count, limits

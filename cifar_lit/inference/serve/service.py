@@ -39,16 +39,13 @@ def serve(
 
     Args:
         path: a run's folder or its model.safetensors.
-        sock: a bound socket.
-        local: whether it is bound to this machine alone.
+        sock: a bound socket; `local` if it is bound to this machine alone.
         accelerator: as for `resolve_device`.
-        limits: of a request.
-        version: of the program, for /health.
         on_ready: called when requests are answered.
 
     Raises:
-        UsageError: the net cannot be loaded.
-        Failure: likewise, or it cannot be loaded again after its process died.
+        UsageError: there is no such accelerator.
+        Failure: the net cannot be loaded, at first or again after its process died.
     """
     signal.signal(signal.SIGTERM, _exit)
     with ExitStack() as stack:
