@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from cifar_lit.data.shapes import shapes
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import Check, Sample, check, check_request, default_path, export, latencies, refuse_disagreement
+from cifar_lit.inference.export import Check, Sample, check, check_request, export, latencies, refuse_disagreement
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 
@@ -189,19 +189,6 @@ def test_times_are_taken_in_turn() -> None:
 # ---- what is asked for
 
 
-@pytest.mark.parametrize(
-    ("to", "quantize", "text"),
-    [
-        ("onxx", None, "Did you mean onnx"),
-        ("onnx", "int4", "--quantize knows int8 only"),
-        ("torch-export", "int8", "with --to onnx"),
-    ],
-)
-def test_a_format_that_does_not_exist_is_refused(to: str, quantize: str | None, text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        check_request(to, quantize)
-
-
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     text = '--to onnx needs onnx and onnxscript and onnxruntime, not installed here: pip install "cifar-lit[export]"'
@@ -209,12 +196,3 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_request("onnx", None)
     assert str(error.value) == text
     check_request("torch-export", None)
-
-
-def test_files_go_beside_the_model() -> None:
-    model = Path("runs/a-1/model.safetensors")
-    assert default_path(model, "onnx", None) == Path("runs/a-1/model.onnx")
-    assert default_path(model, "onnx", "int8") == Path("runs/a-1/model.int8.onnx")
-    assert default_path(model, "torch-export", None) == Path("runs/a-1/model.pt2")
-    with pytest.raises(UsageError, match="--out"):
-        default_path(model, "safetensors", None)

@@ -114,6 +114,8 @@ def test_images_are_spread_evenly_over_the_set(run: Path) -> None:
     ("argv", "text"),
     [
         ("RUN --to onxx", "Did you mean onnx"),
+        ("RUN --to onnx --quantize int4", "--quantize knows int8 only"),
+        ("RUN --to torch-export --quantize int8", "with --to onnx"),
         ("RUN --to safetensors", "name a place for its checked copy with --out FILE"),
         ("RUN --to onnx --out no/where.onnx", "in no folder that exists"),
         ("RUN --to onnx --out RUN", "is a folder"),
