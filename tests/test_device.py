@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import Accelerators, detect_accelerators, resolve_device
+from cifar_lit.hardware import Machine, detect_machine, resolve_device
 
-CPU, ONE, TWO, APPLE = Accelerators(0, False), Accelerators(1, False), Accelerators(2, False), Accelerators(0, True)
+GPU = ("a GPU", 2**30)
+CPU, ONE, TWO = (Machine("a CPU", 2, False, (GPU,) * count) for count in range(3))
+APPLE = Machine("an M3", 8, False, mps=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ CPU, ONE, TWO, APPLE = Accelerators(0, False), Accelerators(1, False), Accelerat
         (APPLE, "cpu", "cpu"),
     ],
 )
-def test_a_name_is_turned_into_torchs(machine: Accelerators, name: str, found: str) -> None:
+def test_a_name_is_turned_into_torchs(machine: Machine, name: str, found: str) -> None:
     assert resolve_device(name, machine) == found
     assert str(torch.device(found)) == found
 
@@ -53,7 +55,7 @@ def test_a_name_is_turned_into_torchs(machine: Accelerators, name: str, found: s
         (CPU, "cuda:x", "cpu"),
     ],
 )
-def test_what_the_machine_does_not_have_is_answered_with_what_it_has(machine: Accelerators, name: str, has: str) -> None:
+def test_what_the_machine_does_not_have_is_answered_with_what_it_has(machine: Machine, name: str, has: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve_device(name, machine)
     assert str(caught.value).startswith(f"this machine has no device {name!r}: it has {has}.")
@@ -66,4 +68,4 @@ def test_a_slip_is_answered_with_the_nearest_right_name() -> None:
 
 def test_this_machine_computes_where_auto_says() -> None:
     assert torch.zeros(1, device=resolve_device("auto")).sum() == 0
-    assert str(detect_accelerators()).startswith("cpu")
+    assert detect_machine().devices[0] == "cpu"

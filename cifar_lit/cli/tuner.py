@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import Accelerators, Machine, count_devices, resolve_device
+from cifar_lit.hardware import Machine, count_devices, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.initialise import IMAGES
@@ -47,7 +47,7 @@ def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
     if count_devices(machine, accelerator, devices) > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
     name = f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator
-    return torch.device(resolve_device(name, Accelerators(len(machine.gpus), machine.mps)))
+    return torch.device(resolve_device(name, machine))
 
 
 class Trial:
