@@ -101,15 +101,20 @@ def recipe_path(name: str) -> Path:
     Raises:
         UsageError: there is no such recipe.
     """
-    names = recipe_names()
-    if name in names:
-        return RECIPES / f"{name}.yaml"
     own = _expand_home(name)
-    if own.suffix in (".yaml", ".yml"):
-        if own.is_file():
-            return own
+    if own.suffix not in (".yaml", ".yml"):
+        return packaged_recipe(name)
+    if not own.is_file():
         raise UsageError(f"there is no recipe file {name}")
-    raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+    return own
+
+
+def packaged_recipe(name: str) -> Path:
+    """The YAML file of a packaged recipe; raises UsageError when there is none of this name."""
+    names = recipe_names()
+    if name not in names:
+        raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+    return RECIPES / f"{name}.yaml"
 
 
 def _expand_home(path: str) -> Path:
