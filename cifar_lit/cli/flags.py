@@ -79,15 +79,19 @@ class Command:
                 kept.append(word)
         return kept
 
-    def value(self, flag: str) -> str | None:
-        """The last value given for a long flag, None when it is not on the line."""
-        value = None
+    def values(self, flag: str) -> list[str]:
+        """All values given for a long flag, in order."""
+        values = []
         for word, following in zip_longest(self.flags, self.flags[1:]):
             if word == f"--{flag}" and following is not None:
-                value = following
+                values.append(following)
             elif word.startswith(f"--{flag}="):
-                value = word.partition("=")[2]
-        return value
+                values.append(word.partition("=")[2])
+        return values
+
+    def value(self, flag: str) -> str | None:
+        """The last value given for a long flag, which is the one that counts; None when it is not on the line."""
+        return next(reversed(self.values(flag)), None)
 
 
 def recipe_names() -> list[str]:

@@ -83,6 +83,22 @@ def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(
 
 
 @pytest.mark.parametrize(
+    "text", ["model: {net: own.Net}", "model.net: own.Net", "data:\n  dataset: own.Net", "model.net: own.py:Net"]
+)
+def test_a_net_or_data_set_of_ones_own_is_imported_only_if_typed_or_trusted(here: Path, text: str) -> None:
+    (here / "own.yaml").write_text(text)
+    name = text.rpartition(": ")[2].rstrip("}")
+    group, key = ("data", "dataset") if "dataset" in text else ("model", "net")
+    refusal = REFUSED.format(name).replace("…", "the file comes from")
+    for argv in (["--config", "own.yaml"], ["--config", "own.yaml", "--model.net=other.Net"]):
+        refused(typed("--recipe", "small.yaml", *argv), refusal, 2)
+    for argv in (["--config", "own.yaml", "--trust"], ["--config", "own.yaml", f"--{group}.{key}", name]):
+        assert "whose code would run" not in typed("--recipe", "small.yaml", *argv).err
+    (here / "part.yaml").write_text(f"{key}: {name}")
+    refused(typed("--recipe", "small.yaml", f"--{group}=part.yaml"), refusal, 2)
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("a: !!python/object/apply:os.system [true]", "it has the YAML tag"),
