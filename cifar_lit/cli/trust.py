@@ -6,6 +6,7 @@ A config.yaml travels with a run, so it may come from anyone. Naming a class imp
 - of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` are taken, unless
   `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote: such runs are resumed and tested
   as they were started. jsonargparse asks before each import, also for files that a file points to;
+- so it is with nets and data sets of one's own, whose names (`model.net`, `data.dataset`) are paths to import and no plain words;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 
 A file can still say where a run reads images and writes results: that is what it is for.
@@ -17,14 +18,19 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import yaml
 from jsonargparse import set_parsing_settings
 
+from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import RECIPES, Command
 from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.errors import UsageError
 from cifar_lit.plugins import allow_imports
-from cifar_lit.runs.config_file import plain_text
+from cifar_lit.runs.config_file import plain_text, plain_values
 
 # Classes of Lightning's that take plain values only, run no command and send nothing over the network.
 SAFE = {
@@ -37,8 +43,9 @@ SAFE = {
     "strategies": ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"),
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
-_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _CLASS = re.compile(r"\b[A-Z]\w+\b")
+_PLAIN_NAME = re.compile(r"[\w-]+")  # of a net or data set that comes with the package or with torchvision
 
 _allowed_before: set[str] = set()
 
@@ -48,16 +55,33 @@ def guard(command: Command, base: Path | None) -> None:
 
     base: the weakest settings, as for `arguments`. Raises UsageError for a file that is refused.
     """
-    files = [Path(config).expanduser() for config in command.configs]
-    if base is not None and base.parent != RECIPES:
-        files.insert(0, base)
-    texts = [plain_text(file) for file in files]
-    allow(command.flags + [text for text in texts if command.trust or _mark(text).is_file()])
+    files = [base] if base is not None and base.parent != RECIPES else []
+    files += [Path(config).expanduser() for config in command.configs]
+    files += [Path(value) for group in ("trainer", "model", "data") for value in command.values(group) if Path(value).is_file()]
+    typed = {*command.values("model.net"), *command.values("data.dataset")}
+    trusted = []
+    for file in files:
+        text = plain_text(file)
+        if command.trust or _mark(text).is_file():
+            trusted.append(text)
+        elif untrusted := sorted(_own_names(plain_values(file)) - typed):
+            raise UsageError(UNTRUSTED.format(untrusted[0]))
+    allow([*command.flags, *trusted])
+
+
+def _own_names(settings: Any) -> set[str]:
+    """The nets and data sets of one's own in nested settings; a key may be `net`, `model.net` or `model: {net: …}`."""
+    names: set[str] = set()
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        names |= _own_names(value)
+        if str(key).rpartition(".")[2] in ("net", "dataset") and isinstance(value, str) and not _PLAIN_NAME.fullmatch(value):
+            names.add(value)
+    return names
 
 
 def remember(text: str) -> None:
     """Notes that a run of this user writes `text` to its config.yaml, where it names classes that files may not name."""
-    if "class_path" not in text:
+    if "class_path" not in text and not _own_names(yaml.safe_load(text)):
         return
     with suppress(OSError):  # a home that cannot be written: --trust will be asked for
         _mark(text).parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +94,9 @@ def _mark(text: str) -> Path:
 
 def allow(words: Iterable[str]) -> None:
     """Lets parsers of this process import the classes in `SAFE` and those that `words` name, and nothing else."""
+    known = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
     named = {name for word in words for name in named_classes(word)}
-    known = _known()
-    own = {name for name in named if name != "jsonargparse" and not name.startswith("jsonargparse.")}
+    own = {name for name in named if name.partition(".")[0] != "jsonargparse"}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(known | own))
     allow_imports(own)
@@ -81,19 +105,13 @@ def allow(words: Iterable[str]) -> None:
 
 def named_classes(word: str) -> set[str]:
     """Import paths in a word of a command line, or in a text; a bare class name stands for Lightning's of that name."""
-    found = set(_DOTTED.findall(word))
+    names = set(_PATH.findall(word))
     for name in _CLASS.findall(word):
-        found |= {path for group in SAFE for path in _paths(group.partition(".")[0], name)}
-    return found
-
-
-def _known() -> set[str]:
-    return {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
+        names |= {path for group in SAFE for path in _paths(group.partition(".")[0], name)}
+    return names
 
 
 def _paths(group: str, name: str) -> set[str]:
     """The public and the full import path of Lightning's class `name`; none when the group has no such class."""
-    from importlib import import_module
-
-    found = getattr(import_module(f"lightning.pytorch.{group}"), name, None)
-    return {f"lightning.pytorch.{group}.{name}", f"{found.__module__}.{name}"} if isinstance(found, type) else set()
+    value = getattr(import_module(f"lightning.pytorch.{group}"), name, None)
+    return {f"lightning.pytorch.{group}.{name}", f"{value.__module__}.{name}"} if isinstance(value, type) else set()
