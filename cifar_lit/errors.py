@@ -25,6 +25,10 @@ class UsageError(_OneLine, ValueError):
     exit_code = 2
 
 
+class InvalidFileError(ValueError):
+    """A file claims what cannot be so, or asks for more than it holds; the text says which, as half a sentence."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`" Did you mean X?"` for the choice closest to `word`, or an empty string when none is close."""
     options = {choice.lower(): choice for choice in choices}

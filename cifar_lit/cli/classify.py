@@ -17,8 +17,9 @@ from cifar_lit.cli.errors import parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.download import progress
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import atomic_write
 from cifar_lit.hardware import keep_freed_memory
-from cifar_lit.runs.run_folder import atomic_write, display_path
+from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,14 +211,14 @@ def _rows_in(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count:
     if target == "-":
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
-        rows = kind(sys.stdout, top, files=True)
+        rows = kind(sys.stdout, top)
         yield rows.write
         return
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = kind(file, top, files=True)
+            rows = kind(file, top)
             yield rows.write
     except BrokenPipeError:  # of other rows, on standard output
         raise

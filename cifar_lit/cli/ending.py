@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_lit.cli.report import about
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.files import write_text
+from cifar_lit.runs.charts import GALLERY_SIZE
 from cifar_lit.runs.loggers import TensorBoardCurves
-from cifar_lit.runs.predictions import PredictionTable, table_of
-from cifar_lit.runs.report import SHOWN, report
-from cifar_lit.runs.run_folder import write_text
+from cifar_lit.runs.predictions import PredictionTable, prediction_table
+from cifar_lit.runs.report import render, run_content
 from cifar_lit.training.metrics import Score
 
 
@@ -33,9 +33,12 @@ def draw(
         "accuracy_per_class": figures.class_accuracies(matrix, data.classes),
     }
     if found is not None:
-        outcomes = table_of(found)
+        outcomes = prediction_table(found)
         images = data.test_images if part == "test" else data.train_images
-        chosen = {"confident_mistakes": outcomes.confident_mistakes(SHOWN), "doubtful_hits": outcomes.doubtful_hits(SHOWN)}
+        chosen = {
+            "confident_mistakes": outcomes.confident_mistakes(GALLERY_SIZE),
+            "doubtful_hits": outcomes.doubtful_hits(GALLERY_SIZE),
+        }
         for name, places in chosen.items():
             captions = _captions(outcomes, places, data.classes)
             pictures[name] = figures.gallery(images.images[outcomes.indices[places]], captions)
@@ -53,4 +56,4 @@ def _captions(outcomes: PredictionTable, places: Tensor, classes: tuple[str, ...
 
 def write_page(run: Path, metrics: dict[str, Any], found: Mapping[str, Tensor], data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
-    write_text(run / "report.html", report(about(run, metrics, data, table_of(found))))
+    write_text(run / "report.html", render(run_content(run, metrics, data, prediction_table(found))))

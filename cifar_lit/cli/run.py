@@ -20,12 +20,13 @@ from torchvision.utils import make_grid
 from cifar_lit.cli import console
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure
+from cifar_lit.files import write_text
 from cifar_lit.inference.load import load
 from cifar_lit.inference.novelty import learn_novelty
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, save_weights
 from cifar_lit.runs.predictions import fingerprint, write_predictions
-from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, write_text
+from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path
 from cifar_lit.training.callbacks import (
     Clock,
     DisableLightningSignals,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import Failure, UsageError, nearest
+from cifar_lit.files import atomic_write
 from cifar_lit.inference.export_check import Check, check, latencies, medians, refuse_disagreement
 from cifar_lit.inference.export_formats import FORMATS, check_packages, onnx_model, quantised, runner_of
 from cifar_lit.runs.model_file import LoadedNet
-from cifar_lit.runs.run_folder import atomic_write
 
 TIMED_BATCHES = (1, 64)
 QUANTIZE = ("int8",)

@@ -18,7 +18,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, InvalidFileError
 from cifar_lit.files import atomic_write
 
 # ---- A checksum inside a checkpoint, so that the file verifies wherever it is copied to.
@@ -84,10 +84,6 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
-
-
-class InvalidFileError(ValueError):
-    """A checkpoint asks for more than it holds, or holds what no training wrote; the text says which, as half a sentence."""
 
 
 def check_container(path: Path) -> None:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.loggers import COLUMNS
-from cifar_lit.runs.predictions import fingerprint, read_outcomes
+from cifar_lit.runs.predictions import fingerprint, read_predictions
 from cifar_lit.training.checkpoint import read_checkpoint
 
 
@@ -35,6 +35,7 @@ def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
         "metrics.json",
         "model.safetensors",
         "predictions.csv",
+        "probabilities.npy",
         "report.html",
     ]
 
@@ -68,7 +69,7 @@ def test_the_test_entry_counts_every_image_once_and_agrees_with_itself(run: Path
 
 
 def test_predictions_csv_holds_each_test_image_once_and_its_hits_are_the_accuracy(run: Path, data: ImageData) -> None:
-    outcomes = read_outcomes(run / "predictions.csv", data.classes)
+    outcomes = read_predictions(run / "predictions.csv", data.classes)
     assert outcomes is not None
     assert outcomes.indices.tolist() == list(range(40))
     assert torch.equal(outcomes.labels, data.test_images.labels)

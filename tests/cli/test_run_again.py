@@ -85,7 +85,11 @@ def test_an_evaluation_makes_a_folder_of_its_own_with_the_same_numbers(run: Path
     answer = typed(command, "--ckpt_path", run / "checkpoints/best.ckpt")
     assert (answer.code, answer.err) == (0, "")
     own = Path("lightning_logs/small-1")
-    outcomes = ["events.out.tfevents.*", "metrics.json", "predictions.csv"] if command == "test" else ["metrics.json"]
+    outcomes = (
+        ["events.out.tfevents.*", "metrics.json", "predictions.csv", "probabilities.npy"]
+        if command == "test"
+        else ["metrics.json"]
+    )
     assert files_of(own) == ["config.yaml", *outcomes]
     metrics = metrics_of(own)
     assert metrics[part] == metrics_of(run)[part]
@@ -183,5 +187,6 @@ def test_loggers_of_ones_own_write_beside_ours() -> None:
         "metrics.json",
         "model.safetensors",
         "predictions.csv",
+        "probabilities.npy",
         "report.html",
     ]
