@@ -84,8 +84,7 @@ def test_whatever_a_test_or_a_validation_counted_is_among_the_figures() -> None:
     metrics["val"] |= {"f1": 0.25}
     (run / "metrics.json").write_text(json.dumps(metrics))
     figures = read_run(run).figures
-    assert list(figures) == ["accuracy", "low", "high", "loss", "val_accuracy", "train_seconds", "images_per_second", "parameters",
-                             "epochs", "top5", "val_f1"]  # fmt: skip
+    assert list(figures)[-3:] == ["epochs", "top5", "val_f1"]
     assert (figures["accuracy"], figures["val_accuracy"], figures["top5"], figures["val_f1"]) == (0.5, 0.5, 0.99, 0.25)
 
 
