@@ -290,7 +290,7 @@ def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
     It must have a row for each test image of metrics.json, or it is of another test.
     """
     try:
-        with (run.path / "predictions.csv").open(newline="") as file:
+        with (run.path / "predictions.csv").open(newline="", encoding="utf-8") as file:
             rows = {int(row["index"]): (row["label"], row["predicted"]) for row in csv.DictReader(file)}
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         return None

@@ -56,7 +56,7 @@ class CurveFile(Logger):
             self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *earlier, *row]))
             header = dict(zip(self._columns, self._columns, strict=True))
             write_text(path, self._as_text([header, *rows]))  # whole: a kill in the middle would take the earlier curves with it
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             file.write(self._as_text([row]))
 
     def _as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -79,7 +79,7 @@ def _whole_rows(path: Path) -> list[dict[str, str]]:
     """The values of each row of a metrics.csv by column, without a row that a kill or a full disk cut short."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = csv.DictReader([line for line in file if line.endswith("\n")])
         return [{name: value for name, value in row.items() if name and value} for row in rows]
 

@@ -81,7 +81,7 @@ def run_content(run: Path, metrics: Mapping[str, Any], data: ImageData, predicti
         predictions=predictions,
         images=data.test_images.images,
         metrics=metrics,
-        config=config.read_text() if config.is_file() else "",
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
         curves=read_curves(run),
         commands=commands,
     )

@@ -249,7 +249,7 @@ def weights_file(path: str | Path) -> Path:
 def read_metrics(run: Path) -> dict[str, Any]:
     """The contents of a run's metrics.json, empty when there is none."""
     try:
-        metrics = json.loads((run / "metrics.json").read_text())
+        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return metrics if isinstance(metrics, dict) else {}
@@ -259,7 +259,7 @@ def read_curves(run: Path) -> list[dict[str, float]]:
     """The rows of a run's metrics.csv by column, without what was not taken; none where it cannot be read."""
     rows = []
     try:
-        with (run / "metrics.csv").open(newline="") as file:
+        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 with suppress(ValueError, TypeError):  # the line that a running process is writing
                     rows.append({name: float(value) for name, value in row.items() if name and value})
