@@ -35,7 +35,7 @@ def curves(run: Path) -> list[dict[str, str]]:
 def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
     assert files_of(run) == [
         *("checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml", "events.out.tfevents.*", "metrics.csv"),
-        *("metrics.json", "model.safetensors", "predictions.csv", "report.html"),
+        *("metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html"),
     ]
 
 
