@@ -24,9 +24,8 @@ from cifar_lit.cli.run import Run
 from cifar_lit.cli.tuner import device_of, memory_told, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.distributed.join import join
-from cifar_lit.distributed.launcher import advice, is_first_process
-from cifar_lit.distributed.progress import Progress
-from cifar_lit.distributed.rank_info import rank_info
+from cifar_lit.distributed.progress import RankProgress
+from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.run_folder import RunFolder, display_path, run_of
@@ -197,7 +196,7 @@ class TrainingCLI(LightningCLI):
             callbacks=[
                 *(callbacks if isinstance(callbacks, list) else [callbacks]),
                 *self.run.callbacks(validates, bar=bar),
-                *([Progress(self.watch)] if self.watch else []),
+                *([RankProgress(self.watch)] if self.watch else []),
             ],
             logger=[
                 *(self.run.loggers(step) if wanted.logger is not False else []),

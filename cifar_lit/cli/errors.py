@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from cifar_lit.cli.flags import SHORT
-from cifar_lit.distributed.launcher import starts_again
+from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
 # ---- Known failures as one line and an exit code.

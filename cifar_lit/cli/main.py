@@ -9,8 +9,9 @@ import sys
 from importlib import import_module
 
 from cifar_lit.cli import flags
-from cifar_lit.distributed import job, rendezvous
-from cifar_lit.distributed import launcher as launched
+from cifar_lit.cli.launch import apply_launcher, continue_job
+from cifar_lit.distributed.job import requeue
+from cifar_lit.distributed.rendezvous import meet_anew
 from cifar_lit.errors import UsageError, nearest
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -102,14 +103,13 @@ def _run(words: list[str], default: str) -> int:
     command = flags.parse(name, rest)
     if command.recipe:
         flags.recipe_path(command.recipe)
-    launched.apply_torchrun(command, os.environ)
-    launched.apply_slurm(command, os.environ)
+    apply_launcher(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()
     quieten()
-    rendezvous.meet_anew(os.environ)
-    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
+    meet_anew(os.environ)
+    continue_job(command, rest, os.environ, os.getppid(), platform.node())
     catch_signals()
     from cifar_lit.cli.app import run_command
     from cifar_lit.distributed.join import leave
@@ -136,7 +136,7 @@ def _tell(error: BaseException, debug: bool) -> int:
     line, code = explain_error(error)
     line = leave(line, code, is_lost_peer(error))
     if getattr(error, "requeue", False):
-        line = job.requeued(os.environ, getattr(error, "resume", None))
+        line = requeue(os.environ, getattr(error, "resume", None))
     if line:
         print(line, file=sys.stderr, flush=True)
     return code

@@ -16,7 +16,7 @@ from cifar_lit.cli.flags import (
     recipe_path,
     recipe_settings,
 )
-from cifar_lit.distributed.launcher import apply_torchrun
+from cifar_lit.cli.launch import apply_launcher
 from cifar_lit.errors import UsageError
 
 VALUES = {
@@ -214,7 +214,7 @@ def torchrun(here: int, everywhere: int) -> dict[str, str]:
 @pytest.mark.parametrize("words", [[], ["--devices", "2"], ["--devices", "auto"], ["--nodes", "2"], ["--devices=-1"]])
 def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(words: list[str]) -> None:
     command = parse("fit", words)
-    apply_torchrun(command, torchrun(2, 4))
+    apply_launcher(command, torchrun(2, 4))
     assert command.value("trainer.devices") == "2"
     assert command.value("trainer.num_nodes") == "2"
 
@@ -229,13 +229,13 @@ def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(words: list[
 )
 def test_flags_that_contradict_torchrun_are_refused(words: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        apply_torchrun(parse("fit", words), torchrun(2, 4))
+        apply_launcher(parse("fit", words), torchrun(2, 4))
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {"TORCHELASTIC_RUN_ID": "none"}])
 def test_without_torchrun_the_flags_stay(environment: dict[str, str]) -> None:
     command = parse("fit", ["--devices", "3"])
-    apply_torchrun(command, environment)
+    apply_launcher(command, environment)
     assert command.flags == ["--trainer.devices=3"]
 
 

@@ -15,7 +15,7 @@ from cifar_lit.cli import console, flags
 from cifar_lit.cli.check.processes import together
 from cifar_lit.cli.check.torchrun import Board, Job
 from cifar_lit.cli.check.verdicts import Row, Verdict, device_verdict, group_verdict
-from cifar_lit.distributed import launcher as launched
+from cifar_lit.cli.launch import apply_launcher
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, choose_devices
 
@@ -72,9 +72,7 @@ def check(accelerator: str, devices: str | None, limit: float) -> None:
     if job is None:
         verdicts = _alone(accelerator, devices, limit)
     else:
-        launched.apply_torchrun(
-            flags.Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ)
-        )
+        apply_launcher(flags.Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ))
         board = Board(job, os.environ, limit)
         verdicts = _under_torchrun(job, board, accelerator, limit)
         if job.rank:
