@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware as machine
-from cifar_lit.cli import sharding, trust
+from cifar_lit.cli import trust
 from cifar_lit.cli.checks import check_settings
 from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
@@ -149,7 +149,6 @@ class TrainingCLI(LightningCLI):
             if not Path(tested).expanduser().is_file():
                 raise UsageError(f"there is no checkpoint {tested}")
         trainer, self.machine = self.settings.trainer, machine.detect_machine()
-        sharding.refuse(self.settings, self.machine)
         trainer.accelerator, trainer.devices = machine.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict":
             if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):

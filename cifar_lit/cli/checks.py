@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from cifar_lit.errors import UsageError
@@ -14,6 +15,9 @@ def check_settings(settings: Any) -> None:
     if settings.checkpoint_every is not None:
         parse_interval(settings.checkpoint_every)
     strategy = str(settings.trainer.strategy)
+    if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
+        reason = "shares tensors out, which checkpoints and Muon need whole: use --trainer.strategy ddp"
+        raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
     epochs, data = settings.trainer.max_epochs, settings.data

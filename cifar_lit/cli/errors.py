@@ -16,7 +16,7 @@ from cifar_lit.errors import Failure, UsageError, first_line, nearest
 # ---- Known failures as one line and an exit code.
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-_LOST_PEER = (
+LOST_PEER = (  # what a process says whose peer has gone or is late
     "Connection closed by peer",
     "Connection reset by peer",
     "NCCL",
@@ -78,7 +78,7 @@ def _interruption(error: BaseException) -> tuple[str, int]:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}

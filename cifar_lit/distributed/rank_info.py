@@ -15,6 +15,11 @@ from cifar_lit.errors import UsageError
 
 COORDINATOR = "CIFAR_LIT_COORDINATOR"  # tells ranks that the first one's Trainer starts where its watch listens
 
+LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "STANDALONE_PORT"),
+}
+
 
 class RankInfo(NamedTuple):
     """One of `world` processes, counted over all machines.

@@ -95,7 +95,7 @@ def publish_coordinator(info: RankInfo, limit: float, port: int, token: str) -> 
     Raises:
         UsageError: when another process listens on the port that all ranks are to meet at.
     """
-    store = connect_store(info, limit, serve=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    store = connect_store(info, limit)
     store.set(_coordinator_key(), json.dumps([port, token]))
     return store
 
@@ -119,7 +119,7 @@ def find_coordinator(info: RankInfo, limit: float, timeout: float) -> tuple[str,
                     "is MASTER_ADDR its address, and does no firewall lie between?"
                 ) from None
             time.sleep(0.2)
-    store = connect_store(info, limit, serve=False)
+    store = connect_store(info, limit)
     try:
         while not store.check([_coordinator_key()]):
             if time.monotonic() > deadline:
@@ -133,13 +133,14 @@ def find_coordinator(info: RankInfo, limit: float, timeout: float) -> tuple[str,
     return str(port), str(token)
 
 
-def connect_store(info: RankInfo, limit: float, serve: bool) -> Any:
-    """torch's TCPStore at the first rank's address, which the process group will use too.
+def connect_store(info: RankInfo, limit: float) -> Any:
+    """torch's TCPStore at the first rank's address, which the process group will use too; served by torchrun's agent, or rank 0.
 
     Made in a thread of its own, as it waits without end for the answer of something that is no store.
     """
     from torch.distributed import TCPStore
 
+    serve = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port, timeout = str(info.address), int(info.port or 0), timedelta(seconds=limit)
     if serve and is_port_taken(port):
         raise UsageError(

@@ -123,7 +123,7 @@ def test_a_taken_port_is_named_where_machines_meet_there_and_avoided_where_nobod
         port = taken.getsockname()[1]
         assert is_port_taken(port)
         with pytest.raises(UsageError, match=f"port {port}, which MASTER_PORT names, is taken on this machine"):
-            connect_store(RankInfo(0, 2, "127.0.0.1", port), 1.0, serve=True)
+            connect_store(RankInfo(0, 2, "127.0.0.1", port), 1.0)
         monkeypatch.setenv("MASTER_PORT", str(port))
         avoid_taken_port()
         assert "MASTER_PORT" not in os.environ
