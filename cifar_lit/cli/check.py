@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from rich.table import Column, Table
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cifar_lit.bench.process import environment
 from cifar_lit.cli import console
@@ -79,7 +78,7 @@ def try_net(device: str, dtype: torch.dtype) -> tuple[str, str]:
 
     def gradients(images: Tensor, labels: Tensor, dtype: torch.dtype) -> list[Tensor]:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = F.cross_entropy(net(images).to(images.dtype), labels)
+            loss = nn.functional.cross_entropy(net(images).to(images.dtype), labels)
         return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
 
     args = images.to(device), labels.to(device), dtype
@@ -173,11 +172,11 @@ def judge(name: str, answers: Sequence[Answer], limit: float) -> tuple[list[list
         for message in messages
         if "tried" in message and (rank == 0 or not message["tried"][0].startswith("all_reduce"))
     ]
-    faults = {rank: found for rank, answer in enumerate(answers) if (found := fault(answer, limit))}
+    faults = {rank: wrong for rank, answer in enumerate(answers) if (wrong := fault(answer, limit))}
     if not faults:
         return rows, ""
     first = min(faults.values())  # where all came to a stop, the one that was behind: the others were waiting for it
-    ranks = ", ".join(str(rank) for rank, found in faults.items() if found == first)
+    ranks = ", ".join(str(rank) for rank, wrong in faults.items() if wrong == first)
     rows.append([f"{name}, process {ranks}", "", "no answer" if first[0] == 2 else "failed", "", ""])
     return rows, f"process {ranks} of {name} {first[2]}"
 

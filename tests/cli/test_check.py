@@ -29,7 +29,7 @@ TRIES, DONE = {"tries": "a net"}, {"done": True}
 LOST = {"error": "RuntimeError: Connection closed by peer"}
 
 
-def found(gpus: int = 0, **more: Any) -> Answer:
+def machine_with(gpus: int = 0, **more: Any) -> Answer:
     """What a look for devices would say of a machine."""
     return [{"machine": vars(Machine("a CPU", 4, False, (("H200", 2**37),) * gpus, gpu_bf16=True, **more))}, DONE], 0
 
@@ -64,13 +64,13 @@ def test_what_fails_is_named_with_where_it_stood(answers: list[Answer], line: st
 @pytest.mark.parametrize(
     ("machine", "accelerator", "devices", "groups"),
     [
-        (found(), "auto", "auto", [["cpu", "cpu"]]),
-        (found(), "auto", "3", [["cpu"] * 3]),
-        (found(1), "auto", "auto", [["cuda:0"], ["cpu", "cpu"]]),
-        (found(4), "gpu", "2", [["cuda:0", "cuda:1"]]),
-        (found(4), "auto", "1,3", [["cuda:1", "cuda:3"], ["cpu", "cpu"]]),
-        (found(4), "cpu", "auto", [["cpu", "cpu"]]),
-        (found(mps=True), "auto", "auto", [["mps"], ["cpu", "cpu"]]),
+        (machine_with(), "auto", "auto", [["cpu", "cpu"]]),
+        (machine_with(), "auto", "3", [["cpu"] * 3]),
+        (machine_with(1), "auto", "auto", [["cuda:0"], ["cpu", "cpu"]]),
+        (machine_with(4), "gpu", "2", [["cuda:0", "cuda:1"]]),
+        (machine_with(4), "auto", "1,3", [["cuda:1", "cuda:3"], ["cpu", "cpu"]]),
+        (machine_with(4), "cpu", "auto", [["cpu", "cpu"]]),
+        (machine_with(mps=True), "auto", "auto", [["mps"], ["cpu", "cpu"]]),
     ],
 )
 def test_the_ranks_that_the_trainer_would_start_are_tried(
@@ -182,7 +182,7 @@ def test_a_machine_on_which_all_is_well_passes_whatever_a_launcher_has_set(monke
 
 
 def test_what_fails_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"look": found(1), "cuda:0": ([TRIES], None), "cpu": ([TRIES, TRIED, DONE], 0)}
+    answers = {"look": machine_with(1), "cuda:0": ([TRIES], None), "cpu": ([TRIES, TRIED, DONE], 0)}
     monkeypatch.setattr(check, "run_probes", lambda words, variables, limit: [answers[word] for word in words])
     answer = typed("devices", "--check", "--limit", "3")
     assert answer.complaints == ["cifar-lit: process 0 of 1 × cuda gave no answer in 3 s (a net)"]
