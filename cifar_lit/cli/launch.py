@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from cifar_lit.cli.flags import LOGS, SHORT, Command
 from cifar_lit.distributed.job import NAME, Job, job_of, line_digest, run_of_job
-from cifar_lit.distributed.rank_info import by_torchrun, is_first_process, launch, slurm_variables
+from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_finished, run_of
@@ -18,30 +19,43 @@ from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_fini
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
     """Takes devices and nodes from torchrun or SLURM, which has started the processes already; without them nothing changes.
 
-    SLURM's ranks become known by the names that torchrun gives them too.
+    One task of SLURM is one device. Its ranks become known by the names that torchrun gives them too, and the variables that
+    Lightning compares with are made those of this step: a step may have fewer tasks than the job.
 
     Raises:
-        UsageError: when the flags ask for something else, or SLURM has not started what it was to.
+        UsageError: when the flags ask for something else, when nodes have different numbers of tasks, and when the tasks were
+            never started.
     """
-    if command.asks_only and not by_torchrun(environment):
+    if by_torchrun(environment):
+        here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+        _set_devices(command, "torchrun", here, "--nproc-per-node", world // here, "--nnodes")
         return
-    started = launch(environment)
-    if started is None:
+    if not by_slurm(environment) or command.asks_only:
         return
-    for flag, number, option in (
-        ("trainer.devices", started.devices, started.devices_option),
-        ("trainer.num_nodes", started.nodes, started.nodes_option),
-    ):
+    tasks = int(environment["SLURM_NTASKS"])
+    if tasks > 1 and "SLURM_STEP_ID" not in environment:
+        raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
+    per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
+    if len(per_node) > 1:
+        raise UsageError(f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node")
+    here = min(per_node.pop(), tasks)
+    _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
+    environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"] = str(here), str(tasks // here)
+    ranks = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "NODE_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
+    environment.update({name: environment[slurm_name] for name, slurm_name in ranks.items()})
+
+
+def _set_devices(command: Command, launcher: str, here: int, per_node: str, nodes: int, of_nodes: str) -> None:
+    for flag, number, option in (("trainer.devices", here, per_node), ("trainer.num_nodes", nodes, of_nodes)):
         value = command.value(flag)
         if value is not None and value not in ("auto", "-1", str(number)):
             short = next(name for name, long in SHORT.items() if long == flag)
             raise UsageError(
-                f"--{short} {value} contradicts {started.launcher}, which started {number} ({option}): "
+                f"--{short} {value} contradicts {launcher}, which started {number} ({option}): "
                 f"leave --{short} out or make them agree"
             )
         command.flags.append(f"--{flag}={number}")
-    if started.launcher == "SLURM":
-        environment.update(slurm_variables(environment, started))
 
 
 def continue_job(command: Command, argv: list[str], environment: Mapping[str, str], parent: int, host: str) -> None:

@@ -7,7 +7,6 @@ devices there are, the first process claims the run folder and speaks, and ranks
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -35,16 +34,6 @@ class RankInfo(NamedTuple):
     port: int | None = None
     per_node: int = 1
     parent: int | None = None
-
-
-class Launch(NamedTuple):
-    """The processes that a launcher has started, with the options of it that say how many."""
-
-    launcher: str
-    devices: int
-    devices_option: str
-    nodes: int
-    nodes_option: str
 
 
 def rank_info(devices: int, nodes: int) -> RankInfo:
@@ -115,35 +104,3 @@ def advice(resume: str | None, environment: Mapping[str, str]) -> str:
     if starts_again(environment):
         return "torchrun starts all of them again."
     return f"Go on with:\n  {resume}" if resume else "It has no checkpoint yet: start it again."
-
-
-def launch(environment: Mapping[str, str]) -> Launch | None:
-    """What torchrun or SLURM, one task being one device, has started; None without them.
-
-    Raises:
-        UsageError: when SLURM's nodes have different numbers of tasks, or its tasks were never started.
-    """
-    if by_torchrun(environment):
-        here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-        return Launch("torchrun", here, "--nproc-per-node", world // here, "--nnodes")
-    if not by_slurm(environment):
-        return None
-    tasks = int(environment["SLURM_NTASKS"])
-    if tasks > 1 and "SLURM_STEP_ID" not in environment:
-        raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
-    per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
-    if len(per_node) > 1:
-        raise UsageError(f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node")
-    here = min(per_node.pop(), tasks)
-    return Launch("SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
-
-
-def slurm_variables(environment: Mapping[str, str], started: Launch) -> dict[str, str]:
-    """A SLURM task's rank by the names that torchrun gives it too, and what Lightning compares with, for this step alone.
-
-    A step may have fewer tasks than the job.
-    """
-    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "NODE_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
-    counts = {"SLURM_NTASKS_PER_NODE": str(started.devices), "SLURM_NNODES": str(started.nodes)}
-    return counts | {name: environment[slurm_name] for name, slurm_name in names.items()}

@@ -240,7 +240,7 @@ def test_a_process_that_does_not_answer_is_named_by_its_number(here: Path) -> No
 
 
 def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     line = "cifar-lit: --devices 3 contradicts torchrun, which started 2 (--nproc-per-node): …"
     refused(typed("devices", "--check", "--devices", "3"), line, 2)
