@@ -58,12 +58,12 @@ def leave(line: str, code: int, lost: bool = False) -> str:
         known = watch.fault_known.wait(TORCHRUN_LOSS_SECONDS)
         lost = known and watch.fault is not None and watch.fault.kind != STOPPED
     if lost and watch.fault_known.wait(LOSS_SECONDS):
-        watch.leave_end_to_main_thread()
+        watch.main_thread_ends.set()
         assert watch.fault is not None
         line = watch.line_about(watch.fault)
         watch.end_children()
         return line
-    watch.leave_end_to_main_thread()
+    watch.main_thread_ends.set()
     if watch.info.rank and line and not line.startswith("[rank"):  # of another machine, where it is the first process
         line = f"[rank {watch.info.rank}] {line}"
     what = "lost its connection to another rank" if lost else f"failed: {line.rpartition('cifar-lit: ')[2]}"

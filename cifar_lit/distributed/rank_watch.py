@@ -78,7 +78,7 @@ class RankWatch(threading.Thread):
         self._last_heard: dict[int, float] = {}
         self._ended: set[int] = set()  # ranks that ended in order, or have said why they did not
         self._closed = False
-        self._main_thread_ends = threading.Event()
+        self.main_thread_ends = threading.Event()  # by itself
         self._fault_lock, self._line_taken = threading.Lock(), threading.Lock()
         # Seconds of watching: they stand still while this process is stopped or starved, which is not the others' silence.
         self.now, self._last_heartbeat, self._looked = 0.0, -limit, time.monotonic()
@@ -212,16 +212,12 @@ class RankWatch(threading.Thread):
     def _end(self, fault: Fault) -> None:
         """Ends this process for a fault: gives its main thread the time to do so, then does it itself."""
         self.close()
-        if not self._main_thread_ends.wait(EXIT_SECONDS[fault.kind]):
+        if not self.main_thread_ends.wait(EXIT_SECONDS[fault.kind]):
             if line := self.line_about(fault):
                 print(line, file=sys.stderr, flush=True)
             self._abandon(fault.code)
         time.sleep(REQUEUE_SECONDS if fault.kind == STOPPED else CLEANUP_SECONDS)
         self._abandon(fault.code)
-
-    def leave_end_to_main_thread(self) -> None:
-        """The main thread ends by itself."""
-        self._main_thread_ends.set()
 
     def close(self) -> None:
         """Ends the watch: nothing is to be noticed any more."""
