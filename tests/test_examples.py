@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from cifar_lit.cli.app import run_command
+
 from cifar_lit.cli.flags import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -108,18 +108,18 @@ def _run(argv: list[str], default: str) -> int:
 
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Runs fit, train, validate, test or predict, as one of the processes that a launcher may have started."""
-    from cifar_lit.distributed import job, launcher, rendezvous
+    from cifar_lit.cli.launch import apply_launcher, continue_job
+    from cifar_lit.distributed.rendezvous import meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # a typing error is answered before seconds of imports
-    launcher.apply_torchrun(command, os.environ)
-    launcher.apply_slurm(command, os.environ)
+    apply_launcher(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()
     quieten()
-    rendezvous.meet_anew(os.environ)
-    job.go_on(command, argv, os.environ, os.getppid(), platform.node())
+    meet_anew(os.environ)
+    continue_job(command, argv, os.environ, os.getppid(), platform.node())
     catch_signals()
     from cifar_lit.cli.fit import TrainingCLI
     from cifar_lit.distributed.join import leave
@@ -136,7 +136,6 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     from cifar_lit.cli.errors import explain_error, is_lost_peer
-    from cifar_lit.distributed import job
     from cifar_lit.distributed.join import leave
 
     if debug:
@@ -146,7 +145,9 @@ def _report(error: BaseException, debug: bool) -> int:
     line, code = explain_error(error)
     line = leave(line, code, is_lost_peer(error))
     if getattr(error, "requeue", False):
-        line = job.requeued(os.environ, getattr(error, "resume", None))
+        from cifar_lit.distributed.job import requeue
+
+        line = requeue(os.environ, getattr(error, "resume", None))
     if line:
         print(line, file=sys.stderr, flush=True)
     return code

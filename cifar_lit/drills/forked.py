@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from cifar_lit.distributed.network import free_port
+from cifar_lit.distributed.rendezvous import free_port
 from cifar_lit.drills.phases import PHASES, VARIABLE
 from cifar_lit.errors import Failure, UsageError
 
@@ -29,7 +29,7 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 60.0  # seconds after which a command counts as frozen
 STRANGE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CIFAR_LIT_RESUME", "CIFAR_LIT_HUB", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN"),
+    *("CIFAR_LIT_RESUME", "CIFAR_LIT_COORDINATOR", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN"),
 )
 
 

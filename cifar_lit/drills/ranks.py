@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.markup import escape
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
-from cifar_lit.distributed.network import free_port
+from cifar_lit.distributed.rendezvous import free_port
 from cifar_lit.drills.forked import STRANGE
 from cifar_lit.drills.kill import TRAINING as KILLED
 from cifar_lit.drills.machines import TwoMachines, why_not

@@ -1,22 +1,21 @@
-"""Jobs that their scheduler starts again."""
+"""What a line becomes when torchrun or SLURM has started it, or a scheduler starts its job again."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from cifar_lit.cli.run import Run
 from command_line import config_of, metrics_of, refused, typed
 
 from cifar_lit.cli.flags import Command, parse
-from cifar_lit.cli.run import Run
-from cifar_lit.distributed.job import DECIDED, Job, go_on, job_of
-from cifar_lit.distributed.rendezvous import agree
+from cifar_lit.cli.launch import apply_launcher, continue_job
+from cifar_lit.distributed.job import JOB_RUN, Job, job_of
+from cifar_lit.distributed.rank_info import is_first_process
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.run_folder import RunFolder
 
@@ -24,11 +23,78 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 LINE = ["--recipe", "small.yaml", "--lr", "0.1"]
+# Of a task that srun starts, as SLURM 22.05 sets it: two nodes with two tasks each.
+STEP = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "night", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
+    **{"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "2"},
+    **{"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
+}
+ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+# ---- devices and nodes of SLURM; those of torchrun are in test_flags
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "devices", "nodes"),
+    [
+        *((words, {}, "2", "2") for words in ([], ["--devices", "2"], ["--devices", "auto"], ["--nodes", "2"], ["--devices=-1"])),
+        ([], ONE_TASK, "1", "1"),  # srun -n 1 in such a job: a step counts
+        ([], {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "1", "2"),
+        ([], {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4,4"}, "4", "2"),
+    ],
+)
+def test_devices_and_nodes_are_those_of_slurms_step(words: list[str], changes: dict[str, str], devices: str, nodes: str) -> None:
+    command, environment = parse("fit", words), {**STEP, **changes}
+    apply_launcher(command, environment)
+    assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == (devices, nodes)
+    assert (environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"]) == (devices, nodes)  # which Lightning compares
+    ranks = {name: environment[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
+    assert ranks == {"RANK": "3", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": environment["SLURM_NTASKS"]}
+    assert not is_first_process(environment)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "complaint"),
+    [
+        (["--devices", "4"], {}, r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out"),
+        (["--nodes", "1"], {}, r"--nodes 1 contradicts SLURM, which started 2 \(--nodes\)"),
+        ([], {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node"),
+        ([], {"SLURM_STEP_ID": None}, "has 4 tasks, but only one of them runs: put srun before the command"),
+    ],
+)
+def test_what_contradicts_slurm_or_forgets_srun_is_refused(
+    words: list[str], changes: dict[str, str | None], complaint: str
+) -> None:
+    environment = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
+    with pytest.raises(UsageError, match=complaint):
+        apply_launcher(parse("fit", words), environment)
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}, {**STEP, "SLURM_JOB_NAME": "interactive"}])
+def test_without_srun_and_in_its_interactive_shells_the_flags_stay(environment: dict[str, str]) -> None:
+    command, before = parse("fit", ["--devices", "3"]), dict(environment)
+    apply_launcher(command, environment)
+    assert command.flags == ["--trainer.devices=3"] and environment == before
+
+
+def test_several_nodes_by_hand_need_an_address_a_port_and_a_number_each(here: Path) -> None:
+    line = (
+        "cifar-lit: --nodes 2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment of each machine, as in "
+        "MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to 1) cifar-lit …, or torchrun or SLURM to start it"
+    )
+    (here / "own.yaml").write_text("trainer: {num_nodes: 2}")
+    for words in (["--nodes", "2"], ["--config", "own.yaml"]):
+        refused(typed("--recipe", "small.yaml", *words), line, 2)
+    assert not Path("lightning_logs").exists()
+
+
+# ---- jobs that are started again
 
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DECIDED, "")  # so that what a start decides is forgotten after each test
+    monkeypatch.setenv(JOB_RUN, "")  # so that what a start decides is forgotten after each test
 
 
 @pytest.mark.parametrize(
@@ -38,10 +104,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
         (SLURM, Job("slurm:hill:7", "SLURM's job 7", again=False)),
         (AGAIN, Job("slurm:hill:7", "SLURM's job 7", again=True)),
         ({"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "0"}, Job("slurm::9", "SLURM's job 9", again=False)),
-        (
-            {**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"},
-            Job("slurm:hill:5_2", "SLURM's job 5_2", again=True),
-        ),
+        ({**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, Job("slurm:hill:5_2", "SLURM's job 5_2", again=True)),
         (TORCHRUN, Job("torchrun:none:41@here", "torchrun's job", again=False)),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, Job("torchrun:x", "torchrun's job", True)),
         ({**TORCHRUN, **SLURM, "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
@@ -54,7 +117,7 @@ def test_a_job_is_known_by_its_name_or_its_schedulers_number(environment: dict[s
 
 def start(words: list[str], environment: dict[str, str], name: str = "train") -> Command:
     command = parse(name, words)
-    go_on(command, words, environment, 41, "here")
+    continue_job(command, words, environment, 41, "here")
     return command
 
 
@@ -68,6 +131,10 @@ def leave(command: Command, name: str = "small-1", checkpoint: bool = True, logs
     if checkpoint:
         (run / "checkpoints/last.ckpt").touch()
     return run
+
+
+def finish(run: Path) -> None:
+    (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
 
 
 def test_a_new_job_is_recorded_and_changes_nothing_else() -> None:
@@ -104,14 +171,13 @@ def test_a_job_without_a_checkpoint_starts_anew(capsys: pytest.CaptureFixture[st
 
 def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [*LINE, "--seed", "1"], [*LINE, "--seed", "2"]
-    done = leave(start(first, SLURM))
-    (done / "metrics.json").write_text('{"test": {"accuracy": 1}}')
+    finish(leave(start(first, SLURM)))
     run = leave(start(second, SLURM), "small-2")
     with pytest.raises(SystemExit) as ended:
         start(first, AGAIN)
     assert ended.value.code == 0
-    said = "lightning_logs/small-1 is finished: its results are in …, and SLURM's job 7 has nothing left to do"
-    assert capsys.readouterr().out.strip() == said.replace("…", "lightning_logs/small-1/metrics.json")
+    line = "lightning_logs/small-1 is finished: its results are in …, and SLURM's job 7 has nothing left to do"
+    assert capsys.readouterr().out.strip() == line.replace("…", "lightning_logs/small-1/metrics.json")
     assert start(second, AGAIN).resume == str(run)
     assert start([*LINE, "--seed", "3"], AGAIN).resume is None
 
@@ -130,33 +196,24 @@ def test_every_process_goes_on_with_the_same_run_and_the_first_one_speaks(capsys
     assert start(LINE, {**again, "RANK": "1", "LOCAL_RANK": "1"}).resume == str(run)
     assert capsys.readouterr().err == ""
     assert start(LINE, again).resume == str(run)
-    assert os.environ[DECIDED] == str(run)
+    assert os.environ[JOB_RUN] == str(run)
     # one that the first process starts later, when it has made a run of its own
     named = {"CIFAR_LIT_JOB": "mine"}
     assert start(LINE, named).resume is None
     made = leave(start(LINE, named), "small-2")
     shutil.copytree(made, made.with_name("small-3"))
-    assert start(LINE, {**named, "LOCAL_RANK": "1", DECIDED: ""}).resume is None
-    assert start(LINE, {**named, "LOCAL_RANK": "1", DECIDED: str(made)}).resume == str(made)
+    assert start(LINE, {**named, "LOCAL_RANK": "1", JOB_RUN: ""}).resume is None
+    assert start(LINE, {**named, "LOCAL_RANK": "1", JOB_RUN: str(made)}).resume == str(made)
 
 
 def test_a_line_with_a_resume_of_its_own_is_left_alone_until_its_run_is_finished() -> None:
     run = leave(start(LINE, SLURM))
     words = ["--resume", str(run)]
     assert start(words, AGAIN) == parse("train", words)
-    (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
+    finish(run)
     assert start(words, SLURM).resume == str(run)
     with pytest.raises(SystemExit):
         start(words, AGAIN)
-
-
-def test_a_named_job_goes_on_whatever_else_is_on_its_line_but_not_with_another_recipe() -> None:
-    named = {"CIFAR_LIT_JOB": "mine"}
-    run = leave(start(LINE, named))
-    command = start(["--recipe", "small.yaml", "--epochs", "9"], named)
-    assert (command.resume, command.recipe, command.flags) == (str(run), None, ["--trainer.max_epochs=9"])
-    with pytest.raises(UsageError, match=r"small-1 of job mine began with the recipe small\.yaml: keep to it, or give"):
-        start(["--recipe", "tudui"], named)
 
 
 def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +230,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Pa
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
     (own / "metrics.json").unlink()
-    longer = typed(*words, "--epochs", "3")
+    longer = typed(*words, "--epochs", "3")  # whatever else is on its line, but for another recipe
     assert longer.code == 0, longer.err
     assert config_of(own)["trainer"]["max_epochs"] == metrics_of(own)["epochs"] == 3
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
@@ -184,71 +241,41 @@ def test_what_a_job_leaves_in_a_runs_folder_is_in_nobodys_way(run: Path) -> None
     for name in ("a", "b"):
         shutil.copytree(run, Path("runs", name))
         Path("runs", name, ".job").write_text('{"job": "x"}\n')
-    assert typed("compare", "runs").code == 0
-    assert typed("report", "runs/a").code == 0
-    assert typed("test", "--ckpt_path", "runs/a/checkpoints/best.ckpt").code == 0
-
-
-# ---- where processes that torchrun starts again meet
-
-
-def test_processes_agree_whatever_an_earlier_attempt_has_left_and_whichever_node_has_counted_it() -> None:
-    store = dist.HashStore()
-    ports, restarts = [], []
-    with ThreadPoolExecutor(3) as processes:
-        for counted in ((0, 0, 0), (0, 0, 0), (0, 2, 1)):
-            found = list(processes.map(lambda rank, count: agree(store, rank, 3, count, 20.0), (2, 0, 1), counted))
-            assert len(set(found)) == 1
-            ports.append(found[0][0])
-            restarts.append(found[0][1])
-    assert len(set(ports)) > 1  # of the system's choice
-    assert restarts == [0, 1, 2]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> None:
-    store = dist.HashStore()
-    store.set("cifar_lit/hello/1", '["of one that is gone", 0]')
-    with pytest.raises(Failure, match=r"has waited 0 s for the others of this run"):
-        agree(store, rank, 2, 0, 0.1)
+    for words in (["compare", "runs"], ["report", "runs/a"], ["test", "--ckpt_path", "runs/a/checkpoints/best.ckpt"]):
+        assert typed(*words).code == 0
 
 
 # ---- every process starts from the same checkpoint
 
 
-class OtherFirst:
-    """What a run's setup sees of a Trainer, in the second process of two, the first of which sent `said`."""
+class SecondOfTwo:
+    """What a run's setup sees of a Trainer in the second process, whose first one goes on from `first`."""
 
     fast_dev_run, is_global_zero, global_rank, checkpoint_callbacks = False, False, 1, ()
 
-    def __init__(self, said: list[str]) -> None:
-        self.strategy, self._said = self, said
+    def __init__(self, first: list[str]) -> None:
+        self.strategy, self._first = self, first
 
     def broadcast(self, own: object) -> tuple[str, list[str]]:
-        return "logs/small-1", self._said
+        return "logs/small-1", self._first
+
+
+RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
 
 
 @pytest.mark.parametrize(
-    ("notes", "said", "line"),
+    ("notes", "first", "line"),
     [
-        ({"resume": "a-1/checkpoints/last.ckpt", "step": "7"}, ["a-1", "checkpoints", "last.ckpt", "7"], None),
+        (RESUMES, ["a-1", "checkpoints", "last.ckpt", "7"], None),
         ({}, [""], None),
-        (
-            {"resume": "a-1/checkpoints/last.ckpt", "step": "7"},
-            ["a-1", "checkpoints", "last.ckpt", "9"],
-            "process 1 would start from a-1/checkpoints/last.ckpt of step 7, the first one from a-1/.*last.ckpt of step 9: ",
-        ),
-        (
-            {},
-            ["a-1", "checkpoints", "last.ckpt", "9"],
-            "from the beginning, the first one from a-1/checkpoints/last.ckpt of step 9",
-        ),
+        (RESUMES, ["a-1", "checkpoints", "last.ckpt", "9"], "from a-1/checkpoints/last.ckpt of step 7, the first .* of step 9: "),
+        ({}, ["a-1", "checkpoints", "last.ckpt", "9"], "from the beginning, the first one from a-1/.*last.ckpt of step 9"),
     ],
 )
 def test_processes_that_see_different_checkpoints_do_not_train_together(
-    notes: dict[str, str], said: list[str], line: str | None
+    notes: dict[str, str], first: list[str], line: str | None
 ) -> None:
     run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
     folder = run.callbacks(validates=False, bar=False)[1]
     with nullcontext() if line is None else pytest.raises(Failure, match=line):
-        folder.setup(OtherFirst(said), None, "fit")  # type: ignore[arg-type]
+        folder.setup(SecondOfTwo(first), None, "fit")  # type: ignore[arg-type]
