@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from cifar_lit.cli.run import Run
 from command_line import config_of, metrics_of, refused, typed
 
 from cifar_lit.cli.flags import Command, parse
@@ -18,6 +17,7 @@ from cifar_lit.distributed.job import JOB_RUN, Job, job_of
 from cifar_lit.distributed.rank_info import is_first_process
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.train import Run
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
@@ -253,7 +253,7 @@ class SecondOfTwo:
 
     fast_dev_run, is_global_zero, global_rank, checkpoint_callbacks = False, False, 1, ()
 
-    def __init__(self, first: list[str]) -> None:
+    def __init__(self, first: str) -> None:
         self.strategy, self._first = self, first
 
     def broadcast(self, own: object) -> tuple[str, list[str]]:
@@ -266,14 +266,14 @@ RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
 @pytest.mark.parametrize(
     ("notes", "first", "line"),
     [
-        (RESUMES, ["a-1", "checkpoints", "last.ckpt", "7"], None),
-        ({}, [""], None),
-        (RESUMES, ["a-1", "checkpoints", "last.ckpt", "9"], "from a-1/checkpoints/last.ckpt of step 7, the first .* of step 9: "),
-        ({}, ["a-1", "checkpoints", "last.ckpt", "9"], "from the beginning, the first one from a-1/.*last.ckpt of step 9"),
+        (RESUMES, "a-1/checkpoints/last.ckpt of step 7", None),
+        ({}, "", None),
+        (RESUMES, "a-1/checkpoints/last.ckpt of step 9", "from a-1/checkpoints/last.ckpt of step 7, the first .* of step 9: "),
+        ({}, "a-1/checkpoints/last.ckpt of step 9", "from the beginning, the first one from a-1/.*last.ckpt of step 9"),
     ],
 )
 def test_processes_that_see_different_checkpoints_do_not_train_together(
-    notes: dict[str, str], first: list[str], line: str | None
+    notes: dict[str, str], first: str, line: str | None
 ) -> None:
     run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
     folder = run.callbacks(validates=False, bar=False)[1]
