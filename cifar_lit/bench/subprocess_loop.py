@@ -18,16 +18,16 @@ from cifar_lit.bench.process import environment
 from cifar_lit.errors import Failure
 
 
-class Apart(Iterator[int]):
+class SubprocessLoop(Iterator[int]):
     """The turns of a loop that runs in another process, and waits there between them.
 
-    turns: "steps" or "epochs", the method of the loop whose turns are wanted. The process takes as many threads as this
-    one, and ends with `close`, or when this process does. Raises Failure when it ends before that.
+    turns: "steps" or "epochs", the method of the loop that makes them. The process takes as many threads as this one, and
+    ends with `close`, or when this process does. Raises Failure when it ends before that.
     """
 
     def __init__(self, loop: TutorialLoop, turns: str, device: torch.device) -> None:
-        line = [sys.executable, "-m", "cifar_lit.bench.apart"]
-        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
+        command = [sys.executable, "-m", "cifar_lit.bench.subprocess_loop"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
         assert self._process.stdin is not None
         pickle.dump((loop, turns, str(device), torch.get_num_threads()), self._process.stdin)
         self.take(0)  # comes back when it has the images and has started
@@ -52,8 +52,8 @@ class Apart(Iterator[int]):
 
 
 def take(loop: Iterator[int], turns: int) -> int:
-    """Makes that many turns of a loop, here or apart, and returns the images of all of them."""
-    return loop.take(turns) if isinstance(loop, Apart) else sum(islice(loop, turns))
+    """Makes that many turns of a loop, in whatever process it runs, and returns the images of all of them."""
+    return loop.take(turns) if isinstance(loop, SubprocessLoop) else sum(islice(loop, turns))
 
 
 def main() -> None:
