@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     try:
         with Records(Path(options.json) if options.json else None, Path(logs or LOGS), settings) as records:
             _train(names, range(options.seed0, options.seed0 + options.runs), flags, logs, records)
-            figures = {
+            figures: dict[str, Any] = {
                 "bench": "recipe",
                 "settings": {"flags": without_places(parse("train", flags).flags)},
                 "environment": where,
@@ -204,7 +204,9 @@ class Records:
         for name, entry in content["recipes"].items():
             own = self.settings.get(name)
             if own is None:
-                raise UsageError(f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}")
+                raise UsageError(
+                    f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}"
+                )
             differing = " and ".join(part for part in own if entry["settings"].get(part) != own[part])
             if differing:
                 raise UsageError(f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}")

@@ -121,9 +121,9 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
             callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
             logger=run.loggers(None),
             num_sanity_val_steps=0,
+            limit_val_batches=1.0 if validates else 0,
             enable_model_summary=False,
             profiler=NoProfiler(),
-            **({} if validates else {"limit_val_batches": 0}),
             **subject.trainer,
         )
         try:

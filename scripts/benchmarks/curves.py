@@ -1,21 +1,181 @@
-"""The plot of accuracy against seconds for several recipes."""
+"""Accuracy against seconds for several recipes, drawn: python scripts/benchmarks/curves.py laptop tudui --plot accuracy.png."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cifar_lit.bench.summary import machine_text
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from script import run_script
+
+from cifar_lit.bench.commands import PassingParser
+from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.report import environment, headline, machine_text, make_parent, publish, spread, spread_text
+from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare_plot import COLOURS, GREY
+from cifar_lit.training.callbacks import Clock, WeightAverage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+WHAT = (
+    "Trains each recipe with several seeds, and tests it at the end of each epoch with the clock stopped and nothing in the fit "
+    "changed. The curves are of the test images; nothing is chosen by them. What is not listed here goes to the training."
+)
+VARIABLE = "CIFAR_LIT_CURVE"  # for the callback in a training: steps between tests, and the file that takes the points
 WIDE = 8.0  # the recipes' times span more than this factor: the axis of seconds is logarithmic
+
+
+class AccuracyCurve(Checkpoint):
+    """Writes [step, seconds of the fit, accuracy on all test images] at each epoch's end, and every so many steps.
+
+    It is a `Checkpoint` so that the Trainer calls it after the callback that averages the weights, whose average of this step
+    is what is tested.
+    """
+
+    def __init__(self) -> None:
+        every, _, self._file = os.environ[VARIABLE].partition(":")
+        self._every, self._tested_at = int(every), 0
+        self._loader: Any = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tests if the steps are reached."""
+        if self._every and trainer.global_step // self._every > self._tested_at // self._every:
+            self._test(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tests, if the last step has not been tested already."""
+        if self._tested_at < trainer.global_step:
+            self._test(trainer, pl_module)
+
+    def _test(self, trainer: pl.Trainer, model: Any) -> None:
+        clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))  # type: ignore[attr-defined]
+        torch.get_device_module(model.device).synchronize()
+        with clock.paused(), undisturbed(trainer, model):
+            self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]
+            self._tested_at = trainer.global_step
+            with Path(self._file).open("a") as file:
+                file.write(json.dumps([self._tested_at, clock.seconds, accuracy_of(trainer, model, self._loader)]) + "\n")
+            torch.get_device_module(model.device).synchronize()
+
+
+@contextmanager
+def undisturbed(trainer: pl.Trainer, model: pl.LightningModule) -> Iterator[None]:
+    """For a look at the net amid a fit: the averaged weights in evaluation mode; modes and random numbers are put back."""
+    averages = [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
+    training = [module for module in model.modules() if module.training]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # workers that load images draw from the CPU's generator
+        for average in averages:
+            average.on_validation_epoch_start(trainer, model)
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            for average in averages:
+                average.on_validation_epoch_end(trainer, model)
+
+
+def accuracy_of(trainer: pl.Trainer, model: pl.LightningModule, loader: Any) -> float:
+    """The fraction of a loader's images that the net classifies rightly, in the precision of the Trainer."""
+    hits = images = 0
+    for batch in loader:
+        here = trainer.strategy.batch_to_device(batch)
+        with trainer.precision_plugin.test_step_context():
+            right = model(here.images).argmax(1) == here.labels
+        hits += int(right.sum())
+        images += int((here.labels >= 0).sum())  # below are images that only fill a batch up
+    return hits / images
+
+
+def main(argv: list[str]) -> None:
+    """Trains, and draws; raises UsageError and Failure, a training's own with the line that it ended with."""
+    parser = PassingParser(prog="curves.py", description=WHAT)
+    parser.usage = "%(prog)s NAME [NAME …] [flags] [any flag of training]"
+    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe (3)")
+    parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="test every so many optimizer steps too")
+    parser.add_argument("--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions")
+    parser.add_argument("--x", choices=("auto", "linear", "log"), default="auto", help="the plot's axis of seconds (auto)")
+    parser.add_argument("--plot", metavar="FILE.png", required=True, help="what is drawn")
+    parser.add_argument("--json", metavar="FILE", help="write all points there too")
+    count = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
+    names, (settings, rest) = argv[:count], parser.parse_with_rest(argv[count:])
+    if not names or Path(settings.plot).suffix != ".png":
+        raise UsageError("name one or more recipes first, and a --plot FILE.png")
+    make_parent(Path(settings.plot))
+    passes = [float(part) for part in settings.passes.split(",") if part]
+    recipes = {name: entry_of([run(name, seed, settings.every, rest) for seed in range(settings.runs)], passes) for name in names}
+    ends = {name: spread(100 * run["curve"][-1][2] for run in entry["runs"]) for name, entry in recipes.items()}
+    figures = {
+        "bench": "curves",
+        "settings": {"flags": without_places(rest), "every": settings.every},
+        "environment": environment(),
+        **headline(*((f"{name}, accuracy at the end", end, "%") for name, end in ends.items())),
+        "recipes": recipes,
+    }
+    plot(figures, Path(settings.plot), settings.x)
+    publish(
+        figures,
+        settings.json,
+        "curves",
+        ("recipe", "n", "accuracy at the end, %", *(f"s to {100 * value:g} %" for value in passes)),
+        [
+            (
+                name,
+                str(settings.runs),
+                spread_text(ends[name], ".2f"),
+                *(spread_text(value, ",.2f") if value else "never" for value in entry["passes"].values()),
+            )
+            for name, entry in recipes.items()
+        ],
+        f"drawn: {settings.plot}",
+    )
+
+
+def run(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dict[str, Any]:
+    """One training in a process of its own: its seed, accelerator and curve, as points of step, seconds and accuracy."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "points.txt"
+        os.environ[VARIABLE] = f"{every}:{file}"
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
+        callback = "--trainer.callbacks+=curves.AccuracyCurve"
+        done = train(["--recipe", recipe, "--devices", "1", *flags, "--seed", str(seed), callback])
+        points = [json.loads(line) for line in file.read_text().splitlines()]
+    print(f"{recipe} seed {seed}: {points[-1][2]:.2%} after {points[-1][1]:.2f} s", file=sys.stderr, flush=True)
+    return {"seed": seed, "accelerator": done.metrics["accelerator"], "curve": points}
+
+
+def entry_of(runs: Sequence[dict[str, Any]], passes: Sequence[float]) -> dict[str, Any]:
+    """The runs of a recipe, and the seconds at which their curves reach accuracies (None where none does)."""
+    seconds = {value: [when for run in runs if (when := first_pass(run["curve"], value)) is not None] for value in passes}
+    return {
+        "accelerator": runs[0]["accelerator"],
+        "runs": runs,
+        "passes": {f"{value:g}": spread(times) if times else None for value, times in seconds.items()},
+    }
+
+
+def first_pass(points: Sequence[Sequence[float]], threshold: float) -> float | None:
+    """Seconds of the first point (step, seconds, accuracy) at or above an accuracy; None if none is."""
+    return next((seconds for _, seconds, accuracy in points if accuracy >= threshold), None)
+
+
+# ---- drawing
 
 
 class Line(NamedTuple):
@@ -28,24 +188,17 @@ class Line(NamedTuple):
 
 
 def line_of(runs: Sequence[Mapping[str, Any]]) -> Line:
-    """The line of a recipe's runs, as long as the shortest curve; times are of the warm runs where there are any."""
-    warm = [run["curve"] for run in runs if not run["first"]] or [run["curve"] for run in runs]
-    curves = [run["curve"] for run in runs]
-    count = min(len(curve) for curve in curves)
-    accuracies = [[100 * curve[place][2] for curve in curves] for place in range(count)]
+    """The line of a recipe's runs, as long as the shortest curve."""
+    points = list(zip(*(run["curve"] for run in runs), strict=False))
+    accuracies = [[100 * point[2] for point in same] for same in points]
     return Line(
-        [statistics.median(curve[place][1] for curve in warm) for place in range(count)],
-        [statistics.median(values) for values in accuracies],
-        [min(values) for values in accuracies],
-        [max(values) for values in accuracies],
+        [statistics.median(point[1] for point in same) for same in points],
+        *([function(values) for values in accuracies] for function in (statistics.median, min, max)),
     )
 
 
 def plot(figures: Mapping[str, Any], file: Path, axis: str = "auto") -> None:
-    """Draws the curves of `bench recipe`'s figures as a PNG.
-
-    axis: linear, log or auto, how seconds are laid out.
-    """
+    """Draws the curves of the figures as a PNG; `axis`: linear, log or auto, how seconds are laid out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -154,3 +307,7 @@ def _pixels(corners: Any) -> Any:
     along = np.concatenate([[0.0], np.hypot(*np.diff(corners, axis=0).T).cumsum()])
     wanted = np.linspace(0, along[-1], 2 + int(along[-1] / 2))
     return np.stack([np.interp(wanted, along, corners[:, axis]) for axis in (0, 1)], axis=1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(main))

@@ -1,4 +1,4 @@
-"""`cifar-lit bench export RUN`: what a net keeps of its accuracy in each exported form, and what it gains."""
+"""What a net keeps of its accuracy in each exported form, and what it gains: python scripts/benchmarks/export.py RUN."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
+from script import run_script
 
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
+from cifar_lit.bench.report import environment, headline, publish, settings_of, significant
 from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.export import TIMED_BATCHES, Exported, Sample, check_request, export
@@ -44,17 +45,17 @@ def run(settings: Namespace) -> None:
     data = RunData(model, net.card, settings.root)
     images, labels, what = data.load(train=False, count=settings.images)
     calibration = data.load(train=True, count=CALIBRATION_IMAGES).images
-    found = {}
+    exported = {}
     with TemporaryDirectory() as folder:
         for form, (to, quantize) in FORMS.items():
             path = Path(folder) / form.replace(" ", ".")
-            found[form] = export(net, to, path, Sample(images, labels), calibration if quantize else None)
-            print(f"{form}: {found[form].check.agreement:.2%} of the decisions agree", file=sys.stderr, flush=True)
-    figures = figures_of(settings, net.card.net, data.dataset, model.stat().st_size, found)
-    if settings.json:
-        write_figures(Path(settings.json), figures)
-    show(
-        f"bench export · {net.card.net} · {what}",
+            exported[form] = export(net, to, path, Sample(images, labels), calibration if quantize else None)
+            print(f"{form}: {exported[form].check.agreement:.2%} of the decisions agree", file=sys.stderr, flush=True)
+    figures = figures_of(settings, net.card.net, data.dataset, model.stat().st_size, exported)
+    publish(
+        figures,
+        settings.json,
+        f"export · {net.card.net} · {what}",
         ("", "accuracy", "agreement", "largest difference", "MB", *(f"ms, batch of {batch}" for batch in TIMED_BATCHES)),
         [
             (
@@ -69,23 +70,22 @@ def run(settings: Namespace) -> None:
         ],
         "times are medians, each file's in turn with PyTorch's; PyTorch's own are those beside the first file",
         f"int8 is calibrated on {len(calibration)} training images",
-        footer(figures),
     )
 
 
-def figures_of(settings: Namespace, net: str, dataset: str, size: int, found: dict[str, Exported]) -> dict[str, Any]:
+def figures_of(settings: Namespace, net: str, dataset: str, size: int, exported: dict[str, Exported]) -> dict[str, Any]:
     """The figures of the files by form, and under PyTorch those of the net that they are compared with.
 
     net: its name. size: bytes of its model.safetensors.
     """
-    first = next(iter(found.values()))
+    first = next(iter(exported.values()))
     forms: dict[str, dict[str, Any]] = {"PyTorch": _entry(first, 0, size)}
-    forms |= {form: _entry(done, 1, done.size) for form, done in found.items()}
+    forms |= {form: _entry(done, 1, done.size) for form, done in exported.items()}
     rows: list[tuple[str, float, str]] = [(f"accuracy, {form}", 100 * entry["accuracy"], "%") for form, entry in forms.items()]
     batch = TIMED_BATCHES[-1]
     rows += [
         (f"{form} against PyTorch, batch of {batch}", done.seconds[batch][0] / done.seconds[batch][1], "× as fast")
-        for form, done in found.items()
+        for form, done in exported.items()
     ]
     own = {name: value for name, value in settings_of(settings).items() if name != "run"}
     return {
@@ -105,3 +105,7 @@ def _entry(done: Exported, side: int, size: int) -> dict[str, Any]:
     if side:
         entry |= {"agreement": done.check.agreement, "difference": significant(done.check.difference)}
     return {**entry, "ms": {str(batch): significant(1e3 * pair[side]) for batch, pair in done.seconds.items()}}
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(sys.modules[__name__]))

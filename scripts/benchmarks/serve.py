@@ -1,29 +1,39 @@
-"""`cifar-lit bench serve RUN`: a service under load from another process, and its answers to bad inputs."""
+"""A service under load from another process: python scripts/benchmarks/serve.py RUN."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.bench.bad_inputs import BadInput, Verdict, bad_inputs, judge, small_jpegs
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
-from cifar_lit.bench.service import Connection, Service, predict_request, started
-from cifar_lit.errors import UsageError
+import numpy as np
+from jsonargparse import ArgumentParser, Namespace
+from PIL import Image
+from script import run_script
+
+from cifar_lit.bench.process import as_error
+from cifar_lit.bench.process import environment as child_environment
+from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
     "A service that was just started, under load from this process: requests/s and how long they take, with one client and "
-    "with several at a time, each sending one small JPEG after the other over its own connection; then bad inputs, the "
-    "status that each is answered with, after how long, and whether the service goes on."
+    "with several at a time, each sending one small JPEG after the other over its own connection."
 )
-BODY_SECONDS = 1.0  # --body-seconds of the measured service: what a slow client is given
+ANSWER_SECONDS = 60.0  # after which a request counts as lost
 
 
-def add_arguments(parser: Any) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
     parser.add_argument("--images", type=str | None, default=None, help="folder of JPEGs to send; drawn ones if not given")
@@ -33,153 +43,161 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--accelerator", type=str, default="auto", help="what the net runs on")
 
 
-def run(settings: Any) -> None:
-    """Runs the measurement; raises UsageError and Failure, those of the service with the line that it ended with."""
-    counts = _counts(settings.clients)
+def run(settings: Namespace) -> None:
+    """Measures and reports."""
     if settings.seconds <= 0 or settings.rounds < 1:
         raise UsageError("--seconds must be more than 0 and --rounds at least 1")
-    images = _images(settings.images)
-    words = [settings.run, "--accelerator", settings.accelerator, "--body-seconds", str(BODY_SECONDS)]
-    with started(words) as service:
-        requests = [predict_request(image) for image in images]
-        asyncio.run(load(service, requests, max(counts), 1.0))  # warm
-        seconds: dict[int, list[list[float]]] = {count: [] for count in counts}
-        rates: dict[int, list[float]] = {count: [] for count in counts}
+    counts = [int(count) for count in settings.clients.split(",")]
+    images = jpegs_of(settings.images) if settings.images else drawn_jpegs(64)
+    times: dict[int, list[list[float]]] = {count: [] for count in counts}
+    rates: dict[int, list[float]] = {count: [] for count in counts}
+    with started([settings.run, "--accelerator", settings.accelerator]) as service:
+        asyncio.run(load(service, images, max(counts), 1.0))  # warm
         for _, count in itertools.product(range(settings.rounds), counts):
             before = time.perf_counter()
-            found = asyncio.run(load(service, requests, count, settings.seconds))
-            rates[count].append(len(found) / (time.perf_counter() - before))
-            seconds[count].append(found)
+            seconds = asyncio.run(load(service, images, count, settings.seconds))
+            rates[count].append(len(seconds) / (time.perf_counter() - before))
+            times[count].append(seconds)
         memory = service.memory()
-        verdicts = [(bad, judge(service, bad, requests[0])) for bad in bad_inputs()]
-    figures = figures_of(settings, service, images, rates, seconds, memory, verdicts)
-    if settings.json:
-        write_figures(Path(settings.json), figures)
-    _print(figures)
+    clients = {
+        str(count): {
+            "requests/s": spread(rates[count]),
+            "p50 ms": spread(1000 * statistics.median(seconds) for seconds in times[count]),
+            "p99 ms": spread(1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count]),
+        }
+        for count in counts
+    }
+    rows = [
+        (f"{count} at a time, {name.split()[0]}", value, name.split()[-1])
+        for count, one in clients.items()
+        for name, value in one.items()
+    ]
+    own = {name: value for name, value in settings_of(settings).items() if name not in ("run", "images")}
+    figures: dict[str, Any] = {
+        "bench": "serve",
+        "settings": {**own, "net": service.net, "images": "a folder's" if settings.images else "drawn"},
+        "environment": environment(),
+        **headline(*rows, ("start", service.start_seconds, "s")),
+        "clients": clients,
+        "memory_mb": memory,
+    }
+    publish(
+        figures,
+        settings.json,
+        f"serve · {service.net} · {figures['settings']['images']} JPEGs",
+        ("at a time", "requests/s", "p50 ms", "p99 ms"),
+        [
+            (count, *(spread_text(value, form) for value, form in zip(one.values(), (",.0f", ".2f", ".2f"), strict=True)))
+            for count, one in clients.items()
+        ],
+        f"medians (quartiles) of {settings.rounds} rounds of {settings.seconds:g} s; the client shares the machine",
+        f"up after {service.start_seconds:.1f} s" + (f", {memory:,.0f} MB in all its processes" if memory else ""),
+    )
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise UsageError(f"--clients must be whole numbers with commas between, such as 1,32, not {text}")
-    return counts
-
-
-def _images(folder: str | None) -> list[bytes]:
-    if folder is None:
-        return small_jpegs(64)
+def jpegs_of(folder: str) -> list[bytes]:
+    """Up to 256 JPEGs of a folder; raises UsageError where there are none."""
     paths = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
         raise UsageError(f"there are no JPEGs in {folder}: name another folder, or leave --images out for drawn ones")
     return [path.read_bytes() for path in paths[:: max(1, len(paths) // 256)][:256]]
 
 
-async def load(service: Service, requests: Sequence[bytes], clients: int, seconds: float) -> list[float]:
+def drawn_jpegs(count: int) -> list[bytes]:
+    """JPEGs of 32 × 32 soft colours, of about the size of CIFAR-10's."""
+    generator = np.random.default_rng(0)
+    files = [io.BytesIO() for _ in range(count)]
+    for file in files:
+        colours = Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        colours.resize((32, 32), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return [file.getvalue() for file in files]
+
+
+# ---- the service, in processes of its own
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that answers. start_seconds: from the start of its process to its readiness. net: the one it serves."""
+
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+    start_seconds: float
+    net: str
+
+    def memory(self) -> float | None:
+        """MB of all its processes, shared pages counted once (PSS); None where /proc does not tell."""
+        try:
+            texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in _with_children(self.process.pid)]
+        except OSError:
+            return None
+        return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pss:")) / 1000
+
+
+def _with_children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [pid, *(one for child in children.read_text().split() for one in _with_children(int(child)))]
+
+
+@contextmanager
+def started(argv: Sequence[str]) -> Iterator[Service]:
+    """Runs `cifar-lit serve` on a free port, and stops it in the end; raises UsageError or Failure, as the process ended."""
+    with tempfile.TemporaryFile("w+") as errors:
+        before = time.perf_counter()
+        command = [sys.executable, "-m", "cifar_lit", "serve", *argv, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
+            assert process.stdout is not None
+            try:
+                net = "?"
+                for line in process.stdout:
+                    if line.startswith("serving "):
+                        net = line.split()[1]
+                    if "http://" in line:
+                        host, _, port = line.split("http://")[1].split()[0].rpartition(":")
+                        yield Service(process, host, int(port), time.perf_counter() - before, net)
+                        break
+                else:
+                    process.wait()
+                    errors.seek(0)
+                    raise as_error(process.returncode, errors.read(), "the service")
+            finally:
+                process.terminate()
+
+
+async def load(service: Service, images: Sequence[bytes], clients: int, seconds: float) -> list[float]:
     """Seconds of every request that so many clients made one after the other within a time, over connections kept open."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    found: list[float] = []
+    times: list[float] = []
 
     async def client(number: int) -> None:
-        connection = await Connection.to(service)
+        reader, writer = await asyncio.open_connection(service.host, service.port)
         for place in itertools.count(number):
             before = loop.time()
             if before >= end:
                 break
-            status, body = await connection.ask(requests[place % len(requests)])
-            if status != 200:
-                raise UsageError(f"the service answered {status}: {body.decode()}")
-            found.append(loop.time() - before)
-        connection.close()
+            await post(reader, writer, images[place % len(images)])
+            times.append(loop.time() - before)
+        writer.transport.abort()
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return found
+    return times
 
 
-def figures_of(
-    settings: Any,
-    service: Service,
-    images: Sequence[bytes],
-    rates: dict[int, list[float]],
-    seconds: dict[int, list[list[float]]],
-    memory: float | None,
-    verdicts: Sequence[tuple[BadInput, Verdict]],
-) -> dict[str, Any]:
-    """The figures: rates and times by number of clients over the rounds, and the answers to bad inputs."""
-    load_of = {}
-    rows = []
-    for count, all_rounds in seconds.items():
-        found = {
-            "requests/s": spread(rates[count]),
-            "p50 ms": spread(1000 * statistics.median(times) for times in all_rounds),
-            "p99 ms": spread(1000 * quantile(times, 0.99) for times in all_rounds),
-        }
-        load_of[str(count)] = {**found, "requests": sum(map(len, all_rounds))}
-        rows += [(f"{count} at a time, {name.split()[0]}", value, name.split()[-1]) for name, value in found.items()]
-    answers = {bad.name: verdict._asdict() for bad, verdict in verdicts}
-    return {
-        "bench": "serve",
-        "settings": {
-            **{name: value for name, value in settings_of(settings).items() if name not in ("run", "images")},
-            "net": service.net,
-            "body_seconds": BODY_SECONDS,
-            "images": "drawn" if settings.images is None else "a folder's",
-            "bytes": round(statistics.mean(map(len, images))),
-        },
-        "environment": environment(),
-        **headline(
-            *rows,
-            ("start", service.start_seconds, "s"),
-            ("slowest refusal of a bad input", max(one["seconds"] for one in answers.values()), "s"),
-        ),
-        "clients": load_of,
-        "start_seconds": service.start_seconds,
-        "memory_mb": memory,
-        "bad_inputs": answers,
-    }
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, image: bytes) -> None:
+    """One POST /predict and its whole answer; raises Failure for none, or one that is not 200."""
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
+    writer.write(head.encode() + image)
+    try:
+        lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_SECONDS)).lower().split(b"\r\n")
+        length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+        body = await reader.readexactly(length)
+    except (TimeoutError, OSError, EOFError, StopIteration) as error:
+        raise Failure(f"the service gave no answer ({type(error).__name__}): see what it printed") from None
+    if b" 200 " not in lines[0]:
+        raise Failure(f"the service answered {lines[0].decode()}: {body.decode()}")
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed; at least one value."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _print(figures: dict[str, Any]) -> None:
-    one = figures["settings"]
-    show(
-        f"bench serve · {one['net']} · {one['images']} JPEGs of {one['bytes']:,} bytes",
-        ("at a time", "requests/s", "p50 ms", "p99 ms", "requests"),
-        [
-            (
-                count,
-                *(
-                    shown_spread(found[name], form)
-                    for name, form in (("requests/s", ",.0f"), ("p50 ms", ".2f"), ("p99 ms", ".2f"))
-                ),
-                f"{found['requests']:,}",
-            )
-            for count, found in figures["clients"].items()
-        ],
-        f"medians (quartiles) of {one['rounds']} rounds of {one['seconds']:g} s; the client shares the machine",
-    )
-    memory = f", {figures['memory_mb']:,.0f} MB in all its processes" if figures["memory_mb"] else ""
-    show(
-        "bad inputs",
-        ("", "status", "seconds", "answer"),
-        [
-            (
-                name,
-                str(found["status"]),
-                f"{found['seconds']:.3f}",
-                found["answer"] + ("" if found["goes_on"] else " — AND THEN DEAD"),
-            )
-            for name, found in figures["bad_inputs"].items()
-        ],
-        f"a slow client was given {one['body_seconds']:g} s (--body-seconds)",
-        f"up after {figures['start_seconds']:.1f} s{memory}",
-        footer(figures),
-    )
+if __name__ == "__main__":
+    raise SystemExit(run_script(sys.modules[__name__]))

@@ -1,18 +1,19 @@
-"""`cifar-lit bench table`: the results in JSON files as Markdown, so that no figure is typed by hand."""
+"""The results in JSON files as Markdown, so that no figure is typed by hand: python scripts/benchmarks/table.py."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.bench.report import shown_spread
-from cifar_lit.bench.summary import machine_text, mean_text, memory_text, percent
-from cifar_lit.bench.words import PassingParser
+from script import run_script
+
+from cifar_lit.bench.commands import BENCHES, PassingParser
+from cifar_lit.bench.recipe import mean_text, memory_text, percent
+from cifar_lit.bench.report import machine_text, spread_text
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.run_folder import display_path, write_text
 
@@ -23,31 +24,31 @@ OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 Row = Sequence[str]
 
 
-def main(words: list[str]) -> None:
-    """Runs `bench table [PATH …] [--recipes] [--write FILE | --check FILE]`.
+def main(argv: list[str]) -> None:
+    """Runs `table.py [PATH …] [--recipes] [--write FILE | --check FILE]`.
 
     Raises UsageError for what cannot be meant, Failure when a checked file differs from its results.
     """
-    parser = PassingParser("cifar-lit bench table", WHAT)
+    parser = PassingParser("table.py", WHAT)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files, or folders of them")
     parser.add_argument("--recipes", action="store_true", help="recipes alone, without other measurements")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--write", metavar="FILE", help=f"put the table between the lines {START} and {END} of this file")
     target.add_argument("--check", metavar="FILE", help="fail if the table in this file is not what the results say")
-    asked = parser.parse_args(words)
-    named = asked.write or asked.check
-    file = Path(named) if named else None
+    options = parser.parse_args(argv)
+    target_file = options.write or options.check
+    file = Path(target_file) if target_file else None
     home = file.absolute().parent if file else Path.cwd()
-    text = results_text(json_files(asked.paths or ["results"]), home, measurements=not asked.recipes)
+    text = results_text(json_files(options.paths or ["results"]), home, measurements=not options.recipes)
     if file is None:
-        _show(text)
+        print(text)
         return
     before = _read(file)
     after = put_between(before, text, display_path(file))
-    if asked.check and after != before:
-        line = f"cifar-lit bench table {'--recipes ' if asked.recipes else ''}--write {display_path(file)}"
+    if options.check and after != before:
+        line = f"python scripts/benchmarks/table.py {'--recipes ' if options.recipes else ''}--write {display_path(file)}"
         raise Failure(f"the results in {display_path(file)} are out of date: `{line}` renews them")
-    if asked.write:
+    if options.write:
         write_text(file, after)
         print(f"{display_path(file)}: {'is up to date' if after == before else 'renewed'}")
 
@@ -59,26 +60,16 @@ def _read(file: Path) -> str:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _show(text: str) -> None:
-    if not sys.stdout.isatty():
-        print(text)
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console().print(Markdown(text))
-
-
 def json_files(paths: Iterable[str]) -> list[Path]:
     """The JSON files among and below some paths, in order; raises UsageError where there are none."""
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise UsageError(f"there is no {path}: name JSON files, or folders of them")
-        found += sorted(path.rglob("*.json")) if path.is_dir() else [path]
-    if not found:
+        files += sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    if not files:
         raise UsageError(f"there are no results in {' '.join(paths)}: measurements write them with --json")
-    return found
+    return files
 
 
 def put_between(text: str, table: str, name: str) -> str:
@@ -101,18 +92,18 @@ def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -
     others: list[Row] = []
     for file in files:
         try:
-            found = json.loads(file.read_text())
+            figures = json.loads(file.read_text())
         except (OSError, ValueError):
             raise UsageError(f"{display_path(file)} cannot be read as JSON") from None
         link = f"[{file.stem}]({os.path.relpath(file.absolute(), home).replace(os.sep, '/')})"
-        if not isinstance(found, dict) or not ("bench" in found or "test" in found):
+        if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
             raise UsageError(f"{display_path(file)} holds neither a measurement nor a run's metrics")
-        if found.get("bench") == "recipe":
-            runs += [_recipe_row(name, entry, found, link) for name, entry in found["recipes"].items()]
-        elif "bench" in found:
-            others += [[*row, link] for row in _measurement_rows(found)]
+        if figures.get("bench") == "recipe":
+            runs += [_recipe_row(name, entry, figures, link) for name, entry in figures["recipes"].items()]
+        elif "bench" in figures:
+            others += [[*row, link] for row in _measurement_rows(figures)]
         else:
-            runs.append(_single_row(found, link))
+            runs.append(_single_row(figures, link))
     legend = (
         "Test accuracy is the mean over n seeds ± their standard deviation; train s, with quartiles, is the whole fit with its "
         "validations, warm where n is above 1; cold s is from the process's start to the tested net."
@@ -139,8 +130,8 @@ def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any],
         str(accuracy["n"]),
         mean_text(accuracy),
         f"{mean_text(views)} ({views['views']})" if views else "–",
-        shown_spread(entry["seconds"], ",.2f"),
-        shown_spread(cold, ",.1f") if cold else "–",
+        spread_text(entry["seconds"], ",.2f"),
+        spread_text(cold, ",.1f") if cold else "–",
         memory_text(entry),
         link,
     ]
@@ -176,15 +167,10 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
     machine = machine_text(figures.get("environment") or figures["machine"], figures.get("accelerator"))
     settings = figures.get("settings", {})
     subject = " · ".join(f"{name} {settings[name]}" for name in ("net", "recipe", "dataset", "batch_size") if settings.get(name))
-    name = f"`{figures.get('command') or 'bench ' + figures['bench']}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
-    if "headline" not in figures:  # written before measurements named theirs
-        ratio = figures["speed_ratio"]
-        low, high = ratio["quartiles"]
-        headline: dict[str, Any] = {"ours against the plain loop": [low, ratio["median"], high]}
-        units = {"ours against the plain loop": "×"}
-    else:
-        headline, units = figures["headline"], figures["unit"]
-    return [[name, machine, label, _value_text(value, units.get(label, ""))] for label, value in headline.items()]
+    command = f"bench {figures['bench']}" if figures["bench"] in BENCHES else figures["bench"]
+    name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
+    units = figures["unit"]
+    return [[name, machine, label, _value_text(value, units.get(label, ""))] for label, value in figures["headline"].items()]
 
 
 def _value_text(value: float | Sequence[float], unit: str) -> str:
@@ -197,3 +183,7 @@ def _value_text(value: float | Sequence[float], unit: str) -> str:
 def _number(value: float) -> str:
     """Four digits, and none of them lost before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(main))

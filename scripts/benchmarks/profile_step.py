@@ -1,19 +1,19 @@
-"""`cifar-lit bench profile`: where the time of a recipe's training step goes."""
+"""Where the time of a recipe's training step goes: python scripts/benchmarks/profile_step.py --recipe laptop."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
+from script import run_script
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cifar_lit.bench.clock import Stopwatch
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
-from cifar_lit.bench.training import add_training_arguments, fit, subject
+from cifar_lit.bench.report import environment, headline, publish, settings_of, significant
+from cifar_lit.bench.training import Lap, Stopwatch, add_training_arguments, fit, subject_from
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
@@ -43,36 +43,33 @@ def run(settings: Namespace) -> None:
     """Measures and reports."""
     if settings.steps < 1 or settings.warmup < 1 or settings.top < 1:
         raise UsageError("a profile takes at least --warmup 1, --steps 1 and --top 1")
-    what = subject(settings)
+    subject = subject_from(settings)
     activity = ProfilerActivity.CPU
     profiler: Any = None
 
-    def between(lap: int) -> None:
+    def between(lap: Lap | None) -> None:
         """Profiles the second lap only."""
         nonlocal profiler, activity
-        if lap == 1:
-            if what.model.device.type != "cpu":
+        if lap and not profiler:
+            if subject.model.device.type != "cpu":
                 activity = ProfilerActivity.CUDA
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write lines of its own to stderr
             profiler = profile(activities=[activity])
             profiler.start()
-        elif lap == 2:
+        elif lap:
             profiler.stop()
 
-    watch = Stopwatch(settings.warmup, settings.steps, laps=2, between=between)
-    settings.precision = fit(what, watch, max_epochs=100_000)
+    watch = Stopwatch(settings.warmup, settings.steps, count=2, between=between)
+    settings.precision = fit(subject, watch, max_epochs=100_000)
     on_cpu = activity is ProfilerActivity.CPU
     timed, profiled = watch.laps
-    found = operators(profiler.key_averages(), on_cpu)
-    if not found:
+    longest = operators(profiler.key_averages(), on_cpu)
+    if not longest:
         raise Failure("the profiler saw no kernel: this torch, or this machine's driver, does not let it look")
     spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() if _is_kernel(event)]
     wall = timed.seconds / timed.steps
     busy = None if on_cpu else 1e-6 * covered(spans) / profiled.steps  # the profiler counts in microseconds
-    figures = figures_of(settings, wall, busy, found, profiled.steps, timed.images / timed.seconds)
-    if settings.json:
-        write_figures(Path(settings.json), figures)
-    _print(settings, figures)
+    report(settings, figures_of(settings, wall, busy, longest, profiled.steps, timed.images / timed.seconds))
 
 
 def _is_kernel(event: Any) -> bool:
@@ -82,12 +79,10 @@ def _is_kernel(event: Any) -> bool:
 
 def operators(averages: Iterable[Any], on_cpu: bool) -> list[Operator]:
     """What the profiler averaged, as operators with time of their own, the longest first."""
-    found = []
-    for entry in averages:
-        if on_cpu or _is_kernel(entry):
-            microseconds = entry.self_cpu_time_total if on_cpu else entry.self_device_time_total
-            found.append(Operator(entry.key, entry.count, 1e-6 * microseconds))
-    return sorted((one for one in found if one.seconds > 0), key=lambda one: -one.seconds)
+    time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"
+    kept = [entry for entry in averages if on_cpu or _is_kernel(entry)]
+    timed = [Operator(entry.key, entry.count, 1e-6 * getattr(entry, time_of)) for entry in kept]
+    return sorted((one for one in timed if one.seconds > 0), key=lambda one: -one.seconds)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -100,10 +95,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def figures_of(
-    settings: Namespace, wall: float, busy: float | None, found: Sequence[Operator], steps: int, speed: float
+    settings: Namespace, wall: float, busy: float | None, longest: Sequence[Operator], steps: int, speed: float
 ) -> dict[str, Any]:
     """The figures: wall and kernel seconds a step (`busy` None on a CPU), and the operators of `steps` profiled steps."""
-    total = sum(one.seconds for one in found)
+    total = sum(one.seconds for one in longest)
     rows: list[tuple[str, float, str]] = [("wall", 1e3 * wall, "ms a step")]
     if busy is not None:
         rows += [("kernels", 1e3 * busy, "ms a step"), ("idle", 1e3 * max(0.0, wall - busy), "ms a step")]
@@ -121,18 +116,21 @@ def figures_of(
                 "ms_per_step": significant(1e3 * one.seconds / steps),
                 "share": round(one.seconds / total, 4),
             }
-            for one in found[: settings.top]
+            for one in longest[: settings.top]
         ],
     }
 
 
-def _print(settings: Namespace, figures: dict[str, Any]) -> None:
+def report(settings: Namespace, figures: dict[str, Any]) -> None:
+    """Prints the figures, and writes them to a file if one is named."""
     times, share = figures["headline"], figures["busy_share"]
     line = f"{times['wall']:.3f} ms a step without the profiler · {figures['images_per_second']:,.0f} images/s"
     if share is not None:
         line += f" · kernels {times['kernels']:.3f} ms ({share:.1%}), idle {times['idle']:.3f} ms"
-    show(
-        f"bench profile · {settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
+    publish(
+        figures,
+        settings.json,
+        f"profile · {settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
         ("operator" if share is None else "kernel", "calls a step", "ms a step", "share"),
         [
             (one["name"][:90], f"{one['calls_per_step']:g}", f"{one['ms_per_step']:.4f}", f"{one['share']:.1%}")
@@ -140,5 +138,8 @@ def _print(settings: Namespace, figures: dict[str, Any]) -> None:
         ],
         line,
         f"one profile of {settings.steps} steps after {settings.warmup + settings.steps}; operators' times are the profiler's",
-        footer(figures),
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(sys.modules[__name__]))
