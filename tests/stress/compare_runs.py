@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cifar_lit.runs.model_file import CHECKSUM
 from cifar_lit.training.checkpoint import read_checkpoint
 
 TIMES = ("train_seconds", "images_per_second")  # of metrics.json
@@ -24,7 +23,7 @@ NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progres
 
 
 def run_in(folder: Path) -> Path | None:
-    """The newest run below a folder of runs, None when there is none."""
+    """The newest run in a folder of runs, None when there is none."""
     runs = sorted(folder.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
     return runs[-1].parent if runs else None
 
@@ -45,18 +44,18 @@ def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
     relatively, and `NOT_ROUNDED` does not count.
     """
     apart = NOT_ROUNDED if tolerance else ()
-    found = []
+    places = []
     for name in ("last.ckpt", "best.ckpt"):
-        first, second = (plain(read_checkpoint(each / "checkpoints" / name), apart) for each in (run, expected))
-        found += [f"{name}: {path}" for path in unequal(first, second, tolerance=tolerance)]
-    kept, whole = (plain(_model(each / "model.safetensors"), apart) for each in (run, expected))
-    found += [f"model.safetensors: {path}" for path in unequal(kept, whole, tolerance=tolerance)]
+        first, second = (comparable(read_checkpoint(each / "checkpoints" / name), apart) for each in (run, expected))
+        places += [f"{name}: {path}" for path in unequal(first, second, tolerance=tolerance)]
+    kept, whole = (comparable(_model(each / "model.safetensors"), apart) for each in (run, expected))
+    places += [f"model.safetensors: {path}" for path in unequal(kept, whole, tolerance=tolerance)]
     for name in ("metrics.csv", "predictions.csv"):
         left, right = (_table(each / name, parsed=tolerance > 0) for each in (run, expected))
         if unequal(left, right, tolerance=tolerance):
-            found.append(name)
+            places.append(name)
     left, right = (json.loads((each / "metrics.json").read_text()) for each in (run, expected))
-    found += [
+    places += [
         f"metrics.json: {name}"
         for name in right
         if name not in (*TIMES, *apart) and (name not in left or unequal(left[name], right[name], tolerance=tolerance))
@@ -65,16 +64,16 @@ def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
         {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file() and "tfevents" not in path.name}
         for each in (run, expected)
     ]
-    return found + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in NOT_RESULTS]
+    return places + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in NOT_RESULTS]
 
 
 def _model(file: Path) -> dict[str, Any]:
-    """Card and tensors of a model.safetensors, whose bytes have the metadata in any order; empty where there is none."""
+    """Card and tensors of a model.safetensors, so that a difference has a name; empty where there is none."""
     if not file.exists():
         return {}
     with safe_open(file, "pt") as opened:
-        said = {name: text for name, text in opened.metadata().items() if name != CHECKSUM}  # which follows from the rest
-        card = {name: json.loads(text) if name == "card" else text for name, text in said.items()}
+        metadata = {name: text for name, text in opened.metadata().items() if name != "sha256"}  # which follows from the rest
+        card = {name: json.loads(text) if name == "card" else text for name, text in metadata.items()}
         return {"": card, **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
 
 
@@ -95,12 +94,12 @@ def _number(cell: str) -> float | str:
         return cell
 
 
-def plain(value: Any, apart: tuple[str, ...] = ()) -> Any:
+def comparable(value: Any, apart: tuple[str, ...] = ()) -> Any:
     """A checkpoint's contents without the times and the keys in `apart`, and with the last part of each path in its place."""
     if isinstance(value, dict):
-        return {plain(key): plain(inner, apart) for key, inner in value.items() if key not in (*CLOCKS, *apart)}
+        return {comparable(key): comparable(inner, apart) for key, inner in value.items() if key not in (*CLOCKS, *apart)}
     if isinstance(value, list | tuple):
-        return [plain(inner, apart) for inner in value]
+        return [comparable(inner, apart) for inner in value]
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 

@@ -9,8 +9,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from cifar_lit.errors import Failure
-
 NETWORK = "10.77.31"
 # Process numbers and a name of its own too; the shell is its first process, which no signal from within can end.
 _OWN_PROCESSES = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
@@ -23,9 +21,9 @@ def why_not() -> str | None:
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces take root"
     name = f"cifar-lit-try-{os.getpid()}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        return f"no network namespace can be made: {tried.stderr.strip()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=False)
     return None
 
@@ -60,7 +58,7 @@ class TwoMachines:
 
     def _remove(self) -> None:
         for name in self._names:
-            with suppress(Failure):
+            with suppress(RuntimeError):
                 _ip("netns", "del", name)
 
     def address(self, number: int) -> str:
@@ -84,4 +82,4 @@ class TwoMachines:
 def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Failure(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")

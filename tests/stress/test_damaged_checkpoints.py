@@ -1,96 +1,72 @@
-"""`cifar-lit drill checkpoint`: a checkpoint is damaged in every way that a disk or a copy can; none may be loaded."""
+"""A checkpoint is damaged in every way that a disk or a copy can: none may be loaded with other contents than it had."""
 
 from __future__ import annotations
 
 import random
 import struct
-import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from jsonargparse import ArgumentParser, Namespace
+from stress.compare_runs import comparable, run_in, unequal
+from stress.forked import SMALL_TRAINING, Forked
 
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, write_figures
-from cifar_lit.drills.forked import Forked, warm
-from cifar_lit.drills.kill import TRAINING
-from cifar_lit.drills.survivors import run_in
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoint import COMMENT, DIGEST, END_SIZE, Damaged, read_checkpoint
+from cifar_lit.cli.errors import explain_error
+from cifar_lit.training.checkpoint import read_checkpoint
 
-WHAT = (
-    "Cuts the last checkpoint of a small training at every class of place, flips its bits, and blanks its pages. Each time "
-    "loading must fail with one line; how many of the same files torch.load alone takes for whole is said beside it."
-)
 PAGE = 4096
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of this drill."""
-    parser.add_argument("--cuts", type=int, default=100, help="cuts in each class of place, at most")
-    parser.add_argument("--flips", type=int, default=1000, help="single bits flipped anywhere, and as many pages blanked in all")
-    parser.add_argument("--seed", type=int, default=0, help="of the places")
-
-
-SHORT = {"cuts": 5, "flips": 60}
+REFUSED, HARMLESS, HARMFUL = "refused", "loaded with what it held", "loaded with something else"
 
 
 def classes(path: Path) -> dict[str, list[range]]:
-    """The classes of byte positions of a checkpoint, which is a zip archive with our comment, each as ranges of positions."""
-    size = path.stat().st_size
-    found: dict[str, list[range]] = {name: [] for name in ("headers of entries", "pickled structure", "tensors", "other entries")}
+    """The classes of byte positions of a checkpoint, which is a zip archive, each as ranges of positions."""
     content = path.read_bytes()
+    places: dict[str, list[range]] = {
+        name: [] for name in ("headers of entries", "pickled structure", "tensors", "other entries")
+    }
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            name_size, extra_size = struct.unpack_from("<HH", content, entry.header_offset + 26)
-            start = (
-                entry.header_offset + 30 + name_size + extra_size
-            )  # PKWARE's layout of a local header; the padding is in extra
-            found["headers of entries"].append(range(entry.header_offset, start))
+            sizes = struct.unpack_from("<HH", content, entry.header_offset + 26)  # PKWARE's layout of a local header
+            start = entry.header_offset + 30 + sum(sizes)  # the padding is in the extra field
+            places["headers of entries"].append(range(entry.header_offset, start))
             inner = entry.filename.partition("/")[2]
             kind = "pickled structure" if inner == "data.pkl" else "tensors" if inner.startswith("data/") else "other entries"
-            found[kind].append(range(start, start + entry.file_size))
-        directory = archive.start_dir
-    found["directory"] = [range(directory, size - COMMENT - END_SIZE)]
-    found["last record"] = [range(size - COMMENT - END_SIZE, size - COMMENT)]
-    found["mark of the checksum"] = [range(size - COMMENT, size - DIGEST)]
-    found["checksum"] = [range(size - DIGEST, size)]
-    return {name: [part for part in parts if part] for name, parts in found.items() if any(parts)}
+            places[kind].append(range(start, start + entry.file_size))
+        end = content.rindex(b"PK\x05\x06")  # the last record, with its comment
+        places["directory"] = [range(archive.start_dir, end)]
+    places["last record"] = [range(end, len(content))]
+    return {name: [part for part in parts if part] for name, parts in places.items() if any(parts)}
 
 
 def sampled(parts: list[range], count: int, draw: random.Random) -> list[int]:
     """Up to `count` positions of a class: the first and the last of its ranges' ends, and others at random."""
-    every = [position for part in parts for position in part] if sum(map(len, parts)) <= count else None
-    if every is not None:
-        return every
+    if sum(map(len, parts)) <= count:
+        return [position for part in parts for position in part]
     edges = [parts[0].start, parts[-1].stop - 1]
-    weights = [len(part) for part in parts]
-    return edges + [draw.choice(part) for part in draw.choices(parts, weights, k=count - len(edges))]
+    return edges + [draw.choice(part) for part in draw.choices(parts, list(map(len, parts)), k=count - len(edges))]
 
 
-def damaged_files(path: Path, cuts: int, flips: int, draw: random.Random) -> Iterator[tuple[str, str, bytes]]:
-    """Damaged contents of a checkpoint, with the way and the class of place: `cut`, `bit flipped`, `page blanked`."""
-    content = path.read_bytes()
-    places = classes(path)
+def damaged_contents(path: Path, cuts: int, flips: int, draw: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Damaged contents of a checkpoint, each with the way and the class of place."""
+    content, places = path.read_bytes(), classes(path)
     for name, parts in places.items():
         for position in sampled(parts, cuts, draw):
-            yield "cut", name, content[:position]
-    owner = [(part, name) for name, parts in places.items() for part in parts]
+            yield f"cut: {name}", content[:position]
+        for position in sampled(parts, min(cuts, 20), draw):  # small classes are seldom hit by chance
+            yield f"bit flipped: {name}", _flipped(content, position, draw)
     for _ in range(flips):
-        position = draw.randrange(len(content))
-        name = next((name for part, name in owner if position in part), "padding")
-        yield "bit flipped", name, _flipped(content, position, draw)
-    for name, parts in places.items():  # small classes are seldom hit by chance
-        for position in sampled(parts, min(cuts, 20), draw):
-            yield "bit flipped", name, _flipped(content, position, draw)
+        yield "bit flipped: anywhere", _flipped(content, draw.randrange(len(content)), draw)
     pages = range(0, len(content), PAGE)
     for start in draw.sample(pages, min(len(pages), cuts)):
         blank = content[:start] + bytes(len(content[start : start + PAGE])) + content[start + PAGE :]
         if blank != content:
-            yield "page blanked", "anywhere", blank
+            yield "page blanked", blank
 
 
 def _flipped(content: bytes, position: int, draw: random.Random) -> bytes:
@@ -99,76 +75,61 @@ def _flipped(content: bytes, position: int, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def run(settings: Namespace) -> None:
-    """Drills and reports; raises Failure when a damaged file was loaded, or refused in another way than by one line."""
-    if settings.cuts < 2 or settings.flips < 1:
-        raise UsageError("a drill takes at least --cuts 2 and --flips 1")
-    warm()
-    draw = random.Random(settings.seed)
-    rows: dict[tuple[str, str], list[int]] = {}
-    slowest = 0.0
-    with tempfile.TemporaryDirectory(prefix="cifar-lit-drill-") as name:
-        folder = Path(name)
-        training = Forked(TRAINING, folder / "run", folder / "log.txt")
-        if any(training.wait()):
-            raise Failure(f"the training failed: {training.log.read_text()[-500:]}")
-        run_folder = run_in(folder / "run" / "lightning_logs")
-        assert run_folder is not None
-        whole = run_folder / "checkpoints" / "last.ckpt"
-        read_checkpoint(whole)
-        size = whole.stat().st_size
-        victim = folder / "last.ckpt"
-        for way, place, content in damaged_files(whole, settings.cuts, settings.flips, draw):
-            victim.write_bytes(content)
-            counts = rows.setdefault((way, place), [0, 0, 0])
-            counts[0] += 1
-            started = time.perf_counter()
-            counts[1] += _detected(victim)
-            slowest = max(slowest, time.perf_counter() - started)
-            counts[2] += _loads_in_torch(victim)
-    report(settings, rows, size, slowest)
-
-
-def _detected(path: Path) -> bool:
+def outcome(path: Path, whole: Any) -> str:
+    """What reading a file that may be damaged comes to, `whole` being the contents that it had."""
     try:
-        read_checkpoint(path)
-    except Damaged as error:
-        return "\n" not in str(error)
-    return False
+        contents = read_checkpoint(path)
+    except Exception as error:
+        line, code = explain_error(error)
+        assert code in (1, 2) and "\n" not in line and "Error:" not in line, line
+        return REFUSED
+    return HARMFUL if unequal(comparable(contents), whole) else HARMLESS
 
 
-def _loads_in_torch(path: Path) -> bool:
-    try:
-        torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:
-        return False
-    return True
+def damage(cuts: int, flips: int, folder: str) -> dict[str, Any]:
+    """Counts of outcomes by way and place, of files that torch alone takes, and the seconds of the slowest refusal."""
+    place = Path(folder)
+    Forked(SMALL_TRAINING, place / "run", place / "log.txt").finish()
+    run = run_in(place / "run" / "lightning_logs")
+    assert run is not None
+    checkpoint, victim = run / "checkpoints" / "last.ckpt", place / "last.ckpt"
+    whole = comparable(read_checkpoint(checkpoint))
+    counts: dict[str, Counter[str]] = {}
+    slowest, torch_takes = 0.0, 0
+    for kind, content in damaged_contents(checkpoint, cuts, flips, random.Random(0)):
+        victim.write_bytes(content)
+        started = time.perf_counter()
+        counts.setdefault(kind, Counter())[outcome(victim, whole)] += 1
+        slowest = max(slowest, time.perf_counter() - started)
+        try:
+            torch.load(victim, map_location="cpu", weights_only=True)
+            torch_takes += 1
+        except Exception:
+            continue
+    return {"counts": counts, "torch_alone_loads": torch_takes, "slowest_ms": round(1000 * slowest, 1)}
 
 
-def report(settings: Namespace, rows: dict[tuple[str, str], list[int]], size: int, slowest: float) -> None:
-    """Prints what was done and found, and writes the figures; raises Failure when something was not detected."""
-    made, detected, silent = (sum(counts[column] for counts in rows.values()) for column in range(3))
-    figures: dict[str, Any] = {
-        "bench": "checkpoint",
-        "command": "drill checkpoint",
-        "settings": settings_of(settings),
-        "bytes": size,
-        "damaged": [
-            {"way": way, "place": place, "files": counts[0], "detected": counts[1], "torch_alone_loads": counts[2]}
-            for (way, place), counts in rows.items()
-        ],
-        "slowest_ms": round(1000 * slowest, 1),
-        **headline(
-            ("damaged checkpoints refused", detected, f"of {made}"),
-            ("of these torch.load alone would have taken", silent, ""),
-        ),
-        "environment": environment(),
-    }
-    if settings.json:
-        write_figures(Path(settings.json), figures)
-    shown = [[f"{way}: {place}", *(f"{count:,}" for count in counts)] for (way, place), counts in rows.items()]
-    total = ["all", *(f"{count:,}" for count in (made, detected, silent))]
-    title = f"a checkpoint of {size:,} bytes, damaged {made:,} times; the slowest refusal took {1000 * slowest:.0f} ms"
-    show(title, ("", "files", "refused", "torch.load alone takes"), [*shown, total], footer(figures))
-    if detected < made:
-        raise Failure(f"{made - detected} damaged checkpoints were loaded, or not refused by one line")
+@pytest.mark.stress
+def test_no_damaged_checkpoint_is_loaded_with_other_contents(
+    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+) -> None:
+    found = forking(damage, cuts=size("cuts", 5, 100), flips=size("flips", 60, 1000), folder=str(tmp_path))
+    counts = found["counts"]
+    total = sum((Counter(one) for one in counts.values()), Counter[str]())
+    files = total.total()
+    headline = {f"damaged checkpoints {name}": total[name] for name in (REFUSED, HARMLESS, HARMFUL)}
+    headline["of these torch.load alone takes"] = found["torch_alone_loads"]
+    write_counts({**found, "headline": headline, "unit": dict.fromkeys(headline, f"of {files}")})
+    assert total[HARMFUL] == 0, {kind: one for kind, one in counts.items() if HARMFUL in one}
+    assert counts["bit flipped: tensors"] == {REFUSED: sum(counts["bit flipped: tensors"].values())}
+    assert found["torch_alone_loads"] > 0  # so that there was something to detect
+    assert {kind.partition(":")[0] for kind in counts} == {"cut", "bit flipped", "page blanked"}
+
+
+def test_every_byte_of_a_checkpoint_is_in_one_class_or_is_padding(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"weight": torch.arange(9.0)}, "global_step": 3}, path)
+    covered = sorted((part.start, part.stop) for parts in classes(path).values() for part in parts)
+    assert all(before[1] <= after[0] for before, after in pairwise(covered))
+    assert covered[0][0] == 0 and covered[-1][1] == path.stat().st_size
+    assert all(content != path.read_bytes() for _, content in damaged_contents(path, 3, 20, random.Random(0)))
