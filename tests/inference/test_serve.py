@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from odd_files import ODD_FILES, OddFile
 from PIL import Image
+from security.bombs import scan_bomb, zip_bomb
 from serving import CLASSES, JPEG, Service, form, picture, running, write_net
 
 import cifar_lit
-from cifar_lit.bench.bad_inputs import scan_bomb, zip_bomb
 
 pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
 JSON = {"Content-Type": "application/json"}

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from security.sandbox import Sandbox
 
-from cifar_lit.bench.hostile_room import Room
+Maker = Callable[[Sandbox], Path]  # makes a hostile file, and returns its place
 
 
 class Gadget:
@@ -27,44 +28,44 @@ class Gadget:
         return self.call
 
 
-def _genuine(room: Room) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(room.checkpoint, weights_only=True)
-    return found
+def _genuine(sandbox: Sandbox) -> dict[str, Any]:
+    contents: dict[str, Any] = torch.load(sandbox.checkpoint, weights_only=True)
+    return contents
 
 
-def _saved(change: Callable[[dict[str, Any], Room], Any], **how: Any) -> Callable[[Room], Path]:
+def _saved(change: Callable[[dict[str, Any], Sandbox], Any], **how: Any) -> Maker:
     """Writes the genuine checkpoint after a change."""
 
-    def make(room: Room) -> Path:
-        contents = _genuine(room)
-        changed = change(contents, room)
-        torch.save(contents if changed is None else changed, room.checkpoint, **how)
-        return room.checkpoint
+    def make(sandbox: Sandbox) -> Path:
+        contents = _genuine(sandbox)
+        changed = change(contents, sandbox)
+        torch.save(contents if changed is None else changed, sandbox.checkpoint, **how)
+        return sandbox.checkpoint
 
     return make
 
 
-def _with(**values: Callable[[Room], Any]) -> Callable[[Room], Path]:
-    return _saved(lambda contents, room: contents.update({name: value(room) for name, value in values.items()}))
+def _with(**values: Callable[[Sandbox], Any]) -> Maker:
+    return _saved(lambda contents, sandbox: contents.update({name: value(sandbox) for name, value in values.items()}))
 
 
-def _bytes(content: Callable[[bytes, Room], bytes]) -> Callable[[Room], Path]:
+def _bytes(content: Callable[[bytes, Sandbox], bytes]) -> Maker:
     """Writes other bytes in the place of the genuine checkpoint."""
 
-    def make(room: Room) -> Path:
-        room.checkpoint.write_bytes(content(room.checkpoint.read_bytes(), room))
-        return room.checkpoint
+    def make(sandbox: Sandbox) -> Path:
+        sandbox.checkpoint.write_bytes(content(sandbox.checkpoint.read_bytes(), sandbox))
+        return sandbox.checkpoint
 
     return make
 
 
-def _zip_with(data: bytes, padding: int = 0) -> Callable[[Room], Path]:
+def _zip_with(data: bytes, padding: int = 0) -> Maker:
     """A zip as torch's with other contents: a packed storage of `padding` zero bytes for each byte it takes of the disk."""
 
-    def make(room: Room) -> Path:
-        with zipfile.ZipFile(room.checkpoint) as genuine:
+    def make(sandbox: Sandbox) -> Path:
+        with zipfile.ZipFile(sandbox.checkpoint) as genuine:
             parts = {name: genuine.read(name) for name in genuine.namelist()}
-        with zipfile.ZipFile(room.checkpoint, "w", zipfile.ZIP_DEFLATED if padding else zipfile.ZIP_STORED) as container:
+        with zipfile.ZipFile(sandbox.checkpoint, "w", zipfile.ZIP_DEFLATED if padding else zipfile.ZIP_STORED) as container:
             for name, content in parts.items():
                 if padding and name.endswith("/data/0"):
                     with container.open(name, "w") as entry:
@@ -72,7 +73,7 @@ def _zip_with(data: bytes, padding: int = 0) -> Callable[[Room], Path]:
                             entry.write(bytes(1 << 20))
                 else:
                     container.writestr(name, data if data and name.endswith("data.pkl") else content)
-        return room.checkpoint
+        return sandbox.checkpoint
 
     return make
 
@@ -94,14 +95,14 @@ def _strided(numbers: int) -> torch.Tensor:
     return torch.zeros(1).expand(numbers)
 
 
-def _weights(value: Any) -> Callable[[dict[str, Any], Room], None]:
-    def change(contents: dict[str, Any], room: Room) -> None:
+def _weights(value: Any) -> Callable[[dict[str, Any], Sandbox], None]:
+    def change(contents: dict[str, Any], sandbox: Sandbox) -> None:
         contents["state_dict"] = dict.fromkeys(contents["state_dict"], value)
 
     return change
 
 
-def _legacy_claim(content: bytes, room: Room) -> bytes:
+def _legacy_claim(content: bytes, sandbox: Sandbox) -> bytes:
     """torch's format of before 1.6, whose storage claims 2^30 numbers and has none."""
     old = io.BytesIO()
     torch.save({"state_dict": {"weight": torch.zeros(64_321)}}, old, _use_new_zipfile_serialization=False)
@@ -109,77 +110,79 @@ def _legacy_claim(content: bytes, room: Room) -> bytes:
     return claimed[: len(claimed) - 4 * 64_321]
 
 
-def _tarred(content: bytes, room: Room) -> bytes:
+def _tarred(content: bytes, sandbox: Sandbox) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name in ("pickle", "storages", "tensors"):
-            told = tarfile.TarInfo(name)
-            data = pickle.dumps(Gadget(os.mkdir, str(room.trace)))
-            told.size = len(data)
-            tar.addfile(told, io.BytesIO(data))
+            info = tarfile.TarInfo(name)
+            data = pickle.dumps(Gadget(os.mkdir, str(sandbox.trace)))
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
     return file.getvalue()
 
 
-def _pickled(function: Any, argument: Callable[[Room], Any]) -> Callable[[Room], Path]:
-    return _bytes(lambda content, room: pickle.dumps(Gadget(function, argument(room))))
+def _pickled(function: Any, argument: Callable[[Sandbox], Any]) -> Maker:
+    return _bytes(lambda content, sandbox: pickle.dumps(Gadget(function, argument(sandbox))))
 
 
-def _trace(room: Room) -> str:
-    return str(room.trace)
+def _trace(sandbox: Sandbox) -> str:
+    return str(sandbox.trace)
 
 
-def _shell(room: Room) -> str:
-    return f"mkdir {room.trace}"
+def _shell(sandbox: Sandbox) -> str:
+    return f"mkdir {sandbox.trace}"
 
 
-CHECKPOINTS: dict[str, Callable[[Room], Path]] = {
-    "a gadget (os.mkdir) in the settings": _with(hyper_parameters=lambda room: Gadget(os.mkdir, _trace(room))),
-    "a gadget (os.system) in the weights": _with(state_dict=lambda room: Gadget(os.system, _shell(room))),
-    "a gadget (eval) in the callbacks": _with(callbacks=lambda room: Gadget(eval, f"__import__('os').mkdir({_trace(room)!r})")),
+CHECKPOINTS: dict[str, Maker] = {
+    "a gadget (os.mkdir) in the settings": _with(hyper_parameters=lambda sandbox: Gadget(os.mkdir, _trace(sandbox))),
+    "a gadget (os.system) in the weights": _with(state_dict=lambda sandbox: Gadget(os.system, _shell(sandbox))),
+    "a gadget (eval) in the callbacks": _with(
+        callbacks=lambda sandbox: Gadget(eval, f"__import__('os').mkdir('{sandbox.trace}')")
+    ),
     "a gadget (exec) in the old format": _saved(
-        lambda contents, room: contents.update(loops=Gadget(exec, f"import os; os.mkdir({_trace(room)!r})")),
+        lambda contents, sandbox: contents.update(loops=Gadget(exec, f"import os; os.mkdir({_trace(sandbox)!r})")),
         _use_new_zipfile_serialization=False,
     ),
     "a bare pickle with os.system": _pickled(os.system, _shell),
     "a bare pickle with os.mkdir": _pickled(os.mkdir, _trace),
     "a pickle in a tar of torch 0.1": _bytes(_tarred),
-    "a zip whose pickle is a gadget": lambda room: _zip_with(pickle.dumps(Gadget(os.mkdir, _trace(room)), 2))(room),
-    "a bytearray of 64 GB by a call that is allowed": _pickled(bytearray, lambda room: 1 << 36),
+    "a zip whose pickle is a gadget": lambda sandbox: _zip_with(pickle.dumps(Gadget(os.mkdir, _trace(sandbox)), 2))(sandbox),
+    "a bytearray of 64 GB by a call that is allowed": _pickled(bytearray, lambda sandbox: 1 << 36),
     "a storage that unpacks to 512 MB": _zip_with(b"", 512 << 20),
     "a pickle that claims a text of 4 GB": _zip_with(b"\x80\x02X\xff\xff\xff\xff."),
     "a pickle of 100,000 opening brackets": _zip_with(b"\x80\x02" + b"(" * 100_000 + b"l" * 100_000 + b"."),
     "a storage in the old format that claims 4 GB": _bytes(_legacy_claim),
     "a tensor of 10¹² numbers by its strides": _saved(_weights(_strided(10**12))),
-    "a random state of 10¹² numbers": _with(random_state=lambda room: [_strided(10**12).unsqueeze(0)]),
+    "a random state of 10¹² numbers": _with(random_state=lambda sandbox: [_strided(10**12).unsqueeze(0)]),
     "lists that hold themselves twice, 40 times over": _with(
-        hyper_parameters=lambda room: {"input_shape": _nested(40), "net": "lenet"}
+        hyper_parameters=lambda sandbox: {"input_shape": _nested(40), "net": "lenet"}
     ),
-    "a list that holds itself": _with(hyper_parameters=lambda room: {"input_shape": _looped()}),
+    "a list that holds itself": _with(hyper_parameters=lambda sandbox: {"input_shape": _looped()}),
     "weights on the meta device": _saved(_weights(torch.zeros(3, device="meta"))),
     "sparse weights": _saved(_weights(torch.zeros(4, 4).to_sparse())),
     "weights that are numbers": _saved(_weights(3)),
-    "weights by number": _with(state_dict=lambda room: {1: torch.zeros(1)}),
-    "no dict": _saved(lambda contents, room: [1, 2, 3]),
+    "weights by number": _with(state_dict=lambda sandbox: {1: torch.zeros(1)}),
+    "no dict": _saved(lambda contents, sandbox: [1, 2, 3]),
     "settings of wrong kinds": _saved(
-        lambda contents, room: contents.update(
+        lambda contents, sandbox: contents.update(
             state_dict={"x": torch.zeros(1)}, hyper_parameters={"width": [1], "input_shape": 7, "net": "\x1b[2J" * 9}
         )
     ),
-    "a step of 10³⁰": _with(global_step=lambda room: 10**30),
-    "its first half": _bytes(lambda content, room: content[: len(content) // 2]),
-    "its second half": _bytes(lambda content, room: content[len(content) // 2 :]),
-    "nothing": _bytes(lambda content, room: b""),
-    "random bytes after the zip's first four": _bytes(lambda content, room: b"PK\3\4" + os.urandom(4096)),
+    "a step of 10³⁰": _with(global_step=lambda sandbox: 10**30),
+    "its first half": _bytes(lambda content, sandbox: content[: len(content) // 2]),
+    "its second half": _bytes(lambda content, sandbox: content[len(content) // 2 :]),
+    "nothing": _bytes(lambda content, sandbox: b""),
+    "random bytes after the zip's first four": _bytes(lambda content, sandbox: b"PK\3\4" + os.urandom(4096)),
 }
 
 
-def _header(header: Any, data: bytes = b"", length: int | None = None) -> Callable[[Room], Path]:
+def _header(header: Any, data: bytes = b"", length: int | None = None) -> Maker:
     """A safetensors file with this header (JSON, or bytes as they are)."""
 
-    def make(room: Room) -> Path:
+    def make(sandbox: Sandbox) -> Path:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        room.model.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-        return room.model
+        sandbox.model.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+        return sandbox.model
 
     return make
 
@@ -193,43 +196,43 @@ CARD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _card(**values: Any) -> Callable[[Room], Path]:
+def _card(**values: Any) -> Maker:
     """A file of some hundred bytes: a card with these values, and no weights."""
     return _header(_metadata({**CARD, **values}))
 
 
-def _one(dtype: str, shape: list[int], offsets: list[int], data: bytes = b"") -> Callable[[Room], Path]:
+def _one(dtype: str, shape: list[int], offsets: list[int], data: bytes = b"") -> Maker:
     tensor = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     return _header({**_metadata(CARD), "0.weight": tensor}, data)
 
 
-def _sparse_file(room: Room) -> Path:
+def _sparse_file(sandbox: Sandbox) -> Path:
     """4 GB of a hole in the disk, with a true header."""
     tensor = {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}
-    _header({**_metadata(CARD), "0.weight": tensor})(room)
-    with room.model.open("r+b") as file:
+    _header({**_metadata(CARD), "0.weight": tensor})(sandbox)
+    with sandbox.model.open("r+b") as file:
         file.truncate(file.seek(0, 2) + 2**32)
-    return room.model
+    return sandbox.model
 
 
-def _dtypes(kind: str) -> Callable[[Room], Path]:
+def _dtypes(kind: str) -> Maker:
     """The genuine weights, claimed to be of another kind of the same length."""
 
-    def make(room: Room) -> Path:
-        room.model.write_bytes(room.model.read_bytes().replace(b'"F32"', f'"{kind}"'.encode()))
-        return room.model
+    def make(sandbox: Sandbox) -> Path:
+        sandbox.model.write_bytes(sandbox.model.read_bytes().replace(b'"F32"', f'"{kind}"'.encode()))
+        return sandbox.model
 
     return make
 
 
-def _not_finite(room: Room) -> Path:
-    content = room.model.read_bytes()
+def _not_finite(sandbox: Sandbox) -> Path:
+    content = sandbox.model.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    room.model.write_bytes(content[:start] + b"\xff" * (len(content) - start))
-    return room.model
+    sandbox.model.write_bytes(content[:start] + b"\xff" * (len(content) - start))
+    return sandbox.model
 
 
-MODELS: dict[str, Callable[[Room], Path]] = {
+MODELS: dict[str, Maker] = {
     "a tensor of 4 GB in a file of 300 bytes": _one("F32", [2**30], [0, 2**32]),
     "a tensor that ends before it begins": _one("F32", [1], [8, 4], bytes(8)),
     "two tensors in the same place": _header(
@@ -261,10 +264,10 @@ MODELS: dict[str, Callable[[Room], Path]] = {
     "class names that cannot be printed": _card(classes=["\ud800", "b"]),
     "weights as whole numbers": _dtypes("I32"),
     "weights that are not finite": _not_finite,
-    "a pickle under its name": lambda room: _renamed(room, pickle.dumps(Gadget(os.mkdir, _trace(room)))),
+    "a pickle under its name": lambda sandbox: _renamed(sandbox, pickle.dumps(Gadget(os.mkdir, _trace(sandbox)))),
 }
 
 
-def _renamed(room: Room, content: bytes) -> Path:
-    room.model.write_bytes(content)
-    return room.model
+def _renamed(sandbox: Sandbox, content: bytes) -> Path:
+    sandbox.model.write_bytes(content)
+    return sandbox.model

@@ -1,4 +1,4 @@
-"""Sizes of the stress tests, the process that forks their trainings, and the files that take their counts.
+"""Sizes of the stress tests, and the process that forks their trainings.
 
 Plain `pytest` runs each in a short form, `pytest -m stress` in the long one; a size can be set by a variable of the
 environment, such as STRESS_KILLS=50. `--stress-json DIR` writes the counts.
@@ -20,9 +20,8 @@ TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def size(pytestconfig: pytest.Config) -> Callable[[str, int, int], int]:
+def size(long_form: bool) -> Callable[[str, int, int], int]:
     """size(name, short, long): the one of the two that is asked for, or what STRESS_<NAME> says."""
-    long_form = "stress" in pytestconfig.option.markexpr.split()
     return lambda name, short, long: int(os.environ.get(f"STRESS_{name.upper()}", long if long_form else short))
 
 
@@ -52,19 +51,3 @@ def forking(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
 
         yield call
         process.stdin.close()
-
-
-@pytest.fixture
-def write_counts(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
-    """write_counts(counts): into the folder of --stress-json, if there is one, in a file of the test's name."""
-    folder = request.config.getoption("--stress-json")
-
-    def write(counts: dict[str, Any]) -> None:
-        if folder:
-            from cifar_lit.bench.report import environment as where
-            from cifar_lit.bench.report import write_figures
-
-            name = Path(request.node.path).stem.removeprefix("test_")
-            write_figures(Path(folder) / f"stress-{name}.json", {"bench": f"stress {name}", **counts, "environment": where()})
-
-    return write
