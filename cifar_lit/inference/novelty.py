@@ -1,7 +1,7 @@
 """How unlike the training images a picture is: its distance to the nearest of them in the net's own description.
 
 The method is that of Sun et al., "Out-of-Distribution Detection with Deep Nearest Neighbors" (ICML 2022): embeddings scaled to
-length 1, and the distance to the k-th nearest of a sample of training images. `cifar-lit bench novelty` compares it with others.
+length 1, and the distance to the k-th nearest of a sample of training images.
 
 Measured: the net of fast94, trained on all of CIFAR-10 (JPEG), against `shapes`: area under the ROC curve 0.900, false alarms
 13.5 %, misses 24.6 %; the net of quickstart, trained on `shapes`, against CIFAR-10 (JPEG): 0.945, 6.3 % and 22.8 %. Relative

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from command_line import Typed, draw_folder, typed
 
 import cifar_lit
-from cifar_lit.bench.commands import bench
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -50,25 +48,3 @@ def test_a_reader_that_has_read_enough_is_no_failure(run: Path) -> None:
         line, shell=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     )
     assert done.stdout.split()[:2] == ["file", "class"] and done.stderr == ""
-
-
-def test_ways_to_tell_novelty_are_measured_on_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench(["novelty", str(run), "--other", "shapes", "--count", "40", "--accelerator", "cpu", "--json", "n.json"])
-    found = json.loads(Path("n.json").read_text())
-    (entry,) = found["runs"].values()
-    assert (entry["known"], entry["held_out"], entry["test"], entry["source"]) == (160, 40, 40, "validation")
-    assert len(entry["methods"]) == 5
-    assert all(0 <= value <= 1 for method in entry["methods"].values() for value in method.values())
-    assert str(run) not in Path("n.json").read_text()
-    assert "relative Mahalanobis" in capsys.readouterr().out
-
-
-def test_classify_is_measured_against_decoding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures = draw_folder(Path("pictures"), {"cat": 12})
-    bench(["classify", str(run), str(pictures), "--rounds", "2", "--enlarge", "100", "--json", "c.json"])
-    found = json.loads(Path("c.json").read_text())
-    assert found["settings"]["folder"] == "12 files" and found["settings"]["enlarge"] == 100
-    speeds = found["images_per_second"]
-    assert 0 < speeds["classify"]["median"] < speeds["decoding alone"]["median"]
-    assert 0 < found["ratio"]["median"] < 1 and found["seconds_as_started"] > 0
-    assert "classify / decoding alone" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from serving import running
 from small_net import write_net
 
 from cifar_lit.bench.report import environment, write_figures
-from cifar_lit.bench.table import markdown
 from cifar_lit.data.cache import File, decoded
 from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load
+
+sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmarks"))
+from table import markdown
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 WHERE = ("classify", "folder", "serve")

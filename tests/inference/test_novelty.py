@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import cifar_lit
-from cifar_lit.bench.novelty import Seen, auroc, methods_of, rates
 from cifar_lit.inference.novelty import choose, learn_novelty, novelty
 from cifar_lit.runs.model_file import load_model_file, save_weights
 
@@ -90,21 +89,3 @@ def test_noise_is_known_to_a_net_that_has_seen_noise_and_plain_colours_are_not(t
     plain = noise[:, :, :1, :1].expand(100, 3, 32, 32)
     assert sum(bool(found.unlike) for found in classifier.predictions(noise)) < 20
     assert sum(bool(found.unlike) for found in classifier.predictions(plain)) > 90
-
-
-def test_the_area_under_the_curve_counts_pairs() -> None:
-    low, high = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0])
-    assert auroc(low, high) == pytest.approx((0.5 + 1 + 3) / 6)
-    found = rates(torch.arange(101.0), torch.tensor([94.0, 96.0]), torch.tensor([95.0, 200.0, 300.0, 400.0]))
-    assert found["false_alarms"] == 0.5 and found["misses"] == 0.25
-
-
-def test_every_method_scores_what_is_far_off_higher() -> None:
-    draw = torch.Generator().manual_seed(0)
-    labels = torch.arange(300) % 3
-    centres = torch.eye(3).repeat(1, 2) * 5
-    z = centres[labels] + torch.randn(300, 6, generator=draw)
-    known = Seen(z[:, :3] * 2, z)
-    far = Seen(torch.zeros(50, 3), -8 + torch.randn(50, 6, generator=draw))
-    for name, score in methods_of(known, labels).items():
-        assert auroc(score(known), score(far)) > 0.9, name
