@@ -51,6 +51,8 @@ SHARED = (
     "The runs share one process, and the images, which are decoded and held once. Each has its own net, Trainer and run folder, "
     "and draws initial weights, order and augmentation from its seed."
 )
+Runs = dict[str, dict[int, dict[str, Any]]]  # by recipe and seed
+Fingerprints = Mapping[str, Mapping[str, str]]  # by recipe
 LEGEND = (
     "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm",
     "cold s is from the process's start to the tested net; peak MB is of the process, with all runs before",
@@ -64,30 +66,40 @@ def main(argv: list[str]) -> None:
     """
     names, options, flags = parse_line(argv)
     catch_signals()
-    where = environment()
     logs = parse("train", flags).logs
+    where = environment()
     settings = {recipe_path(name).stem: fingerprint(name, flags, where) for name in names}
-    try:
-        with Records(Path(options.json) if options.json else None, Path(logs or LOGS), settings) as records:
-            _train(names, range(options.seed0, options.seed0 + options.runs), flags, logs, records)
-            figures: dict[str, Any] = {
-                "bench": "recipe",
-                "settings": {"flags": without_places(parse("train", flags).flags)},
-                "environment": where,
-                "shared": SHARED,
-                "recipes": {
-                    name: {**summary(in_order), "settings": settings[name], "runs": in_order}
-                    for name, runs in records.runs.items()
-                    if (in_order := [runs[seed] for seed in sorted(runs)])
-                },
-            }
-            records.finish(figures)
-    except Interrupted as interruption:
-        interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(argv)}"
-        raise
+    temporary = Path(logs or LOGS) / f"bench-recipe-{_digest(json.dumps(settings))}.json"
+    file = Path(options.json) if options.json else temporary
+    with locked(file):
+        runs = read_runs(file, settings)
+        try:
+            for name, run, total in _missing_runs(
+                names, range(options.seed0, options.seed0 + options.runs), flags, logs, runs, file
+            ):
+                runs[name][run["seed"]] = run
+                figures = _figures(runs, settings, flags, where)
+                write_figures(file, figures)  # whole after each run, so that a stopped measurement goes on where it was
+                say(_progress(name, run, runs[name], total))
+        except Interrupted as interruption:
+            interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(argv)}"
+            raise
+        figures = _figures(runs, settings, flags, where)
+        temporary.unlink(missing_ok=True)
     say("")
     print_summary(figures["recipes"])
-    say("", SHARED, footer(figures), *([f"written: {display_path(Path(options.json))}"] if options.json else []))
+    say("", SHARED, footer(figures), *([f"written: {display_path(file)}"] if options.json else []))
+
+
+def _figures(runs: Runs, settings: Fingerprints, flags: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
+    recipes = {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in runs.items() if by_seed}
+    return {
+        "bench": "recipe",
+        "settings": {"flags": without_places(parse("train", list(flags)).flags)},
+        "environment": where,
+        "shared": SHARED,
+        "recipes": {name: {**summary(same), "settings": settings[name], "runs": same} for name, same in recipes.items()},
+    }
 
 
 def parse_line(argv: list[str]) -> tuple[list[str], argparse.Namespace, list[str]]:
@@ -151,103 +163,72 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-class Records:
-    """The finished runs by recipe and seed, in `runs` and on disk, so that a stopped measurement goes on where it was.
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Raises Failure where another process measures into the same file, or it cannot be written."""
+    place = display_path(file)
+    lock = FileLock(file.with_name(file.name + ".lock"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise Failure(f"another process is writing {place}: wait until it ends, or name another --json") from None
+    except OSError as error:
+        raise Failure(f"cannot write {place}: {error.strerror}. Name another file with --json.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
 
-    Args:
-        file: where the figures go at the end, None if nowhere; the runs that it holds already count.
-        folder: where finished runs are kept meanwhile if there is no file.
-        settings: the fingerprint of each recipe.
 
-    Raises:
-        UsageError: the files hold runs of something else.
-        Failure: another process is at them, or they cannot be written.
-    """
-
-    def __init__(self, file: Path | None, folder: Path, settings: Mapping[str, Mapping[str, str]]) -> None:
-        self.file, self.settings = file, settings
-        name = f"bench-recipe-{_digest(json.dumps(settings))}.partial.json"
-        self.partial = file.with_name(file.name + ".partial.json") if file else folder / name
-        self.runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in settings}
-        self._lock = FileLock(self.partial.with_name(self.partial.name + ".lock"))
-
-    def __enter__(self) -> Records:
-        partial = display_path(self.partial)
-        try:
-            self.partial.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise Failure(f"another process is writing {partial}: wait until it ends, or name another --json") from None
-        except OSError as error:
-            raise Failure(f"cannot write {partial}: {error.strerror}. Name another file with --json.") from None
-        try:
-            self.sources = [path for path in (self.file, self.partial) if path and path.exists()]
-            for path in self.sources:
-                self._read(path)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
-
-    def _read(self, file: Path) -> None:
-        try:
-            content = json.loads(file.read_text())
-        except (OSError, ValueError):
-            content = None
-        place = display_path(file)
-        if not isinstance(content, dict) or content.get("bench") != "recipe":
-            raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
-        for name, entry in content["recipes"].items():
-            own = self.settings.get(name)
-            if own is None:
-                raise UsageError(
-                    f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}"
-                )
-            differing = " and ".join(part for part in own if entry["settings"].get(part) != own[part])
-            if differing:
-                raise UsageError(f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}")
-            self.runs[name] |= {run["seed"]: run for run in entry["runs"]}
-
-    def add(self, name: str, run: dict[str, Any]) -> None:
-        """Keeps a finished run, on disk before this returns."""
-        self.runs[name][run["seed"]] = run
-        recipes = {name: {"settings": self.settings[name], "runs": list(runs.values())} for name, runs in self.runs.items()}
-        write_figures(self.partial, {"bench": "recipe", "recipes": recipes})
-
-    def finish(self, figures: Mapping[str, Any]) -> None:
-        """Writes the figures, if they go anywhere; what was kept meanwhile is needed no longer."""
-        if self.file:
-            write_figures(self.file, figures)
-        self.partial.unlink(missing_ok=True)
+def read_runs(file: Path, settings: Fingerprints) -> Runs:
+    """The finished runs that a file holds, if it is there; raises UsageError when they are of something else."""
+    runs: Runs = {name: {} for name in settings}
+    if not file.exists():
+        return runs
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        content = None
+    place = display_path(file)
+    if not isinstance(content, dict) or content.get("bench") != "recipe":
+        raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
+    way_out = f"name another --json, or delete {place}"
+    for name, entry in content["recipes"].items():
+        if name not in settings:
+            raise UsageError(f"{place} holds runs of {name}, which is not measured now: {way_out}")
+        if differing := " and ".join(part for part, own in settings[name].items() if entry["settings"].get(part) != own):
+            raise UsageError(f"{place} holds runs of {name} with other {differing}: {way_out}")
+        runs[name] = {run["seed"]: run for run in entry["runs"]}
+    return runs
 
 
 # ---- training
 
 
-def _train(names: Sequence[str], seeds: Sequence[int], flags: Sequence[str], logs: str | None, records: Records) -> None:
-    """Makes the runs that are not recorded yet, with a line for each."""
+def _missing_runs(
+    names: Sequence[str], seeds: Sequence[int], flags: Sequence[str], logs: str | None, runs: Runs, file: Path
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Makes the runs that there are not yet, each with its recipe's name and how many there are to be of it."""
     cold = True
     with images_held():
         for recipe in names:
             name = recipe_path(recipe).stem
-            runs = records.runs[name]
-            missing = [seed for seed in seeds if seed not in runs]
-            total = len(runs) + len(missing)
-            if runs:
-                sources = " and ".join(map(display_path, records.sources))
-                say(f"{name}: {len(runs)} runs are done already (in {sources}); {len(missing)} to go")
+            missing = [seed for seed in seeds if seed not in runs[name]]
+            done = len(runs[name])
+            if done:
+                say(f"{name}: {done} runs are done already (in {display_path(file)}); {len(missing)} to go")
             for place, seed in enumerate(missing):
-                run = {**run_once(recipe, flags, seed, logs, cold), "first": place == 0}
+                yield name, {**run_once(recipe, flags, seed, logs, cold), "first": place == 0}, done + len(missing)
                 cold = False
-                records.add(name, run)
-                mean = statistics.fmean(other["accuracy"] for other in runs.values())
-                line = f"{name} seed {seed} ({len(runs)} of {total}): {percent(run['accuracy'])} · mean {percent(mean)}"
-                line += f" · {run['seconds']:.2f} s · {run['images_per_second'] or 0:,.0f} images/s"
-                say(line + " · the first here: not in the warm times" * run["first"])
+
+
+def _progress(name: str, run: Mapping[str, Any], runs: Mapping[int, Mapping[str, Any]], total: int) -> str:
+    mean = statistics.fmean(other["accuracy"] for other in runs.values())
+    line = f"{name} seed {run['seed']} ({len(runs)} of {total}): {percent(run['accuracy'])} · mean {percent(mean)}"
+    line += f" · {run['seconds']:.2f} s · {run['images_per_second'] or 0:,.0f} images/s"
+    return line + " · the first here: not in the warm times" * run["first"]
 
 
 @contextmanager

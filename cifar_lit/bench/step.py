@@ -126,24 +126,28 @@ def seconds_per_step(subject: Subject) -> float:
 
 def compared(name: str, settings: Namespace, rounds: Sequence[Round], other: str) -> dict[str, Any]:
     """The figures: images/s and ms a step of both, and the ratio of ours over `other`, above 1 where ours is faster."""
-    speeds = [spread(turn.images / seconds for turn, seconds in pairs) for pairs in _by_side(rounds)]
-    per_step = [spread(1e3 * seconds / turn.steps for turn, seconds in pairs) for pairs in _by_side(rounds)]
+    seconds = {"ours": [turn.ours for turn in rounds], "plain": [turn.plain for turn in rounds]}
+    sides = {
+        name: {
+            "images_per_second": spread(turn.images / one for turn, one in zip(rounds, own, strict=True)),
+            "ms_per_step": spread(1e3 * one / turn.steps for turn, one in zip(rounds, own, strict=True)),
+        }
+        for name, own in seconds.items()
+    }
+    ours, plain = (side["images_per_second"] for side in sides.values())
+    ours_ms, plain_ms = (side["ms_per_step"]["median"] for side in sides.values())
     ratio = spread(turn.plain / turn.ours for turn in rounds)
     return {
         "bench": name,
         "settings": settings_of(settings),
         "environment": environment(),
-        **headline(("ours", speeds[0], "images/s"), (other, speeds[1], "images/s"), (f"ours / {other}", ratio, "×")),
+        **headline(("ours", ours, "images/s"), (other, plain, "images/s"), (f"ours / {other}", ratio, "×")),
         "rounds": len(rounds),
-        "ours": {"images_per_second": speeds[0], "ms_per_step": per_step[0]},
-        "plain": {"what": other, "images_per_second": speeds[1], "ms_per_step": per_step[1]},
-        "difference_ms_per_step": round(per_step[0]["median"] - per_step[1]["median"], 4),
+        "ours": sides["ours"],
+        "plain": {"what": other, **sides["plain"]},
+        "difference_ms_per_step": round(ours_ms - plain_ms, 4),
         "speed_ratio": ratio,
     }
-
-
-def _by_side(rounds: Sequence[Round]) -> list[list[tuple[Round, float]]]:
-    return [[(turn, turn.ours) for turn in rounds], [(turn, turn.plain) for turn in rounds]]
 
 
 def report(name: str, settings: Namespace, rounds: Sequence[Round], other: str, turns: str) -> None:

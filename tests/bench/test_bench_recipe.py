@@ -12,7 +12,7 @@ import pytest
 
 from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
-from cifar_lit.bench.recipe import Records, images_held, process_age, run_once, summary
+from cifar_lit.bench.recipe import images_held, locked, process_age, run_once, summary
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.compare import mean_interval, t_quantile
@@ -87,10 +87,9 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     argv = ["small.yaml", "--runs", "4", "--json", "f.json"]
     with pytest.raises(Interrupted):
         recipe.main(argv)
-    assert not Path("f.json").exists()
     recipe.main(argv)
     assert made == [0, 1, 2, 3]
-    assert "2 runs are done already (in f.json.partial.json); 2 to go" in capsys.readouterr().out
+    assert "2 runs are done already (in f.json); 2 to go" in capsys.readouterr().out
     runs = json.loads(Path("f.json").read_text())["recipes"]["small"]["runs"]
     assert [run["seed"] for run in runs] == [0, 1, 2, 3]
     assert [run["first"] for run in runs] == [True, False, True, False]
@@ -130,9 +129,9 @@ def test_runs_of_other_settings_are_not_mixed(argv: list[str], differs: str, mad
 
 
 def test_two_processes_do_not_write_the_same_measurement() -> None:
-    with Records(Path("f.json"), Path("logs"), {"small": {}}), pytest.raises(Failure, match="another process is writing"):
-        Records(Path("f.json"), Path("logs"), {"small": {}}).__enter__()
-    with Records(Path("f.json"), Path("logs"), {"small": {}}):
+    with locked(Path("f.json")), pytest.raises(Failure, match="another process is writing"), locked(Path("f.json")):
+        pass
+    with locked(Path("f.json")):
         pass
 
 
