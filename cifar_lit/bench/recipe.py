@@ -71,6 +71,7 @@ def main(argv: list[str]) -> None:
     settings = {recipe_path(name).stem: fingerprint(name, flags, where) for name in names}
     temporary = Path(logs or LOGS) / f"bench-recipe-{_digest(json.dumps(settings))}.json"
     file = Path(options.json) if options.json else temporary
+    seeds = range(options.seed0, options.seed0 + options.runs)
     with locked(file):
         runs = read_runs(file, settings)
         try:
