@@ -9,9 +9,9 @@
 # EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `bench step`, INPUT, PROFILE and
 # DEVICES those of these measurements. TINY=1 tries it all on a CPU.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 data=$(realpath "$1")
-out=${2:-results/gpu}
+out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
+cd "$(dirname "$0")/.."
 parts=("${@:3}")
 [ ${#parts[@]} -gt 0 ] || parts=(check step fast94 variants rest long)
 if [ -n "${TINY:-}" ]; then

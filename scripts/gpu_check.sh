@@ -6,9 +6,9 @@
 # What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
 # EPOCHS_RESNET=1 EPOCHS=1 ACCELERATOR=cpu EXTRA="--trainer.limit_train_batches 3" tries it on a machine without one.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 data=$(realpath "$1")
-out=${2:-results/gpu}
+out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
+cd "$(dirname "$0")/.."
 accelerator=${ACCELERATOR:-gpu} limit=${LIMIT:-900}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 logs=$(mktemp -d)

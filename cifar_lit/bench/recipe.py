@@ -75,9 +75,7 @@ def main(argv: list[str]) -> None:
     with locked(file):
         runs = read_runs(file, settings)
         try:
-            for name, run, total in _missing_runs(
-                names, range(options.seed0, options.seed0 + options.runs), flags, logs, runs, file
-            ):
+            for name, run, total in _missing_runs(names, seeds, flags, logs, runs, file):
                 runs[name][run["seed"]] = run
                 figures = _figures(runs, settings, flags, where)
                 write_figures(file, figures)  # whole after each run, so that a stopped measurement goes on where it was
