@@ -10,7 +10,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,22 @@ def settings_of(namespace: Any) -> dict[str, Any]:
 
 def make_parent(path: Path) -> None:
     """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
-    try:
+    with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
     """Writes the figures as JSON, whole or not at all; raises Failure where that cannot be done."""
-    make_parent(path)
     text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
+    make_parent(path)
+    with _explained(path):
         write_text(path, text)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
 
