@@ -27,7 +27,6 @@ commands
   export     a run's net as ONNX, torch-export or safetensors, checked after writing
   serve      a run's net as an HTTP service with a page for trying it
   bench      measurements, such as `bench step`; `bench --help` lists them
-  drill      kills, damaged files, hundreds of epochs: `drill --help` lists what is tried out
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
@@ -60,7 +59,6 @@ OWN = {
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
-    "drill": "cifar_lit.cli.drill:drill",
 }
 
 

@@ -16,7 +16,6 @@ class RankProgress(Callback):
     All ranks go through the same positions, (fits and evaluations so far, epoch, part, step), which rise.
     """
 
-
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._stages = 0

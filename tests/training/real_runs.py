@@ -57,7 +57,7 @@ OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not
 
 def environment(**more: str) -> dict[str, str]:
     """That of a command, with nothing left in it of another run."""
-    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **more}
+    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}", **more}
 
 
 class Started:
