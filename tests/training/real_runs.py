@@ -126,7 +126,7 @@ def undone() -> Iterator[None]:
 
 def here(words: Sequence[str], folder: Path, **more: str) -> Done:
     """Runs a command of cifar-lit in this process."""
-    from cifar_lit.cli import main
+    from cifar_lit.cli.main import dispatch  # not at the top, as `environment` has to be taken first
 
     folder.mkdir(parents=True, exist_ok=True)
     out, err = io.StringIO(), io.StringIO()
@@ -136,7 +136,7 @@ def here(words: Sequence[str], folder: Path, **more: str) -> Done:
         os.chdir(folder)
         sys.argv = ["cifar-lit"]
         torch.manual_seed(99)
-        code = main(list(words))
+        code = dispatch(list(words), "fit")
     return Done(code, out.getvalue(), err.getvalue())
 
 

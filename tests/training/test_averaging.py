@@ -71,10 +71,25 @@ def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(tmp
     assert same(weights(model), read_checkpoint(tmp_path / "last.ckpt")["state_dict"])
 
 
-def test_without_a_decay_nothing_is_averaged() -> None:
-    model = classifier(ema_decay=0.0)
-    done = fitted(model, shapes_data(), max_epochs=1)
-    assert not [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
+def test_weights_that_are_scored_after_the_fit_are_those_in_the_model() -> None:
+    """Neither the average nor the last weights of the fit take their place, however often they are scored."""
+    model, data = classifier(ema_decay=0.5), shapes_data(count=100)
+    done = fitted(model, data, max_epochs=1)
+    for parameter in model.net.parameters():
+        parameter.data.zero_()
+    for _ in range(2):
+        done.validate(model, datamodule=data, verbose=False)
+        assert model.predictions is not None
+        assert torch.allclose(model.predictions["probabilities"], torch.tensor(0.1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(ema_decay: float, tmp_path: Path) -> None:
+    before, model = classifier(net="shapenet", ema_decay=ema_decay), classifier(net="shapenet", ema_decay=0.9 - ema_decay)
+    fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
+    done = fitted(model, shapes_data(), resume=tmp_path / "own.ckpt", max_epochs=2)
+    averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
+    assert (done.global_step, len(averages)) == (14, 0 if ema_decay else 1)
 
 
 def test_the_command_line_tests_and_keeps_the_average(alone: Path) -> None:

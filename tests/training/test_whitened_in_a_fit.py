@@ -17,7 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training import initialise
+from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -51,8 +51,8 @@ def test_the_first_layer_is_computed_from_the_training_images_as_they_are() -> N
 
 
 def test_no_more_images_than_the_records_take_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert initialise.IMAGES == 5000
-    monkeypatch.setattr(initialise, "IMAGES", 30)
+    assert classifier_module.WHITENING_IMAGES == 5000
+    monkeypatch.setattr(classifier_module, "WHITENING_IMAGES", 30)
     model, data = classifier(**SMALL), augmented_data()
     fitted(model, data, max_epochs=1)
     net: Any = model.net
