@@ -16,7 +16,6 @@ from cifar_lit.training.callbacks import OrderlyStop
 from cifar_lit.training.checkpoint import AtomicCheckpointIO
 from cifar_lit.training.classifier import ImageClassifier
 
-
 BATCHES = 7  # of an epoch of `shapes_data`: six of 16 images and one of 4
 
 

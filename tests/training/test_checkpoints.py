@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,6 +111,17 @@ def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> N
     assert refused > 600
     checkpoint.write_bytes(content)
     assert equal(read_checkpoint(checkpoint), CONTENT)
+
+
+def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
+    """One flipped bit of the zip's directory, for which torch would hand out a tensor of whatever memory held before."""
+    content = checkpoint.read_bytes()
+    for start in (match.start() for match in re.finditer(b"PK\1\2", content)):
+        damaged = bytearray(content)
+        damaged[start + 38] |= 0x10  # the external attributes
+        checkpoint.write_bytes(bytes(damaged))
+        with pytest.raises(DamagedCheckpoint, match="a part of it is marked as a folder"):
+            read_checkpoint(checkpoint)
 
 
 def test_a_checkpoint_that_is_cut_short_is_refused(checkpoint: Path) -> None:

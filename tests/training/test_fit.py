@@ -100,7 +100,9 @@ def assert_close(model: ImageClassifier, expected: dict[str, Tensor], tolerance:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize(("precision", "dtype", "tolerance"), [("32-true", torch.float32, 1e-6), ("64-true", torch.float64, 1e-14)])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"), [("32-true", torch.float32, 1e-6), ("64-true", torch.float64, 1e-14)], ids=str
+)
 def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
     precision: Any, dtype: torch.dtype, tolerance: float, momentum: float
 ) -> None:

@@ -19,6 +19,7 @@ from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 
+
 @pytest.fixture(autouse=True)
 def _signals_given_back() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in OrderlyStop.SIGNALS}
@@ -129,7 +130,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize(
-    ("press", "step"), [(dict(epoch=0), 7), (dict(epoch=1), 14), (dict(epoch=2), 21), (dict(step=14), 14), (dict(step=21), 21)]
+    ("press", "step"), [({"epoch": 0}, 7), ({"epoch": 1}, 14), ({"epoch": 2}, 21), ({"step": 14}, 14), ({"step": 21}, 21)]
 )
 def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
     tmp_path: Path, press: dict[str, int], step: int, undisturbed: Undisturbed

@@ -70,7 +70,7 @@ class EpochWeights(Callback):
 
 @pytest.mark.usefixtures("dropout_net")
 def test_stochastic_weight_averaging_averages_epochs_and_updates_the_norms() -> None:
-    """Lightning's callback averages the weights at the starts of its epochs (here the second to fourth), then shows the images once more to the norms."""
+    """The callback averages the starts of its epochs, here the second to fourth, then shows the norms the images once more."""
     model, data, starts = classifier(net="dropout"), shapes_data(), EpochWeights()
     averaging = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=1)
     fitted(model, data, starts, averaging, max_epochs=4)

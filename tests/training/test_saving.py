@@ -83,7 +83,8 @@ def run(folder: Path, every: str | None, *more: Callback, resume: Path | None = 
 
 
 @pytest.mark.parametrize(
-    ("every", "accumulate", "steps"), [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])]
+    ("every", "accumulate", "steps"),
+    [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
 )
 def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
     every: str, accumulate: int, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
