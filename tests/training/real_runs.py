@@ -24,7 +24,7 @@ from cifar_lit.files import PART
 from cifar_lit.runs.model_file import NOVELTY
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT = 120.0  # seconds that a command may take before it counts as frozen
+LIMIT = 300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
 MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT)
 

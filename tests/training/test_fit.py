@@ -1,7 +1,6 @@
 """A fit against loops written by hand with torch's own calls: weights, losses, logged rows, order of images, predictions."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,8 +21,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
-from cifar_lit.training.callbacks import NotFiniteLoss
-from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -397,33 +395,6 @@ def test_the_net_sees_the_sizes_in_their_order_and_is_evaluated_at_full_size() -
 
 
 # ---- the end of a training, and its use
-
-
-class Blast(Callback):
-    """From the second epoch on trains at a rate that no net survives, and keeps the weights after every step."""
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            for group in trainer.optimizers[0].param_groups:
-                group["lr"] = 1e25
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.weights, self.step = weights(pl_module), trainer.global_step
-
-
-def test_a_loss_that_is_not_finite_stops_before_it_reaches_weights_or_checkpoint(tmp_path: Path) -> None:
-    blast, best, model = Blast(), best_checkpoint(), classifier()
-    best.dirpath = str(tmp_path)
-    with pytest.raises(NotFiniteLoss, match=r"the loss is (nan|inf) at step \d+ of epoch 1"):
-        fitted(model, shapes_data(), blast, best, enable_checkpointing=True, max_epochs=5)
-    assert blast.step >= BATCHES + 1
-    assert same(weights(model), blast.weights)
-    kept = read_checkpoint(tmp_path / "best.ckpt")
-    assert kept["epoch"] == 0
-    assert all(tensor.isfinite().all() for tensor in kept["state_dict"].values())
-    assert math.isfinite(kept["cifar_lit"]["score"]["loss"])
 
 
 def test_a_checkpoint_is_loaded_as_lightning_users_do(tmp_path: Path) -> None:

@@ -113,15 +113,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"gradient_clip_val": 0.1},
     ),
-    "clipped by value": ({"lr": 0.02}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "adamw": ({"optimizer": "adamw", "lr": 0.001, "schedule": "triangular"}, {}, {}),
     "muon": (
         {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.02},
         {},
         {"max_epochs": 4},
     ),
     "smaller images first": ({"net": "shapenet", "lr": 0.02}, {"resolutions": {8: 0.5}}, {}),
-    "an average": ({"ema_decay": 0.9, "lr": 0.02}, {}, {}),
+    "an average, adamw": ({"optimizer": "adamw", "ema_decay": 0.9, "lr": 0.001}, {}, {}),
 }
 
 
