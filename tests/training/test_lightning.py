@@ -201,7 +201,8 @@ def test_a_score_of_an_older_or_newer_version_is_read() -> None:
     assert Score.from_dict(values) == score
     assert Score.from_dict({**values, "calibration": 0.1}) == score
     assert Score.from_dict({name: value for name, value in values.items() if name != "metrics"}) == score._replace(metrics={})
-    assert Score.from_dict(None) is None
+    for missing in (None, {}, {"accuracy": 0.5}, {name: value for name, value in values.items() if name != "loss"}):
+        assert Score.from_dict(missing) is None
     assert score.scalars("val") == {"val/loss": 1.25, "val/accuracy": 0.5, "val/top5": 1.0}
 
 

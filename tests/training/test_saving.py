@@ -101,7 +101,7 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
 
 @pytest.mark.parametrize(("end", "accumulate", "reached"), [(4, 1, 3), (6, 1, 6), (8, 1, 7), (12, 1, 12), (6, 2, 6)])
 def test_a_run_that_died_goes_on_from_within_its_epoch_as_if_it_had_not(
-    tmp_path: Path, end: int, accumulate: int, reached: int
+    tmp_path: Path, end: int, accumulate: int, reached: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     expected, curves = run(tmp_path / "whole", None, accumulate_grad_batches=accumulate)
     with pytest.raises(RuntimeError, match="plug") as died:
@@ -113,6 +113,7 @@ def test_a_run_that_died_goes_on_from_within_its_epoch_as_if_it_had_not(
     assert same(result, expected)
     before = [row for row in died.value.rows if row[0] <= reached]  # type: ignore[attr-defined]
     assert [*before, *rest.rows] == curves.rows
+    assert not [warning for warning in recwarn if "callbacks used to create the checkpoint" in str(warning.message)]
 
 
 @pytest.mark.parametrize("gone", [["last.ckpt"], ["last.ckpt", "previous.ckpt"]])
