@@ -205,7 +205,8 @@ class ImageData(pl.LightningDataModule):
         check_resolutions(self.resolutions, self.train_images.height, self.train_images.width)
         fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
         images, where = self.placed("train")
-        overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # the same batches in every epoch
+        trainer: Any = self.trainer
+        overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
         loader = TrainLoader(
             images,
             self.split[0],
