@@ -17,10 +17,7 @@ from torch.nn import functional as F
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.tutorial_nets import scaled
 
-# ---- Filters that whiten the patches of images: uncorrelated outputs of equal strength, before anything is learned.
-
-# airbench's: without it, directions in which patches hardly differ would be blown up to noise.
-EPS = 5e-4
+EPS = 5e-4  # airbench's: without it, directions in which patches hardly differ would be blown up to noise
 BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at once: 64 MiB in float64
 
 
@@ -28,13 +25,9 @@ BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at onc
 def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """Filters that whiten the patches at every place of `images`: C·patch² of them, then the same negated.
 
-    The covariance of the patches, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that
-    of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in
-    airbench).
-
-    Summed in float64 on the images' device and decomposed on the CPU, which is faster for so small a matrix. An eigenvector's
-    sign is free: here its first component is positive, leaving out those that are zero but for rounding, so that the same
-    images give the same filters again.
+    The covariance of the patches, not centred, is V·diag(e)·Vᵀ, summed in float64; the filters are the columns of V divided by
+    √(e + eps), that of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and
+    Ng 2012; as in airbench). An eigenvector's sign is free: here its first component that is not zero is positive.
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.
@@ -105,31 +98,30 @@ class WhitenedOptions:
     logit_scale: float | None = None
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.widths, list) and len(self.widths) > 0
-        self._check("widths", listed and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group")
-        groups = len(self.widths)
+        groups = len(self.widths) if isinstance(self.widths, list) else 0
         counts = len(self.depths) == groups and all(map(_is_count, self.depths))
-        self._check("depth", counts, f"a whole number above 0, or a list of {groups}, one a group")
-        self._check("depth", max(self.depths) <= MAX_DEPTH, f"at most {MAX_DEPTH}")
-        for name in ("residual", "whiten_bias"):
-            self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        rules = [
+            ("widths", groups and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group"),
+            ("depth", counts, f"a whole number above 0, or a list of {groups}, one a group"),
+            ("depth", counts and max(self.depths) <= MAX_DEPTH, f"at most {MAX_DEPTH}"),
+            ("residual", isinstance(self.residual, bool), "true or false"),
+            ("whiten_bias", isinstance(self.whiten_bias, bool), "true or false"),
+            ("patch", _is_count(self.patch), "a whole number of pixels above 0"),
+            ("stride", _is_count(self.stride), "a whole number of pixels above 0"),
+            ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),
+            ("head_pool", self.head_pool in HEAD_POOLS, f"one of {', '.join(HEAD_POOLS)}"),
+            ("norm_momentum", _is_positive(self.norm_momentum) and self.norm_momentum <= 1, "above 0 and at most 1"),
+            ("logit_scale", self.logit_scale is None or _is_positive(self.logit_scale), "a number above 0, or null"),
+        ]
+        for name, valid, rule in rules:
+            if not valid:
+                value = getattr(self, name)
+                hint = nearest(value, ACTIVATIONS) if name == "activation" and isinstance(value, str) else ""
+                raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
         if self.residual and max(self.depths) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
-        for name in ("patch", "stride"):
-            self._check(name, _is_count(getattr(self, name)), "a whole number of pixels above 0")
         if self.stride > self.patch:
             raise UsageError(f"model.net_options.stride {self.stride} would skip pixels: it can be {self.patch} (patch) at most")
-        for name, choices in (("activation", tuple(ACTIVATIONS)), ("head_pool", HEAD_POOLS)):
-            value = getattr(self, name)
-            self._check(name, value in choices, f"one of {', '.join(choices)}", nearest(str(value), choices))
-        momentum, scale = self.norm_momentum, self.logit_scale
-        self._check("norm_momentum", _is_number(momentum) and 0 < momentum <= 1, "above 0 and at most 1")
-        positive = scale is None or (_is_number(scale) and 0 < scale < float("inf"))
-        self._check("logit_scale", positive, "a number above 0, or null")
-
-    def _check(self, name: str, valid: bool, rule: str, hint: str = "") -> None:
-        if not valid:
-            raise UsageError(f"model.net_options.{name} must be {rule}, not {getattr(self, name)!r}.{hint}")
 
     @property
     def depths(self) -> list[int]:
@@ -149,8 +141,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def whitened(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> WhitenedNet:
