@@ -190,7 +190,7 @@ def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int],
                 if isinstance(row, str):
                     bad[file.path] = row
                 else:
-                    output.write(row)
+                    output.write(row.data if isinstance(row, np.ndarray) else row)
             output.flush()
             os.fsync(output.fileno())
         index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)

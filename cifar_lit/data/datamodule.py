@@ -254,7 +254,7 @@ class ImageData(pl.LightningDataModule):
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
         loader = self._make_train_loader()
-        plan = self.augmentation.plan(len(loader.source), *self.input_shape[1:], self.seed, 0)
+        plan = self.augmentation.plan(len(loader.source), loader.source.height, loader.source.width, self.seed, 0)
         source = loader.source.images
         plan = plan if plan is None else plan.to(source.device)
         rows = loader.order(epoch=0)[:count].to(source.device)

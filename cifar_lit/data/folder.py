@@ -97,6 +97,7 @@ def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
     level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
     others = [name for name in level if name not in ("train", "test")]
     named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
+    parts: dict[str, Tree]
     if named:
         val = [name for name in ("val", "valid") if name in others][:1]
         others = [name for name in others if name not in val]

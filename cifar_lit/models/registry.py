@@ -69,7 +69,7 @@ def build_net(
         image_size: the side of square images, or (height, width), in pixels.
         num_classes: how many logits there are.
         width: multiplies the hidden widths of a net of ours; torchvision's have their own.
-        options: plain values for a net that has options of its own; `NETS` says which.
+        options: plain values for the net's own options.
 
     Raises:
         UsageError: for an unknown name or option, values that cannot be meant, or images too small for the net.

@@ -27,32 +27,26 @@ CONVOLUTION = [nn.Conv2d, nn.ReLU, nn.MaxPool2d]
 TUDUI = convolved((32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 64))
 
 
+LENET = [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]
+FASHION_CNN = convolved((6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60))
+
+
 @pytest.mark.parametrize(
-    ("name", "image", "classes", "layers", "shapes", "parameters"),
+    ("name", "image", "classes", "layers", "shapes"),
     [
-        ("tudui", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
-        ("sjnet", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
-        (
-            *("lenet", (3, 32), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)), 62_006),
-        ),
-        (
-            *("fashion_cnn", (1, 28), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)), 32_998),
-        ),
-        (
-            *("signs_mlp", (3, 64), 6, [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((25, 12288), (16, 25), (6, 16)), 307_743),
-        ),
+        ("tudui", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI),
+        ("sjnet", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI),
+        ("lenet", (3, 32), 10, LENET, convolved((6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84))),
+        ("fashion_cnn", (1, 28), 10, LENET, FASHION_CNN),
+        ("signs_mlp", (3, 64), 6, [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear], convolved((25, 12288), (16, 25), (6, 16))),
     ],
 )
 def test_a_tutorials_net_has_its_layers_and_parameters_and_nothing_else(
-    name: str, image: tuple[int, int], classes: int, layers: list[type], shapes: list[tuple[int, ...]], parameters: int
+    name: str, image: tuple[int, int], classes: int, layers: list[type], shapes: list[tuple[int, ...]]
 ) -> None:
     net = build_net(name, channels=image[0], image_size=image[1], num_classes=classes)
     assert [type(layer) for layer in net] == layers
     assert [tuple(parameter.shape) for parameter in net.parameters()] == shapes and not list(net.buffers())
-    assert sum(parameter.numel() for parameter in net.parameters()) == parameters
 
 
 def test_shapenet_stays_under_a_hundred_thousand_parameters() -> None:
@@ -217,11 +211,9 @@ def test_a_size_that_a_torchvision_net_cannot_take_is_refused_at_once(
         build_net(name, channels=3, image_size=size, num_classes=10)
 
 
-def test_the_least_size_that_was_named_works_and_vits_are_made_for_the_images_size() -> None:
-    assert weightless("squeezenet1_1", image_size=17)(torch.empty(2, 3, 17, 17, device="meta")).shape == (2, 10)
+def test_vits_are_made_for_the_images_size() -> None:
     vit = weightless("vit_b_16", channels=1, image_size=32)
     assert vit.encoder.pos_embedding.shape == (1, 4 + 1, 768)
-    assert vit(torch.empty(2, 1, 32, 32, device="meta")).shape == (2, 10)
 
 
 def test_width_is_refused_for_a_torchvision_net() -> None:
