@@ -289,14 +289,6 @@ def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fash
     assert len(fashion.mirror.requests) == 4
 
 
-def test_fashion_mnist_comes_from_a_plain_folder_too(fashion: Served, tmp_path: Path) -> None:
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    for name, content in fashion.mirror.files.items():
-        (copies / name).write_bytes(content)
-    assert len(fashion_mnist(fashion.root, True, [str(copies)])) == 6
-
-
 @pytest.mark.parametrize("damage", ["cut short", "one bit", "no packed file left"])
 def test_a_damaged_fashion_file_is_unpacked_again(fashion: Served, damage: str) -> None:
     fashion.load()
@@ -311,7 +303,12 @@ def test_a_damaged_fashion_file_is_unpacked_again(fashion: Served, damage: str) 
     assert len(fashion.mirror.requests) == (5 if damage == "no packed file left" else 4)
 
 
-def test_unpacked_fashion_files_need_no_packed_ones_and_nothing_is_written(fashion: Served) -> None:
+def test_unpacked_fashion_files_need_no_packed_ones_and_packed_ones_come_from_a_plain_folder_too(fashion: Served) -> None:
+    copies = fashion.root.parent / "copies"
+    copies.mkdir()
+    for name, content in fashion.mirror.files.items():
+        (copies / name).write_bytes(content)
+    assert len(fashion_mnist(fashion.root.parent / "other", True, [str(copies)])) == 6
     raw = fashion.root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name, content in fashion.mirror.files.items():
