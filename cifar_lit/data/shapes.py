@@ -1,8 +1,7 @@
 """`shapes`: a data set that the program draws itself, so that a first run needs no download.
 
 One figure with random place, size, angle and colours stands before a graded background with thin lines and dots, under noise;
-either of figure and ground may be the brighter one, which is what leaves a linear model helpless. Above ten classes, a class is
-a figure with a smaller one beside it.
+either may be the brighter one, which leaves a linear model helpless. Above ten classes, a class is a figure and a smaller one.
 
 A figure is a function of coordinates x, y (float arrays of one shape) in the figure's own frame, where it fills about the unit
 disc, to the signed distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs. Every figure is
