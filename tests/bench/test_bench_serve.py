@@ -15,7 +15,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
-pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
+pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
 
 def test_a_service_is_measured_and_refuses_every_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ from serving import JPEG, Service, form, picture, running
 from small_nets import CLASSES
 
 import cifar_lit
-from cifar_lit.inference.serve.images import Images, Limits, RequestError, parse_body
+from cifar_lit.inference.serve.bodies import Images, Limits, RequestError, parse_body
 
-pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
+pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 JSON = {"Content-Type": "application/json"}
 LIMITS = ("--max-mb", 2, "--max-pixels", 24_500_000, "--max-images", 40, "--decode-seconds", 3, "--body-seconds", 1)
 
