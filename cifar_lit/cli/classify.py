@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from cifar_lit.cli.errors import parsed
@@ -132,11 +131,11 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
 
     if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
         raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
-    for flag in ("csv", "jsonl"):
-        if (settings[flag] or "").lower().endswith(SUFFIXES):
-            raise UsageError(f"--{flag}={settings[flag]} would write rows into a picture: name a .{flag} file")
     for flag in ("csv", "jsonl", "sheet"):
-        target = Path(settings[flag] or "-")
+        name = settings[flag] or "-"
+        if flag != "sheet" and name.lower().endswith(SUFFIXES):
+            raise UsageError(f"--{flag}={name} would write rows into a picture: name a .{flag} file")
+        target = Path(name)
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
@@ -224,29 +223,30 @@ class ClassTable:
     """
 
     def __init__(self, paths: Sequence[str], classes: Sequence[str], top: int) -> None:
-        self._path_width = max(4, *(cell_len(printable(path)) for path in paths))
         self._class_width = max(cell_len(printable(name)) for name in classes)
-        self._top, self._started = top, False
-        width = self._path_width + top * (self._class_width + 8) + 82  # a reason has fewer letters than 80
-        self._console = Console(width=None if sys.stdout.isatty() else width, highlight=False)
+        self._widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[self._class_width + 6] * top]
+        names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
+        self._header: list[Text] | None = [Text(name, "bold") for name in names]
+        self._console = Console(highlight=False, soft_wrap=True)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Prints rows, under the names of the columns if they are the first."""
-        table = Table(box=None, show_header=not self._started, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        self._started = True
-        table.add_column("file", width=self._path_width, overflow="fold")
-        for name in ["class", "second", "third", *(f"{rank}th" for rank in range(4, self._top + 1))][: self._top]:
-            table.add_column(name, width=self._class_width + 6, no_wrap=True)
-        table.add_column("", overflow="fold")
+        if self._header:
+            self._print(self._header)
+            self._header = None
         for row in rows:
-            cells = [Text(f"{printable(name):<{self._class_width}} {probability:.3f}") for name, probability in row.top]
-            if row.error is None:
-                cells[0].stylize("bold")
-                cells.append(Text("unlike the training images" if row.unlike else "", "yellow"))
-            else:
-                cells = [*[Text()] * self._top, Text(row.error, "red")]
-            table.add_row(Text(printable(row.path or "")), *cells)
-        self._console.print(table)
+            path = Text(printable(row.path or ""))
+            if row.error is not None:
+                self._print([path, *(Text() for _ in self._widths[1:])], Text(row.error, "red"))
+                continue
+            cells = [Text(f"{set_cell_size(printable(name), self._class_width)} {value:.3f}") for name, value in row.top]
+            cells[0].stylize("bold")
+            self._print([path, *cells], Text("unlike the training images" if row.unlike else "", "yellow"))
+
+    def _print(self, cells: list[Text], note: Text | None = None) -> None:
+        for cell, width in zip(cells, self._widths, strict=True):
+            cell.truncate(width, pad=True)
+        self._console.print(Text("  ").join([*cells, note or Text()]))
 
 
 def printable(text: str) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import sys
 from asyncio import TimerHandle
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -62,23 +62,15 @@ def serve(
         Failure: the net cannot be loaded, at first or again after its process died.
     """
     signal.signal(signal.SIGTERM, _exit)
-    net = NetRunner(path, accelerator)
-    try:
-        decoders = Decoders(max(2, min(4, os.cpu_count() or 1)), net.info.image_size, net.info.channels, limits)
-        try:
-            app = GZipMiddleware(App(net, decoders, limits, local))
-            protocol: Any = partial(TimeoutProtocol, limits.body_seconds)
-            config = uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
-                server_header=False, timeout_graceful_shutdown=STOP_SECONDS,
-            )  # fmt: skip
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
-            asyncio.run(_run(uvicorn.Server(config), sock, net, on_ready))
-        finally:
-            decoders.close()
-    finally:
-        net.close()
+    with closing(NetRunner(path, accelerator)) as net, closing(Decoders(net.info, limits)) as decoders:
+        config = uvicorn.Config(
+            GZipMiddleware(App(net, decoders, limits, local)),
+            http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none", lifespan="off",
+            log_config=None, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=STOP_SECONDS,
+        )  # fmt: skip
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
+        asyncio.run(_run(uvicorn.Server(config), sock, net, on_ready))
 
 
 def _exit(number: int, frame: object) -> None:
@@ -225,9 +217,8 @@ class TimeoutProtocol(HttpToolsProtocol):
         super().__init__(**settings)
         self._seconds = seconds
         self._timer: TimerHandle | None = None
+        self._part = ""  # of a request that is being read: header, body, or refused
         self._header_bytes = 0
-        self._in_headers = True
-        self._begun = self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, unless there are too many."""
@@ -235,38 +226,37 @@ class TimeoutProtocol(HttpToolsProtocol):
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(503, "too many connections: close some, or come back later")
         else:
-            self._start_timer(self._seconds)
+            self._set_timer(self._seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Lets go of the timer."""
-        self._stop_timer()
+        self._set_timer(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Reads on; a header without end is refused before it fills the memory."""
-        if self._refused:
+        if self._part == "refused":
             return
         super().data_received(data)
-        if self._in_headers and not self._refused and not self.transport.is_closing():
+        if self._part == "header" and not self.transport.is_closing():
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB")
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
-        self._begun = self._in_headers = True
-        self._header_bytes = 0
-        self._start_timer(self._seconds)
+        self._part, self._header_bytes = "header", 0
+        self._set_timer(self._seconds)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The body follows."""
-        self._in_headers = False
+        self._part = "body"
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """The request is here: answering it has a time of its own."""
-        self._stop_timer()
+        self._set_timer(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -277,7 +267,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         """The last answer on this connection. What is still on its way is read and dropped for a while before the connection
         is closed: closed at once, the client might lose the answer with it.
         """
-        self._refused = True
+        self._part = "refused"
         body = json.dumps({"error": text}, ensure_ascii=False).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
@@ -285,22 +275,16 @@ class TimeoutProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.write_eof()
-        self._start_timer(LINGER_SECONDS)
+        self._set_timer(LINGER_SECONDS)
 
-    def _start_timer(self, seconds: float) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._expire)
-
-    def _stop_timer(self) -> None:
+    def _set_timer(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         """The request did not arrive in time: says so, unless it has its answer already."""
-        if self.transport.is_closing():
-            return
-        answered = self.cycle is not None and self.cycle.response_started and not self._in_headers
-        if self._begun and not answered and not self._refused:
+        if self._part == "header" or (self._part == "body" and not self.cycle.response_started):
             limit = f"{self._seconds:g} s"
             text = f"the request did not arrive within {limit}: send less, or start the service with more --body-seconds"
             self._refuse(408, text)

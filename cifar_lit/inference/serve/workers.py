@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -72,15 +73,26 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class ModelInfo(NamedTuple):
+    """What is served. image_size: (H, W). device: such as "cpu"."""
+
+    net: str
+    classes: tuple[str, ...]
+    image_size: tuple[int, int]
+    channels: int
+    device: str
+
+
 # ---- Decoding.
 
 
 class Decoders:
-    """`count` decoding processes, each taking one image at a time, to pixels of `size` (H, W) and 3 or 1 channels."""
+    """Two to four decoding processes, each taking one image at a time to pixels as the net takes them."""
 
-    def __init__(self, count: int, size: tuple[int, int], channels: int, limits: Limits) -> None:
-        self.count, self._size, self._channels, self._limits = count, size, channels, limits
-        self._workers = {self._start() for _ in range(count)}
+    def __init__(self, info: ModelInfo, limits: Limits) -> None:
+        self.count = max(2, min(4, os.cpu_count() or 1))
+        self._info, self._limits = info, limits
+        self._workers = {self._start() for _ in range(self.count)}
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         for worker in self._workers:
             worker.ready.result()
@@ -95,7 +107,7 @@ class Decoders:
         try:
             await asyncio.wrap_future(worker.ready)
             async with asyncio.timeout(self._limits.decode_seconds):
-                pixels: bytes = await worker.call(_decode, data, self._size, self._channels)
+                pixels: bytes = await worker.call(_decode, data, self._info.image_size, self._info.channels)
         except DecodeError as error:
             if error.reason.endswith(" pixels"):
                 text = f"{name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
@@ -129,16 +141,6 @@ def _decode(data: bytes, size: tuple[int, int], channels: int) -> bytes:
 
 
 # ---- The net.
-
-
-class ModelInfo(NamedTuple):
-    """What is served. image_size: (H, W). device: such as "cpu"."""
-
-    net: str
-    classes: tuple[str, ...]
-    image_size: tuple[int, int]
-    channels: int
-    device: str
 
 
 class NetRequest(NamedTuple):
