@@ -24,8 +24,6 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from cifar_lit.inference.classify import ImageFile
     from cifar_lit.inference.load import Classifier
     from cifar_lit.runs.predictions import CsvRows, JsonRows, Row
@@ -73,13 +71,11 @@ def share_cores() -> None:
 
 
 def _settings(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="cifar-lit classify",
-        description="Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
-        "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame.",
-        exit_on_error=False,
-        allow_abbrev=False,
+    description = (
+        "Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
+        "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame."
     )
+    parser = ArgumentParser(prog="cifar-lit classify", description=description, exit_on_error=False, allow_abbrev=False)
     add = parser.add_argument
     add("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
     add("paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin")
@@ -142,27 +138,33 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classifies, and writes rows, sheet and explanations; returns how many files could not be read."""
+    import torch
+
     from cifar_lit.inference.classify import MAX_PICTURES, classify_files, contact_sheet, save_picture
+    from cifar_lit.inference.explain import activation_maps, draw_explanation
     from cifar_lit.runs.predictions import CsvRows, JsonRows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
     sheet_rows: list[Row] = []
     with ExitStack() as stack:
-        targets: list[tuple[type[CsvRows] | type[JsonRows], str | None]] = [(CsvRows, settings.csv), (JsonRows, settings.jsonl)]
-        row_files = [_row_file(target, kind, top, len(files)) for kind, target in targets if target is not None]
-        writers = [stack.enter_context(row_file) for row_file in row_files]
-        if not row_files:
+        if settings.explain is not None:  # before anything is written: not every net has maps
+            activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
+        targets = [(target, kind) for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)) if target is not None]
+        writers = [stack.enter_context(_row_file(target, kind, top, len(files))) for target, kind in targets]
+        if not targets:
             writers.append(ClassTable([file.path for file in files], classifier.classes, top).write)
-        explain = _explainer(classifier, Path(settings.explain)) if settings.explain is not None else None
         # a bar would be drawn into rows that appear on the same terminal
-        quiet = sys.stdout.isatty() and (not row_files or "-" in (settings.csv, settings.jsonl))
+        quiet = sys.stdout.isatty() and (not targets or "-" in (settings.csv, settings.jsonl))
         advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
-            if explain:
-                explain([row for row in rows if row.error is None], images)
+            if settings.explain is not None and len(images):
+                readable = (row for row in rows if row.error is None)
+                for row, image, activation in zip(readable, images, activation_maps(classifier.net, images), strict=True):
+                    name = f"{row.index:05}-{Path(row.path or '').stem}.png"
+                    save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
             sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
             failed += sum(row.error is not None for row in rows)
             if advance:
@@ -174,23 +176,6 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     if settings.explain is not None:
         _note(f"{len(files) - failed:,} pictures in {display_path(Path(settings.explain))}/")
     return failed
-
-
-def _explainer(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row], Tensor], None]:
-    """What draws where the classes of rows were found in their images, into a folder; raises UsageError where it cannot."""
-    import torch
-
-    from cifar_lit.inference.classify import save_picture
-    from cifar_lit.inference.explain import activation_maps, draw_explanation
-
-    activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
-
-    def explain(rows: Sequence[Row], images: Tensor) -> None:
-        maps = activation_maps(classifier.net, images) if rows else images
-        for row, image, activation in zip(rows, images, maps, strict=True):
-            save_picture(draw_explanation(row, image, activation), folder / f"{row.index:05}-{Path(row.path or '').stem}.png")
-
-    return explain
 
 
 @contextmanager
@@ -214,13 +199,7 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
 
 
 class ClassTable:
-    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row.
-
-    Args:
-        paths: of all rows to come.
-        classes: all names.
-        top: how many a row names.
-    """
+    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row."""
 
     def __init__(self, paths: Sequence[str], classes: Sequence[str], top: int) -> None:
         self._class_width = max(cell_len(printable(name)) for name in classes)

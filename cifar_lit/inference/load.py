@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,13 @@ BATCH = 256  # images that are computed at once
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one image.
-
-    Args:
-        label: the class with the highest probability.
-        probability: its probability, in 0 … 1.
-        top: the likeliest classes with their probabilities, the best first.
-        novelty: distance from the training images, 0 … 2; None where the weights have no novelty data.
-        unlike: whether that is further than 95 % of the images that were held out then; None likewise.
-    """
+    """The prediction for one image."""
 
     label: str
-    probability: float
-    top: tuple[tuple[str, float], ...]
-    novelty: float | None = None
-    unlike: bool | None = None
+    probability: float  # of the label, 0 … 1
+    top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
+    novelty: float | None = None  # distance from the training images, 0 … 2; None where the weights have no novelty data
+    unlike: bool | None = None  # whether that is further than 95 % of the images that were held out then; None likewise
 
 
 class Classifier:
@@ -96,11 +89,11 @@ class Classifier:
         distances: list[float | None] = [None] * len(images)
         if self.net.novelty and self.card.novelty and len(images):
             distances = novelty(embeddings, self.net.novelty, self.card.novelty).tolist()
+        threshold = self.card.novelty["threshold"] if self.card.novelty else math.inf
         predictions = []
         for values, labels, distance in zip(probabilities.tolist(), order.tolist(), distances, strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unlike = None if distance is None else distance > self.card.novelty["threshold"]
-            predictions.append(Prediction(*best[0], best, distance, unlike))
+            predictions.append(Prediction(*best[0], best, distance, None if distance is None else distance > threshold))
         return predictions
 
     def prepare(self, images: Any) -> Tensor:
