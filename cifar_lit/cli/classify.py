@@ -180,7 +180,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
 
 @contextmanager
 def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
-    """What writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
+    """Writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
     if target == "-":
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in

@@ -30,7 +30,7 @@ from cifar_lit.files import atomic_write
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import ModelProto
     from torch.export import ExportedProgram
 
 FORMAT = "cifar-lit export 1"
@@ -51,9 +51,8 @@ class Sample(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A file that was kept."""
+    """What is known of a file that was kept."""
 
-    path: Path
     size: int  # bytes
     check: Check
     seconds: dict[int, tuple[float, float]]  # for each of the timed batches the medians of the net and of the file
@@ -72,19 +71,14 @@ def check_request(to: str, quantize: str | None) -> None:
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
-    """Where the file goes if nothing is said: beside `model`, the model.safetensors that it is made from.
-
-    Raises UsageError for safetensors, which would be `model` itself.
-    """
+    """Where the file goes if nothing is said: beside the model.safetensors that it is made from."""
     if to == "safetensors":
         raise UsageError(f"{model} is the run's own: name a place for its checked copy with --out FILE")
     return model.with_name(model.stem + (f".{quantize}" if quantize else "") + FORMATS[to].suffix)
 
 
 def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Tensor | None = None) -> Exported:
-    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike.
-
-    A file that was at `path` before stays as it was unless the new one is kept.
+    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike; else `path` stays as it was.
 
     Args:
         net: on the CPU, in evaluation mode.
@@ -110,10 +104,9 @@ def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Ten
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
     seconds = {}
     for batch in TIMED_BATCHES:
-        images = sample.images[torch.arange(batch) % len(sample.images)]
-        net_times, file_times = latencies([net_runner, file_runner], images)
-        seconds[batch] = statistics.median(net_times), statistics.median(file_times)
-    return Exported(path, path.stat().st_size, result, seconds)
+        times = latencies([net_runner, file_runner], sample.images[torch.arange(batch) % len(sample.images)])
+        seconds[batch] = statistics.median(times[0]), statistics.median(times[1])
+    return Exported(path.stat().st_size, result, seconds)
 
 
 # ---- Whether an exported file answers as the net that it was made from, and how fast.
@@ -270,7 +263,6 @@ def traced(net: LoadedNet) -> ExportedProgram:
 
 
 def _write_torch_export(net: LoadedNet, path: Path) -> None:
-    """Writes what `torch.export.load` reads, with `metadata.json` among its extra files."""
     program = traced(net)
     with silenced(), path.open("wb") as file:
         torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)})
@@ -353,19 +345,14 @@ MAX_FLOAT_FRACTION = 0.05  # of all weights: a layer at either end that holds mo
 
 
 def quantised(model: ModelProto, images: Tensor) -> ModelProto:
-    """The model with quantise and dequantise operators around its layers (QDQ), its metadata kept.
+    """The model, in float before, with quantise and dequantise operators around its layers (QDQ), its metadata kept.
 
-    The least and greatest value of each activation over the images are its range, as percentiles and entropy gained nothing on
-    CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's 8-bit products overflow
-    on. The first and the last layer stay in float where they hold few weights: there rounding costs most, of pixels and of
-    logits, and saves least.
+    The least and greatest value of each activation over training images, uint8 (N, C, H, W), are its range: percentiles and
+    entropy gained nothing on CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's
+    8-bit products overflow on. The first and the last layer stay in float where they hold few weights: there rounding costs most,
+    of pixels and of logits, and saves least.
 
-    Args:
-        model: in float.
-        images: uint8 (N, C, H, W), of training.
-
-    Raises:
-        Failure: nothing is left to quantise, or onnxruntime cannot.
+    Raises Failure where nothing is left to quantise, or onnxruntime cannot.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -402,12 +389,9 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
 def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
     """The names of the layers that are quantised, and of those that are kept in float."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-
-    def weights(node: NodeProto) -> int:
-        return sum(sizes.get(name, 0) for name in node.input)
-
     layers = [node for node in model.graph.node if node.op_type in LAYERS]
-    most = MAX_FLOAT_FRACTION * sum(map(weights, layers))
-    ends = {node.name: node for node in (*layers[:1], *layers[-1:])}
-    kept = [name for name, node in ends.items() if weights(node) <= most]
-    return [node.name for node in layers if node.name not in kept], kept
+    weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}
+    names = list(weights)
+    ends = dict.fromkeys((*names[:1], *names[-1:]))
+    kept = [name for name in ends if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]
+    return [name for name in names if name not in kept], kept

@@ -103,25 +103,21 @@ class Classifier:
         elif not isinstance(images, Sequence) or isinstance(images, str):
             images = [images]
         arrays = [self._prepare_one(image) for image in images]
-        empty = np.zeros((0, *self.size, self.channels), np.uint8)
-        return torch.from_numpy(np.stack(arrays) if arrays else empty).permute(0, 3, 1, 2)
+        array = np.stack(arrays) if arrays else np.zeros((0, *self.size, self.channels), np.uint8)
+        return torch.from_numpy(array).permute(0, 3, 1, 2)
 
     def _prepare_one(self, image: Any) -> np.ndarray:
         """One image as uint8 (H, W, C) of the net's size, by the same steps as a file."""
         if isinstance(image, str | Path):
             return decode(image, self.size, self.channels)
-        if not isinstance(image, Image.Image):
-            image = Image.fromarray(_to_uint8(image))
-        return pixels_of(image, self.size, self.channels)
+        return pixels_of(image if isinstance(image, Image.Image) else _to_picture(image), self.size, self.channels)
 
 
-def _to_uint8(image: Any) -> np.ndarray:
-    """uint8 (H, W) or (H, W, 3 … 4) of an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
-    if isinstance(image, Tensor):
-        image = image.detach().cpu()
-        array = (image.movedim(0, -1) if image.ndim == 3 else image).numpy()
-    else:
-        array = np.asarray(image)
+def _to_picture(image: Any) -> Image.Image:
+    """A picture from an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
+    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if isinstance(image, Tensor) and image.ndim == 3:
+        array = array.transpose(1, 2, 0)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or not array.size:
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
@@ -130,7 +126,7 @@ def _to_uint8(image: Any) -> np.ndarray:
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image must be uint8 or floating in 0 … 1, not {array.dtype}")
-    return array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
 def load(path: str | Path, device: str = "cpu") -> Classifier:

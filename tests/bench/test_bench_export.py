@@ -11,7 +11,6 @@ import yaml
 
 from cifar_lit.bench.commands import bench
 from cifar_lit.data.shapes import class_names
-from cifar_lit.inference.export import latencies
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
@@ -19,7 +18,8 @@ from cifar_lit.runs.model_file import ModelCard, save_weights
 def test_each_form_has_its_figures_beside_the_nets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda *args: latencies(*args, 0, min_turns=1))
+    monkeypatch.setattr("cifar_lit.inference.export.TIMING_SECONDS", 0)
+    monkeypatch.setattr("cifar_lit.inference.export.MIN_TURNS", 1)
     monkeypatch.setattr("cifar_lit.inference.export.MIN_AGREEMENT", 0.0)  # of a net that is not trained
     monkeypatch.setattr("cifar_lit.inference.export.MAX_ACCURACY_LOSS", 1.0)
     torch.manual_seed(0)

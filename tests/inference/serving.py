@@ -87,6 +87,14 @@ def _with_children(process: int) -> list[int]:
     return [process, *(one for child in children for one in _with_children(int(child)))]
 
 
+def alive(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @contextmanager
 def running(run: Path, *flags: object) -> Iterator[Service]:
     """A service on a free port, in a group of processes of its own; nothing of it is left afterwards."""

@@ -61,17 +61,12 @@ def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
     if len(images.files) > limits.images:
         raise RequestError(413, f"{len(images.files)} images are too many: at most {limits.images} in one request")
     for name, data in images.files:
-        _check_signature(name, data)
+        if not data:
+            raise RequestError(400, f"{name} is empty: {WAYS}")
+        known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a"))
+        if not known and not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):  # which needs no decoder
+            raise RequestError(415, f"{name} is not a JPEG, PNG, WebP, BMP or GIF: convert it to one of these")
     return images
-
-
-def _check_signature(name: str, data: bytes) -> None:
-    """Refuses by its first bytes what is none of the five formats, without a decoder."""
-    if not data:
-        raise RequestError(400, f"{name} is empty: {WAYS}")
-    known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a"))
-    if not known and not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
-        raise RequestError(415, f"{name} is not a JPEG, PNG, WebP, BMP or GIF: convert it to one of these")
 
 
 def _form_files(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
@@ -97,14 +92,13 @@ def _form_files(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
 
 
 def _json_images(body: bytes) -> Images:
+    example = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
     try:
         content: Any = json.loads(body)
     except (ValueError, RecursionError):
-        raise RequestError(400, 'the body is not valid JSON: send {"image": "<base64>"} or {"images": ["<base64>", …]}') from None
+        raise RequestError(400, f"the body is not valid JSON: send {example}") from None
     if not isinstance(content, dict) or len(content.keys() & {"image", "images"}) != 1:
-        raise RequestError(
-            422, 'the JSON must hold either "image" or "images": {"image": "<base64>"} or {"images": ["<base64>", …]}'
-        )
+        raise RequestError(422, f'the JSON must hold either "image" or "images": {example}')
     if "image" in content:
         return Images([("the image", _from_base64("the image", content["image"]))], many=False)
     if not isinstance(content["images"], list):
@@ -117,9 +111,8 @@ def _from_base64(name: str, text: object) -> bytes:
     """The bytes of a base64 text, which may be a data: URL and may be folded into lines."""
     if not isinstance(text, str):
         raise RequestError(422, f"{name} must be a base64 text, not {type(text).__name__}")
-    if text.startswith("data:"):
-        text = text.partition(",")[2]
     try:
-        return base64.b64decode("".join(text.split()), validate=True)
+        url_data = text.partition(",")[2] if text.startswith("data:") else text
+        return base64.b64decode("".join(url_data.split()), validate=True)
     except ValueError:
         raise RequestError(422, f"{name} is not valid base64: encode the file's bytes, all of them") from None

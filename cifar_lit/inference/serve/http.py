@@ -52,14 +52,9 @@ def serve(
     """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     Args:
-        path: a run's folder or its model.safetensors.
+        path, accelerator: as for `NetRunner`, whose errors are raised here too.
         sock: a listening socket; `local` if it is bound to this machine alone.
-        accelerator: as for `resolve_device`.
         on_ready: called when requests are answered.
-
-    Raises:
-        UsageError: there is no such accelerator.
-        Failure: the net cannot be loaded, at first or again after its process died.
     """
     signal.signal(signal.SIGTERM, _exit)
     with closing(NetRunner(path, accelerator)) as net, closing(Decoders(net.info, limits)) as decoders:
@@ -86,9 +81,8 @@ async def _run(server: uvicorn.Server, sock: socket.socket, net: NetRunner, on_r
     await asyncio.wait([batches, serving], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving
-    if batches.done():
+    if not batches.cancel():
         await batches
-    batches.cancel()
 
 
 class App:
@@ -184,18 +178,19 @@ class App:
             self._held -= len(body)
         return {"predictions": predictions} if images.many else predictions[0]
 
-    def _check_size(self, size: int) -> None:
-        if size > self.limits.body:
-            limit = f"{self.limits.body / 1e6:g} MB"
-            raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
-
     def _top(self, text: str | None) -> int:
+        """How many classes to name."""
         count = len(self.net.info.classes)
         if text is None:
             return min(DEFAULT_TOP, count)
         if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0):
             raise RequestError(422, f"top must be a whole number from 1 to {count}, not {text[:20]!r}")
         return min(int(text), count)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.body:
+            limit = f"{self.limits.body / 1e6:g} MB"
+            raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
 
 
 def _is_local(host: str) -> bool:

@@ -14,9 +14,11 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import active_children, get_context, resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
 
 from cifar_lit.data.decode import DecodeError, decode, start_worker, submit_without_main
 from cifar_lit.errors import Failure, UsageError, first_line
@@ -186,15 +188,14 @@ class NetRunner:
         """Answers requests; a process that died is started again. Raises what keeps it from that."""
         while True:
             batch = []
-            try:
+            with suppress(TimeoutError):  # a batch of none tells whether the process is there
                 async with asyncio.timeout(PROBE_SECONDS):
                     batch.append(await self._queue.get())
-                while len(batch) < MAX_BATCH_REQUESTS and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
-            except TimeoutError:
-                pass  # a batch of none tells whether the process is there
+            while len(batch) < MAX_BATCH_REQUESTS and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            answers: list[Any]
             try:
-                answers: list[Any] = await self._worker.call(_predict, [request for request, _ in batch])
+                answers = await self._worker.call(_predict, [request for request, _ in batch])
             except BrokenProcessPool:
                 self.ready = False
                 while not self._queue.empty():
@@ -203,23 +204,20 @@ class NetRunner:
             except Exception as error:
                 answers = [error] * len(batch)
             for (_, waiting), answer in zip(batch, answers, strict=True):
-                if waiting.done():  # cancelled: the client is gone, or was told that it takes too long
+                if waiting.done():  # cancelled: the client was told that it takes too long
                     continue
                 if isinstance(answer, Exception):
                     waiting.set_exception(answer)
                 else:
                     waiting.set_result(answer)
             if not self.ready:
-                await self._restart()
-
-    async def _restart(self) -> None:
-        self.close()
-        self._worker = Worker(*self._setup)
-        try:
-            await asyncio.wrap_future(self._worker.ready)
-        except BrokenProcessPool:
-            raise Failure(f"{_DIED}, and again while it was loaded") from None
-        self.ready = True
+                self.close()
+                self._worker = Worker(*self._setup)
+                try:
+                    await asyncio.wrap_future(self._worker.ready)
+                except BrokenProcessPool:
+                    raise Failure(f"{_DIED}, and again while it was loaded") from None
+                self.ready = True
 
     def close(self) -> None:
         """Ends the process."""
@@ -264,15 +262,10 @@ def _predict(batch: list[NetRequest]) -> list[list[dict[str, Any]]]:
         for _ in request.pixels:
             view = next(views)
             best = [{"label": label, "probability": round(value, 6)} for label, value in next(predictions).top[: request.top]]
-            entries.append({**best[0], "top": best, **({"seen": _data_url(view)} if request.seen else {})})
+            entries.append({**best[0], "top": best})
+            if request.seen:
+                file = io.BytesIO()
+                Image.fromarray(view[:, :, 0] if view.shape[2] == 1 else view).save(file, "PNG")
+                entries[-1]["seen"] = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
         answers.append(entries)
     return answers
-
-
-def _data_url(pixels: Any) -> str:
-    """An image, uint8 (H, W, C), as a PNG for a page."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
