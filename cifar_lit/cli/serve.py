@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
+from cifar_lit import __version__
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.inference.serve.bodies import Limits
@@ -59,7 +60,7 @@ def serve(argv: list[str]) -> None:
                 print(f"open to every machine that reaches {host}: there is no password and no encryption")
             print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
 
-        run_service(str(file), sock, local, settings.accelerator, limits, on_ready)
+        run_service(str(file), sock, local, settings.accelerator, limits, __version__, on_ready)
     print("stopped", flush=True)
 
 

@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cifar_lit import __version__
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
 from cifar_lit.inference.serve.workers import Decoders, ModelInfo, NetRequest, NetRunner
 
@@ -47,19 +46,26 @@ LINGER_SECONDS = 1.0
 
 
 def serve(
-    path: str, sock: socket.socket, local: bool, accelerator: str, limits: Limits, on_ready: Callable[[ModelInfo], None]
+    path: str,
+    sock: socket.socket,
+    local: bool,
+    accelerator: str,
+    limits: Limits,
+    version: str,
+    on_ready: Callable[[ModelInfo], None],
 ) -> None:
     """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     Args:
         path, accelerator: as for `NetRunner`, whose errors are raised here too.
         sock: a listening socket; `local` if it is bound to this machine alone.
+        version: of the program, for /health.
         on_ready: called when requests are answered.
     """
     signal.signal(signal.SIGTERM, _exit)
     with closing(NetRunner(path, accelerator)) as net, closing(Decoders(net.info, limits)) as decoders:
         config = uvicorn.Config(
-            GZipMiddleware(App(net, decoders, limits, local)),
+            GZipMiddleware(App(net, decoders, limits, local, version)),
             http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none", lifespan="off",
             log_config=None, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
@@ -93,8 +99,9 @@ class App:
     them to read it.
     """
 
-    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, local: bool) -> None:
+    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, local: bool, version: str) -> None:
         self.net, self.decoders, self.limits, self.local = net, decoders, limits, local
+        self._about = {"status": "ok", **net.info._asdict(), "version": version, "limits": asdict(limits)}
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0
         self._held = 0  # bytes of the bodies of all requests
@@ -147,8 +154,7 @@ class App:
             return JSONResponse(await self._predict(request))
         if not self.net.ready:
             raise RequestError(503, "the net is being loaded again")
-        about = {**self.net.info._asdict(), "version": __version__, "limits": asdict(self.limits)}
-        return JSONResponse({"status": "ok", **about})
+        return JSONResponse(self._about)
 
     async def _predict(self, request: Request) -> dict[str, Any]:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
