@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cifar_lit.runs.charts import data_uri, matrix_uri, thumbnail
-from cifar_lit.runs.tensorboard_images import class_accuracies, confusion_matrix, gallery
+from cifar_lit.runs.figures import class_accuracies, confusion_matrix, data_uri, gallery, thumbnail
 
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 
@@ -64,7 +63,8 @@ def test_a_thumbnail_grows_by_whole_numbers() -> None:
     assert thumbnail(torch.zeros(1000, 1, 3, dtype=torch.uint8)).size == (1, 96)
 
 
-def test_a_matrix_is_darker_where_more_of_a_row_lies() -> None:
-    picture = opened(matrix_uri(torch.tensor([[90, 10], [0, 100]]))).convert("L")
-    values = [picture.getpixel((x, y)) for y in range(2) for x in range(2)]
-    assert values[3] < values[0] < values[1] < values[2] == 255
+def test_a_cell_of_the_matrix_is_darker_the_more_of_its_row_it_holds() -> None:
+    picture = confusion_matrix(torch.tensor([[90, 10], [0, 9000]]), ["a", "b"]).float().mean(0)
+    _, height, width = 1, *picture.shape
+    values = [picture[int(y * height), int(x * width)].item() for y in (0.3, 0.6) for x in (0.35, 0.7)]
+    assert values[3] < values[0] < values[1] < values[2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from browser import Open
 
-from cifar_lit.runs.charts import BINS, expected_calibration_error, reliability
+from cifar_lit.runs.report import expected_calibration_error, reliability
 from cifar_lit.runs.label_errors import Findings, Pair
 from cifar_lit.runs.predictions import prediction_table
 from cifar_lit.runs.report import Content, Picture, charts, class_rows, most_confused, render, summary
@@ -120,7 +120,7 @@ def test_a_bin_holds_the_probabilities_up_to_its_upper_end() -> None:
 def test_the_error_is_the_mean_distance_over_fifteen_bins_weighted_by_the_images_of_each(page: str) -> None:
     probability = torch.tensor([0.9, 0.9, 0.9, 0.61, 0.69], dtype=torch.float64)  # the last two share one of ten bins
     bins = reliability(probability, torch.tensor([True, True, False, False, True]))
-    assert len(bins) == BINS == 15
+    assert len(bins) == 15
     assert "over 15 bins of equal width" in page
     by_hand = 3 / 5 * abs(2 / 3 - 0.9) + 1 / 5 * 0.61 + 1 / 5 * 0.31
     assert expected_calibration_error(bins) == pytest.approx(by_hand)
