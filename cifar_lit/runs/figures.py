@@ -32,10 +32,8 @@ SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large th
 def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
     """Curves over training steps as `<svg>`.
 
-    Args:
-        name: Of the chart, unlike any other's on the page.
-        lines: (step, value) by what they are, at most three.
-        label: What a screen reader says.
+    name: of the chart, unlike any other's on the page. lines: (step, value) by what they are, at most three. label: what a
+    screen reader says.
     """
     figure, axes = _chart()
     for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):

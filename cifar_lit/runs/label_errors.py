@@ -18,11 +18,7 @@ TESTS_AT_ONCE = 256  # compared with all training images
 
 
 class Suspects(NamedTuple):
-    """Images whose label a net rejects, what it is most against first; each (M,).
-
-    rows, suggested: which of the set, and the class that each is taken for, int64. counted: bool, whether confident learning
-    counts it as mislabelled.
-    """
+    """Images whose label a net rejects, each (M,): rows of the set and classes int64, whether confident learning counts it bool."""
 
     rows: Tensor
     suggested: Tensor
@@ -39,9 +35,7 @@ def suspected_labels(probabilities: Tensor, labels: Tensor) -> Suspects:
     Dataset Labels, JAIR 70, 2021). It asks for probabilities from a net that has not seen the label (cross-validation): from
     one that was trained on it, many errors stay hidden.
 
-    Args:
-        probabilities: Float (N, classes).
-        labels: int64 (N,).
+    probabilities: float (N, classes). labels: int64 (N,).
     """
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
@@ -72,9 +66,7 @@ def nearest_embeddings(train: Tensor, test: Tensor, advance: Callable[[int], Non
     The mean of the training images is taken off first, as all that a net's embeddings have in common would make any two alike.
     As B. Barz and J. Denzler looked for the duplicates in CIFAR (Do We Train on Test Data?, J. Imaging 2020).
 
-    Args:
-        train: Embeddings (N, features) of one net; `test` likewise.
-        advance: Is told how many further test images were looked at.
+    train, test: embeddings (N, features) of one net. advance: is told how many further test images were looked at.
     """
     middle = train.mean(0)
     known = F.normalize(train - middle, dim=1).T
@@ -125,10 +117,8 @@ def inspect_labels(
 ) -> Findings:
     """Suspected labels among the training images, and what the test images repeat of them.
 
-    Args:
-        held_out: Rows of the training images that were validated on.
-        probabilities: (N, classes) of the training images.
-        nearest: What `nearest_embeddings` gives.
+    held_out: rows of the training images that were validated on. probabilities: (N, classes) of the training images.
+    nearest: what `nearest_embeddings` gives.
     """
     suspects = suspected_labels(probabilities, train.labels)
     pictures = []
@@ -138,8 +128,7 @@ def inspect_labels(
         lines = (f"label {label} {own:.3f}", f"said {suggested} {best:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
         pictures.append(Picture(data_uri(train.images[row]), alt, lines))
     twins = exact_twins(train.images, test.images)
-    repeated = twins >= 0
-    cosines, rows = nearest
+    repeated, (cosines, rows) = twins >= 0, nearest
     ranked = cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)[: int((~repeated).sum())]
     pairs = []
     for place in ranked[:GALLERY_SIZE].tolist():
@@ -147,16 +136,9 @@ def inspect_labels(
         difference = pixel_difference(test.images[place], train.images[row])
         lines = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
         pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), lines))
-    return Findings(
-        train_images=len(train),
-        test_images=len(test),
-        suspects=pictures,
-        rejected=len(suspects.rows),
-        confident=int(suspects.counted.sum()),
-        pairs=pairs,
-        twins=int(repeated.sum()),
-        contrary=int((train.labels[twins[repeated]] != test.labels[repeated]).sum()),
-    )
+    rejected, confident, twin_count = len(suspects.rows), int(suspects.counted.sum()), int(repeated.sum())
+    contrary = int((train.labels[twins[repeated]] != test.labels[repeated]).sum())
+    return Findings(len(train), len(test), pictures, rejected, confident, pairs, twin_count, contrary)
 
 
 def _labelled(what: str, images: ImageSet, row: int) -> Picture:

@@ -73,9 +73,7 @@ def run_content(run: Path, metrics: Mapping[str, Any], data: ImageData, predicti
 def inspected_content(run: Path, data: ImageData, look: Look, device: str) -> Content:
     """All that a page tells, from the run's own figures where these test images are those that it was tested on.
 
-    Args:
-        look: The run's net.
-        device: Where to compare the images' embeddings.
+    look: the run's net. device: where to compare the images' embeddings.
     """
     metrics, train, test = read_metrics(run), data.train_images, data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
@@ -169,12 +167,10 @@ def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         value = metrics.get(name)
         if value is not None:
             facts.append((name.replace("_", " "), f"{value:,}" if isinstance(value, int) and name != "seed" else str(value)))
-    if metrics.get("accelerator"):
-        facts.append(("trained on", f"{metrics.get('devices', 1)} × {metrics['accelerator']}"))
-    if metrics.get("train_seconds"):
-        facts.append(("training took", f"{metrics['train_seconds']:,.1f} s"))
-    if metrics.get("images_per_second"):
-        facts.append(("images a second", f"{metrics['images_per_second']:,.0f}"))
+    devices = metrics.get("devices", 1)
+    forms = (("accelerator", "trained on", f"{devices} × {{}}"), ("train_seconds", "training took", "{:,.1f} s"),
+             ("images_per_second", "images a second", "{:,.0f}"))  # fmt: skip
+    facts += [(what, form.format(metrics[name])) for name, what, form in forms if metrics.get(name)]
     for part, what in (("test", "test"), ("val", "validation")):
         for name, value in (metrics.get(part) or {}).items():
             headline = name == "images" or (part, name) == ("test", "accuracy")

@@ -69,8 +69,14 @@ def metrics_of(
 
 
 def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
-    per_class = dict(zip(data.classes, (round(accuracy, 6) for accuracy in score.per_class), strict=True))
-    entry = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, **score.metrics, "per_class": per_class}
+    per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, score.per_class, strict=True)}
+    entry: dict[str, Any] = {
+        "accuracy": score.accuracy,
+        "loss": score.loss,
+        "images": score.images,
+        **score.metrics,
+        "per_class": per_class,
+    }
     if views := model.views_score:
         entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     return {**entry, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
