@@ -22,7 +22,7 @@ DESCRIPTION = (
 
 
 def report(words: list[str]) -> None:
-    """Makes report.html in a run's folder; raises UsageError where there is no run or no data, Failure for data of another net."""
+    """Makes report.html in a run's folder; raises UsageError without a run or data, Failure for data of another net."""
     parser = ArgumentParser(prog="cifar-lit report", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
     add = parser.add_argument
     add("run", type=str, help="a run folder, or a model.safetensors by itself")

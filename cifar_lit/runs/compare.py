@@ -131,7 +131,7 @@ class RunRecord:
     def figures(self) -> dict[str, Any]:
         """What is compared, by name, None where it is not known; at the end whatever else the test or the validation counted.
 
-        `low` and `high` are the 95 % interval of the accuracy, for tests that say of how many images.
+        low, high: the 95 % interval of the accuracy, for tests that say of how many images.
         """
         test, val, images = self.test, self.metrics.get("val"), self.test.get("images")
         val = val if isinstance(val, dict) else {}
@@ -243,16 +243,10 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     summaries = []
     for (recipe, *texts), group in members.items():
         seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
-        summaries.append(
-            {
-                "recipe": recipe,
-                "settings": dict(zip(names, texts, strict=True)),
-                "runs": [run.name for run in group],
-                "seeds": [run.seed for run in group],
-                "accuracy": mean_interval([run.test["accuracy"] for run in group]),
-                "train_seconds": mean_interval(seconds) if seconds else None,
-            }
-        )
+        summary = {"recipe": recipe, "settings": dict(zip(names, texts, strict=True))}
+        summary |= {"runs": [run.name for run in group], "seeds": [run.seed for run in group]}
+        summary["accuracy"] = mean_interval([run.test["accuracy"] for run in group])
+        summaries.append({**summary, "train_seconds": mean_interval(seconds) if seconds else None})
     return summaries
 
 

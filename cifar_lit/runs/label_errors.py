@@ -18,7 +18,7 @@ TESTS_AT_ONCE = 256  # compared with all training images
 
 
 class Suspects(NamedTuple):
-    """Images whose label a net rejects, each (M,): rows of the set and classes int64, whether confident learning counts it bool."""
+    """Images whose label a net rejects, each (M,): rows and classes int64, and bool whether confident learning counts it."""
 
     rows: Tensor
     suggested: Tensor

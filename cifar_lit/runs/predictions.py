@@ -70,13 +70,9 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
 def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
     """Writes a row an image of a data set, in the order of the set, and beside it all probabilities as `probabilities.npy`.
 
-    The array is float32 (N, classes), of the same rows; the table has six digits of them.
+    The array is float32 (N, classes), of the same rows; the table has six digits of them. Returns the number of rows.
 
-    Args:
-        batches: Of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
-
-    Returns:
-        The number of rows.
+    batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
     """
     gathered = list(batches)
     columns = ("indices", "labels", "probabilities")

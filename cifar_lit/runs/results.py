@@ -24,6 +24,8 @@ from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
+Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
+
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
@@ -70,13 +72,8 @@ def metrics_of(
 
 def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
     per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, score.per_class, strict=True)}
-    entry: dict[str, Any] = {
-        "accuracy": score.accuracy,
-        "loss": score.loss,
-        "images": score.images,
-        **score.metrics,
-        "per_class": per_class,
-    }
+    entry: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images}
+    entry |= {**score.metrics, "per_class": per_class}
     if views := model.views_score:
         entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     return {**entry, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
@@ -105,12 +102,7 @@ def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
 
 
 def draw_for_tensorboard(
-    board: TensorBoardCurves,
-    val: Score | None,
-    test: Score | None,
-    predictions: Mapping[str, Tensor] | None,
-    data: ImageData,
-    step: int,
+    board: TensorBoardCurves, val: Score | None, test: Score | None, predictions: Predictions | None, data: ImageData, step: int
 ) -> None:
     """Draws confusion matrix and accuracy of each class of what was scored, and galleries where each image's prediction is known.
 
@@ -132,6 +124,6 @@ def draw_for_tensorboard(
     board.save()
 
 
-def write_report(run: Path, metrics: dict[str, Any], predictions: Mapping[str, Tensor], data: ImageData) -> None:
+def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
     write_text(run / "report.html", render(run_content(run, metrics, data, prediction_table(predictions))))

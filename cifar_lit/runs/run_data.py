@@ -97,8 +97,7 @@ class RunData:
     def load(self, train: bool, count: int) -> RunImages:
         """`count` of the train or the test images, evenly spread over them; all for 0.
 
-        Raises:
-            UsageError, Failure: They are not to be had or do not fit the net.
+        Raises UsageError or Failure when they are not to be had or do not fit the net.
         """
         root, card = self.settings.root, self.card
         if not at_hand(self.dataset, self.settings):
@@ -121,10 +120,7 @@ class RunData:
     def load_or_draw(self, count: int) -> RunImages:
         """Test images as `load` gives them; where there are none, drawn figures, and in `what` the reason.
 
-        The figures are grey in all channels where a net has neither 1 nor 3.
-
-        Raises:
-            UsageError, Failure: The images' place was named, and they are not to be had there.
+        The figures are grey in all channels where a net has neither 1 nor 3. Raises what `load` does where `data_dir` was given.
         """
         try:
             return self.load(train=False, count=count)

@@ -90,15 +90,14 @@ class RunLock:
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
 
+    Raises Failure when the folder cannot be written, or another process is writing it.
+
     Args:
         logs: The folder of all runs.
         name: The recipe's.
         path: An existing run to go on with instead of a new one.
         first: Whether this is the run's first process; the others never claim a folder, they `follow` it.
         job: What a new folder records of the scheduler's job that it belongs to, so that the job, started again, finds it.
-
-    Raises:
-        Failure: The folder cannot be written, or another process is writing it.
     """
 
     def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
@@ -174,13 +173,9 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def find_resumable(logs: Path, name: str | None) -> Path:
-    """The checkpoint that `--resume` goes on from.
+    """The checkpoint that `--resume` goes on from; raises UsageError when there is none.
 
-    Args:
-        name: A checkpoint, a run folder, or None for the newest run in `logs` that trained.
-
-    Raises:
-        UsageError: There is none.
+    name: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
     """
     path = Path(name).expanduser() if name is not None else None
     if path is None:

@@ -41,10 +41,7 @@ def test_a_gallery_shows_its_images_whatever_their_shape(shape: tuple[int, int, 
     images = torch.full((7, *shape), 77, dtype=torch.uint8)
     picture = gallery(images, [(name, "0.5 x") for name in [*HOSTILE, "last"]])
     assert ((picture == 77).all(0).sum() / (7 * 96 * 96)).item() > 0.5
-
-
-def test_an_empty_gallery_says_so() -> None:
-    assert gallery(torch.zeros(0, 8, 8, 3, dtype=torch.uint8), []).float().std() > 0
+    assert gallery(images[:0], []).float().std() > 0  # it says that there are none
 
 
 @pytest.mark.parametrize(("shape", "size"), [((32, 32, 3), (32, 32)), ((28, 28, 1), (28, 28)), ((200, 100, 3), (48, 96))])

@@ -91,7 +91,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from cifar_lit.runs.run_folder import RunFolder
-print(RunFolder(Path(sys.argv[1]), "fast").path, flush=True)
+run = RunFolder(Path(sys.argv[1]), "fast")
+print(run.path, flush=True)
 time.sleep(60)
 """
 
