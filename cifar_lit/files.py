@@ -17,8 +17,7 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
     The file has the mode that the umask gives, whatever the library that wrote it set. Once this has returned, a loss of power
     takes nothing back.
 
-    Args:
-        previous: Where the file that `path` was before is kept.
+    previous: where the file that `path` was before is kept.
     """
     partial = path.with_name(path.name + PART)
     partial.touch()

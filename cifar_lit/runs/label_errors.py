@@ -97,9 +97,8 @@ class Pair(NamedTuple):
 class Findings:
     """What a look at the training images found.
 
-    suspects: those whose label the net is most against, of `rejected` in all; confident: how many of these confident learning
-    counts. pairs: the test images most like a training image. twins: test images that are a training image, pixel by pixel;
-    contrary: those of them with another label there.
+    suspects: those whose label the net is most against, of `rejected` in all, of which confident learning counts `confident`.
+    pairs: the test images most like a training image. twins: test images that are one, pixel by pixel; contrary: of other label.
     """
 
     train_images: int

@@ -117,9 +117,7 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 def load_model_file(path: str | Path) -> LoadedNet:
     """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises:
-        UsageError: There is no such file.
-        Failure: It is damaged or was not written by this program.
+    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
     file = weights_file(path)
     try:
@@ -136,7 +134,8 @@ def load_model_file(path: str | Path) -> LoadedNet:
             raise InvalidFileError("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
         net = build_loaded_net(card, weights, novelty)
-        check_finite(net)
+        if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
+            raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except InvalidFileError as error:
@@ -172,10 +171,7 @@ def check_header_length(file: Path) -> None:
 
 
 def card_values(text: str) -> dict[str, Any]:
-    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have.
-
-    Which values there must be is left to the card itself.
-    """
+    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -186,9 +182,10 @@ def card_values(text: str) -> dict[str, Any]:
         if name in values and not check(values[name]):
             shown = json.dumps(values[name])
             raise InvalidFileError(f"its {name} cannot be {shown if len(shown) < 60 else shown[:60] + '…'}")
+    channels = values.get("input_shape", [None])[0]
     for name in ("mean", "std"):
-        if "input_shape" in values and name in values and len(values[name]) != values["input_shape"][0]:
-            raise InvalidFileError(f"its {name} has {len(values[name])} values for {values['input_shape'][0]} channels")
+        if channels and len(values.get(name, range(channels))) != channels:
+            raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
     return values
 
 
@@ -204,12 +201,6 @@ def check_tensors(claims: Mapping[str, Claim], card: ModelCard) -> None:
         raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
     if sum(_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in extra.values()) > MAX_EXTRA:
         raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA >> 20} MiB")
-
-
-def check_finite(net: nn.Module) -> None:
-    """Raises InvalidFileError when a weight is not finite: every answer of the net would be nonsense."""
-    if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
-        raise InvalidFileError("its weights are not finite numbers: the training diverged")
 
 
 def _fits(tensor: Tensor, claim: Claim) -> bool:

@@ -116,18 +116,18 @@ def render(content: Content) -> str:
     error = expected_calibration_error(bins)
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    picture = len(classes) > MAX_TABLE_CLASSES
+    right, matrix_uri = int(predictions.hits.sum()), None
+    if len(classes) > MAX_TABLE_CLASSES:
+        matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
     return page.get_template("report.html.j2").render(
         content=content,
-        metrics=content.metrics,
-        accuracy=float(predictions.hits.double().mean()),
-        images=len(predictions),
-        wrong=int((~predictions.hits).sum()),
+        right=right,
+        accuracy=right / len(predictions),
         summary=summary(content.metrics),
         charts=charts(content.curves),
-        rows=class_rows(matrix, classes),
-        matrix=None if picture else matrix.tolist(),
-        matrix_uri=data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096) if picture else None,
+        matrix=matrix.tolist(),
+        matrix_uri=matrix_uri,
+        predicted_counts=matrix.sum(0).tolist(),
         confused=most_confused(matrix, classes),
         bins=bins,
         error=error,
@@ -135,7 +135,6 @@ def render(content: Content) -> str:
         diagram=reliability_diagram("reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"),
         mistakes=pictures(content, predictions.confident_mistakes(GALLERY_SIZE)),
         doubtful=pictures(content, predictions.doubtful_hits(GALLERY_SIZE)),
-        findings=content.findings,
     )
 
 
@@ -200,20 +199,6 @@ def charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
             label = f"{title.capitalize()} over training steps: {last}"
             drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, label)))
     return drawn
-
-
-def class_rows(matrix: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each class its images, how often it was predicted and hit, and precision, recall and F1; None where undefined."""
-    columns = (matrix.sum(1), matrix.sum(0), matrix.diag())
-    return [
-        {
-            "name": name, "images": images, "predicted": predicted, "hits": hits,
-            "precision": hits / predicted if predicted else None,
-            "recall": hits / images if images else None,
-            "f1": 2 * hits / (images + predicted) if images + predicted else None,
-        }
-        for name, images, predicted, hits in zip(classes, *(column.tolist() for column in columns), strict=True)
-    ]  # fmt: skip
 
 
 def most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:

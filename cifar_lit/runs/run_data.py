@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
     """Settings of the data: those of a run's config.yaml, or what a named data set needs for the card's net; else none.
 
-    Args:
-        dataset: Another data set than config.yaml names, needed where there is none.
-        data_dir: Where it lies, if not where it was.
+    dataset: another than config.yaml names, needed where there is none. data_dir: where it lies, if not where it was.
     """
     values = plain_values(run / "config.yaml") if not dataset and (run / "config.yaml").is_file() else None
     settings = values.get("data") if isinstance(values, dict) else None
@@ -41,11 +39,8 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
     """The data that a run trained and tested on, with its split; downloaded where they are missing.
 
-    card: of the run's model; the data must be of its classes and of its images' shape. For the others see `data_settings`.
-
-    Raises:
-        UsageError: Nothing says which data.
-        Failure: They are not those that the net was trained for.
+    Arguments are those of `data_settings`. Raises UsageError when nothing says which data, Failure when they are not those that
+    the net was trained for.
     """
     from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
 
@@ -81,10 +76,8 @@ class RunImages(NamedTuple):
 class RunData:
     """The data set of a run as far as it is here: nothing is downloaded.
 
-    Args:
-        model: The run's model.safetensors, beside its config.yaml.
-        card: What it says; images that it does not fit are not used.
-        data_dir: Where the images are, if not where config.yaml says; without config.yaml, a folder of images.
+    model: the run's model.safetensors, beside its config.yaml. card: what it says; images that it does not fit are not used.
+    data_dir: where the images are, if not where config.yaml says; without config.yaml, a folder of images.
     """
 
     def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:

@@ -57,8 +57,7 @@ class RunLock:
     def acquire(self) -> None:
         """Takes the lock, after a killed process too; says so where that one ran on another machine.
 
-        Raises:
-            Failure: The folder is being written (with the owner's process and host), or cannot be locked.
+        Raises Failure when the folder is being written (with the owner's process and host), or cannot be locked.
         """
         try:
             self._lock.acquire(timeout=0)
@@ -220,7 +219,7 @@ def is_finished(run: Path, needs_test: bool) -> bool:
 
 
 def check_unfinished(run: Path, needs_test: bool) -> None:
-    """Raises UsageError when a run has nothing left to do; `needs_test`: the command ends with a test."""
+    """Raises UsageError when a run has nothing left to do, see `is_finished`."""
     if is_finished(run, needs_test):
         results = display_path(run / "metrics.json")
         raise UsageError(f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume.")

@@ -13,12 +13,11 @@ import torch
 from browser import Open
 
 from cifar_lit.runs.label_errors import Findings, Pair
-from cifar_lit.runs.predictions import prediction_table
+from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import (
     Content,
     Picture,
     charts,
-    class_rows,
     expected_calibration_error,
     most_confused,
     reliability,
@@ -101,12 +100,14 @@ def test_all_figures_of_the_test_and_the_validation_are_in_the_summary() -> None
 
 
 def test_precision_recall_and_f1_are_those_of_the_matrix() -> None:
-    rows = class_rows(torch.tensor([[8, 2, 0], [4, 6, 0], [0, 0, 0]]), ["a", "b", "none"])
-    assert rows[0]["precision"] == pytest.approx(8 / 12)
-    assert rows[0]["recall"] == pytest.approx(8 / 10)
-    assert rows[0]["f1"] == pytest.approx(2 * (8 / 12) * 0.8 / (8 / 12 + 0.8))
-    assert (rows[1]["images"], rows[1]["predicted"], rows[1]["hits"]) == (10, 8, 6)
-    assert [rows[2][name] for name in ("precision", "recall", "f1")] == [None] * 3
+    labels, predicted = torch.tensor([0] * 10 + [1] * 10), torch.tensor([0] * 8 + [1] * 2 + [0] * 4 + [1] * 6)
+    table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), 0.9).double())
+    page = render(Content("x", ["a", "b", "none"], table, torch.zeros(20, 8, 8, 3, dtype=torch.uint8)))
+    rows = dict(re.findall(r'<tr><th scope="row">(\w+)</th>((?:<td>[^<]*</td>)+)</tr>', page))
+    cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows.items()}
+    assert cells["a"] == [f"{8 / 12:.4f}", "0.8000", f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}", "10", "12", "8"]
+    assert cells["b"][3:] == ["10", "8", "6"]
+    assert cells["none"] == ["–", "–", "–", "0", "0", "0"]
 
 
 def test_the_pairs_most_confused_come_first_and_hits_are_none() -> None:
