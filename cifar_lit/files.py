@@ -17,8 +17,7 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
     The file has the mode that the umask gives, whatever the library that wrote it set. Once this has returned, a loss of power
     takes nothing back.
 
-    Args:
-        previous: Where the file that `path` was before is kept.
+    previous: where the file that `path` was before is kept.
     """
     partial = path.with_name(path.name + PART)
     partial.touch()
@@ -29,13 +28,18 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
             partial.chmod(mode)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
-        if previous is not None:
+        if previous is not None and path.exists():
             _keep(path, previous)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    with suppress(OSError):  # Windows opens no folders, and some network file systems sync none
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -46,27 +50,15 @@ def write_text(path: Path, text: str) -> None:
 
 def _keep(path: Path, previous: Path) -> None:
     """Makes `path` known as `previous` too, by a second name for the same file, so that at no moment `path` is missing."""
-    if not path.exists():
-        return
     second = previous.with_name(previous.name + PART)
     second.unlink(missing_ok=True)
     try:
         second.hardlink_to(path)
     except OSError:  # a file system where a file has one name only
-        path.replace(previous)
-        return
+        second = path
     second.replace(previous)
-    second.unlink(missing_ok=True)  # a rename between two names of the same file does nothing at all
-
-
-def _sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk, where the system can."""
-    with suppress(OSError):  # Windows opens no folders, and some network file systems sync none
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    if second != path:
+        second.unlink(missing_ok=True)  # a rename between two names of the same file does nothing at all
 
 
 def remove_partial_files(folder: Path) -> list[Path]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
-from rich.console import Console
 from rich.table import Table
 
-from cifar_lit.cli.console import say
+from cifar_lit.cli.console import for_tables, say
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
@@ -51,9 +49,8 @@ def compare(words: list[str]) -> None:
 
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
-        raise UsageError(
-            f"there is no run in {' '.join(settings.runs)}: name run folders, a pattern of them, or a folder of logs"
-        )
+        named = " ".join(settings.runs)
+        raise UsageError(f"there is no run in {named}: name run folders, a pattern of them, or a folder of logs")
     differences, grouped, (tests, reasons) = differing(runs), groups(runs), pairs(runs)
     several = any(group["accuracy"]["n"] > 1 for group in grouped)
     if settings.plot:
@@ -70,20 +67,7 @@ def compare(words: list[str]) -> None:
     if several:
         _show_groups(grouped)
     _show_pairs(tests, reasons)
-    written = [Path(name).expanduser() for name in (settings.plot, settings.csv, settings.json) if name]
-    say(*(f"wrote {display_path(path)}" for path in written))
-
-
-def _labels(runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> list[str]:
-    """The name of each run's group with its settings; runs in no group keep their own."""
-    labels: dict[str, str] = {}
-    for group in grouped:
-        label = " · ".join(
-            [group["recipe"], *(f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())]
-        )
-        count = group["accuracy"]["n"]
-        labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
-    return [labels.get(run.name, run.name) for run in runs]
+    say(*(f"wrote {display_path(Path(name).expanduser())}" for name in (settings.plot, settings.csv, settings.json) if name))
 
 
 # ---- on the console
@@ -96,31 +80,27 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
         table.add_column(column, justify="left" if number < left or column == "note" else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for_tables().print(table)
 
 
 def _show_settings(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> None:
+    names = [run.name for run in runs]
     if not differences:
         say("no setting differs between these runs", "")
     elif len(runs) <= len(differences):
-        rows = [[name, *values] for name, values in differences.items()]
-        _table("settings that differ", ["", *(run.name for run in runs)], rows)
+        _table("settings that differ", ["", *names], [[name, *values] for name, values in differences.items()])
     else:
-        rows = [[run.name, *(values[place] for values in differences.values())] for place, run in enumerate(runs)]
-        _table("settings that differ", ["run", *differences], rows)
+        _table("settings that differ", ["run", *differences], list(zip(names, *differences.values(), strict=True)))
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
+    figures = [run.figures | {"interval": _interval(run.figures)} for run in runs]
     known = {name for name, _, _ in COLUMNS} | {"low", "high"}
-    further = dict.fromkeys(name for run in runs for name in run.figures if name not in known)
+    further = dict.fromkeys(name for row in figures for name in row if name not in known)
     columns = [*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)]
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, title, form in columns:
-        if name == "interval":
-            values = [_interval(*run.interval) if run.interval else "" for run in runs]
-        else:
-            figures = [run.figures.get(name) for run in runs]
-            values = [f"{value:{form}}" if isinstance(value, int | float) else "" for value in figures]
+        values = [f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures]
         if any(values) or name == "accuracy":
             cells[title] = values
     if any(run.note for run in runs):
@@ -128,8 +108,8 @@ def _show_figures(runs: Sequence[RunRecord]) -> None:
     _table("results", list(cells), list(zip(*cells.values(), strict=True)))
 
 
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{100 * low:.2f} … {100 * high:.2f}"
+def _interval(figures: dict[str, Any]) -> str:
+    return "" if figures["low"] is None else f"{100 * figures['low']:.2f} … {100 * figures['high']:.2f}"
 
 
 def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
@@ -138,9 +118,8 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
         accuracy, seconds = group["accuracy"], group["train_seconds"]
         deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
-        values = [group["settings"][name] for name in names]
-        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy["low"], accuracy["high"])]
-        rows.append([group["recipe"], *values, *figures, f"{seconds['mean']:,.1f}" if seconds else ""])
+        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy)]
+        rows.append([group["recipe"], *group["settings"].values(), *figures, f"{seconds['mean']:,.1f}" if seconds else ""])
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
     title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
     _table(title, columns, rows, 1 + len(names))
@@ -161,9 +140,8 @@ def pair_line(first: str, second: str, test: McNemar) -> str:
     if test.first == test.second:
         return f"{first} and {second} are right equally often; {test.first} images are named right by one of them only, each."
     better, worse = (first, second) if test.first > test.second else (second, first)
-    more, fewer = max(test.first, test.second), min(test.first, test.second)
     verdict = "more than chance" if test.mid < 0.05 else "may be chance"
-    counts = f"{more} images are right with it alone, {fewer} with the other alone"
+    counts = f"{max(test[:2])} images are right with it alone, {min(test[:2])} with the other alone"
     return f"{better} is ahead of {worse}: {counts}; {p}, {verdict}."
 
 
@@ -182,6 +160,16 @@ def _plot(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
         raise Failure(f"{error}: leave --plot out") from None
 
 
+def _labels(runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> list[str]:
+    """The name of each run's group with its settings; runs in no group keep their own."""
+    labels = {run.name: run.name for run in runs}
+    for group in grouped:
+        settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
+        label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
+        labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
+    return [labels[run.name] for run in runs]
+
+
 def _write(name: str, text: str) -> None:
     """Writes a file, or to stdout for -."""
     if name == "-":
@@ -194,13 +182,15 @@ def _write(name: str, text: str) -> None:
 
 
 def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    names = list(dict.fromkeys(name for run in runs for name in run.figures))
-    writer.writerow(["run", "recipe", *differences, *names, "note"])
+    rows = []
     for place, run in enumerate(runs):
-        values = [values[place] for values in differences.values()]
-        writer.writerow([run.name, run.recipe, *values, *(run.figures.get(name) for name in names), run.note])
+        settings = {name: values[place] for name, values in differences.items()}
+        rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures})
+    names = dict.fromkeys(name for row in rows for name in row)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*names, "note"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, "note": run.note} for row, run in zip(rows, runs, strict=True))
     return out.getvalue()
 
 

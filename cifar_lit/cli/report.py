@@ -22,19 +22,15 @@ DESCRIPTION = (
 
 
 def report(words: list[str]) -> None:
-    """Makes report.html in a run's folder, anew where there is one, and says where it lies.
-
-    Raises:
-        UsageError: It is no run, or there are no data.
-        Failure: The data are not those that the net was trained for.
-    """
+    """Makes report.html in a run's folder; raises UsageError without a run or data, Failure for data of another net."""
     parser = ArgumentParser(prog="cifar-lit report", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("run", type=str, help="a run folder, or a model.safetensors by itself")
-    parser.add_argument("--open", action="store_true", help="show it in the browser")
-    parser.add_argument("--out", type=str | None, default=None, help="where to write it, if not beside the model")
-    parser.add_argument("--dataset", type=str | None, default=None, help="the data set, where there is no config.yaml")
-    parser.add_argument("--data-dir", type=str | None, default=None, help="where its images are, if not where they were")
-    parser.add_argument("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
+    add = parser.add_argument
+    add("run", type=str, help="a run folder, or a model.safetensors by itself")
+    add("--open", action="store_true", help="show it in the browser")
+    add("--out", type=str | None, default=None, help="where to write it, if not beside the model")
+    add("--dataset", type=str | None, default=None, help="the data set, where there is no config.yaml")
+    add("--data-dir", type=str | None, default=None, help="where its images are, if not where they were")
+    add("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     settings = parsed(parser, words)
     device = resolve_device(settings.device)
     classifier = load(settings.run, device)

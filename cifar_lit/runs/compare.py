@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
+from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics, read_rows
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
 
-def t_within(t: float, freedom: int) -> float:
-    """The probability that Student's t with `freedom` degrees lies between -t and t.
-
-    The finite sums for whole degrees of freedom, Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3
-    and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = 0.0
-    for power in range(3 if odd else 2, freedom + 1, 2):
-        total += term
-        term *= cosine**2 * (power - 1) / power
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """The t that Student's t with `freedom` degrees stays within with probability `confidence`, by bisection."""
-    low, high = 0.0, 1.0
-    while t_within(high, freedom) < confidence:
-        high *= 2
+    """The t that Student's t with `freedom` degrees stays within with probability `confidence`, by bisection.
+
+    That probability is a finite sum for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions,
+    26.7.3 and 26.7.4, of the angle atan(t / sqrt(freedom)).
+    """
+    odd = freedom % 2
+    low, high = 0.0, math.pi / 2
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, freedom) < confidence else (low, middle)
-    return high
+        angle = (low + high) / 2
+        term, total = math.cos(angle) if odd else 1.0, 0.0
+        for power in range(2 + odd, freedom + 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (power - 1) / power
+        within = math.sin(angle) * total
+        within = 2 / math.pi * (angle + within) if odd else within
+        low, high = (angle, high) if within < confidence else (low, angle)
+    return math.tan(high) * math.sqrt(freedom)
 
 
 def mean_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Number, mean, standard deviation (of the sample) and 95 % interval of the mean (`low`, `high`).
-
-    A single value has no deviation and no interval: these are None.
-    """
+    """Number `n`, `mean`, `std` (of the sample) and 95 % interval of the mean (`low`, `high`); these three None of one value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return {"n": len(values), "mean": mean, "std": None, "low": None, "high": None}
@@ -76,7 +64,7 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
 
 
 class McNemar(NamedTuple):
-    """Two classifiers on the same images. first, second: images that only the one, only the other has right. p: below."""
+    """Two classifiers on the same images. first, second: images that only the one, only the other has right. p: see `mcnemar`."""
 
     first: int
     second: int
@@ -102,17 +90,19 @@ def mcnemar(first: int, second: int) -> McNemar:
     return McNemar(first, second, 2 * below / 2**count, (2 * below - term) / 2**count)
 
 
+# ---- What a run's folder says.
+
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
+RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", ".lock")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder says.
+    """A run.
 
     name: as the user would type it. settings: of config.yaml by dotted name, plain values; without those of places. metrics:
-    of metrics.json, empty where there is none. curves: the rows of metrics.csv by column. note: why figures are missing, empty
-    when none are.
+    of metrics.json. curves: the rows of metrics.csv by column. note: why figures are missing, empty when none are.
     """
 
     path: Path
@@ -125,8 +115,7 @@ class RunRecord:
     @property
     def test(self) -> dict[str, Any]:
         """The test's figures, empty where there was none."""
-        test = self.metrics.get("test")
-        return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
+        return tested_figures(self.metrics)
 
     @property
     def recipe(self) -> str:
@@ -139,27 +128,27 @@ class RunRecord:
         return self.settings.get(SEED, self.metrics.get("seed"))
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the test accuracy; None without a test, or where it does not say of how many images."""
-        images = self.test.get("images")
-        return wilson_interval(round(self.test["accuracy"] * images), images) if images else None
-
-    @property
     def figures(self) -> dict[str, Any]:
-        """What is compared, by name, None where it is not known; at the end whatever else the test or the validation counted."""
-        val = self.metrics.get("val")
+        """What is compared, by name, None where it is not known; at the end whatever else the test or the validation counted.
+
+        low, high: the 95 % interval of the accuracy, for tests that say of how many images.
+        """
+        test, val, images = self.test, self.metrics.get("val"), self.test.get("images")
         val = val if isinstance(val, dict) else {}
-        low, high = self.interval or (None, None)
-        figures = {"accuracy": self.test.get("accuracy"), "low": low, "high": high, "loss": self.test.get("loss")}
+        low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
+        figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
         figures |= {"val_accuracy": val.get("accuracy")}
         figures |= {name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")}
-        for prefix, scores in (("", self.test), ("val_", val)):
+        for prefix, scores in (("", test), ("val_", val)):
             further = {name: value for name, value in scores.items() if name not in ("accuracy", "loss", "images")}
             figures |= {prefix + name: value for name, value in further.items() if isinstance(value, int | float)}
         return figures
 
 
-# ---- reading
+def tested_figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The test's part of metrics.json, empty where it has none."""
+    test = metrics.get("test")
+    return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -172,10 +161,9 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = Path(name).expanduser()
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (may be absolute)
-        matching = sorted(matches, key=_natural)
-        folders = [folder for folder in matching if folder.is_dir()]
+        folders = sorted(filter(Path.is_dir, matches), key=_natural)
         if not folders:
-            wrong = f"{name} is a file" if matching else f"there is no {name}"
+            wrong = f"{name} is a file" if matches else f"there is no {name}"
             raise UsageError(f"{wrong}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
             inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()), key=_natural)
@@ -185,7 +173,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).is_file() for name in ("config.yaml", "metrics.json", "metrics.csv", ".lock"))
+    return any((path / name).is_file() for name in RUN_FILES)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -203,54 +191,41 @@ def read_run(path: Path) -> RunRecord:
         config = None
     settings = flattened(config) if isinstance(config, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}
-    record = RunRecord(path, display_path(path), settings, metrics, read_curves(path))
-    return replace(record, note=_note(record))
-
-
-def _note(run: RunRecord) -> str:
-    if not run.metrics:
-        if (run.path / "metrics.json").exists():
-            return "damaged: metrics.json cannot be read"
-        if not run.settings:
-            return "broken: neither config.yaml nor metrics.json"
-        # a running process holds .lock, and one that was killed leaves it
-        return "still running, or killed" if (run.path / ".lock").exists() else "did not end"
-    if not run.settings:
-        return "its config.yaml is missing or damaged"
-    return "" if run.test else "no test"
+    note = "" if tested_figures(metrics) else "no test"
+    if metrics and not settings:
+        note = "its config.yaml is missing or damaged"
+    elif not metrics and (path / "metrics.json").exists():
+        note = "damaged: metrics.json cannot be read"
+    elif not metrics and not settings:
+        note = "broken: neither config.yaml nor metrics.json"
+    elif not metrics:  # a running process holds .lock, and one that was killed leaves it
+        note = "still running, or killed" if (path / ".lock").exists() else "did not end"
+    return RunRecord(path, display_path(path), settings, metrics, read_curves(path), note)
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted name; lists stay values."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
+        nested = isinstance(value, Mapping) and value
+        flat |= flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 
-# ---- settings and groups
+# ---- Settings and groups.
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
     """The settings that are not the same in all runs that have any, with each run's value as text; – where it has none."""
-    known = [run for run in runs if run.settings]
-    names = dict.fromkeys(name for run in known for name in run.settings)
-    texts = {name: [setting_text(run.settings, name) for run in runs] for name in names}
-    return {
-        name: values
-        for name, values in texts.items()
-        if len({value for value, run in zip(values, runs, strict=True) if run.settings}) > 1
-    }
+    known = [run.settings for run in runs if run.settings]
+    names = dict.fromkeys(name for settings in known for name in settings)
+    different = [name for name in names if len({setting_text(settings, name) for settings in known}) > 1]
+    return {name: [setting_text(run.settings, name) for run in runs] for name in different}
 
 
 def setting_text(settings: Mapping[str, Any], name: str) -> str:
     """A setting's value as one would type it."""
-    if name not in settings:
-        return "–"
-    value = settings[name]
+    value = settings.get(name, "–")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -268,20 +243,14 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     summaries = []
     for (recipe, *texts), group in members.items():
         seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
-        summaries.append(
-            {
-                "recipe": recipe,
-                "settings": dict(zip(names, texts, strict=True)),
-                "runs": [run.name for run in group],
-                "seeds": [run.seed for run in group],
-                "accuracy": mean_interval([run.test["accuracy"] for run in group]),
-                "train_seconds": mean_interval(seconds) if seconds else None,
-            }
-        )
+        summary = {"recipe": recipe, "settings": dict(zip(names, texts, strict=True))}
+        summary |= {"runs": [run.name for run in group], "seeds": [run.seed for run in group]}
+        summary["accuracy"] = mean_interval([run.test["accuracy"] for run in group])
+        summaries.append({**summary, "train_seconds": mean_interval(seconds) if seconds else None})
     return summaries
 
 
-# ---- pairs
+# ---- Pairs.
 
 
 def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
@@ -290,14 +259,12 @@ def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
     It must have a row for each test image of metrics.json, or it is of another test.
     """
     try:
-        with (run.path / "predictions.csv").open(newline="", encoding="utf-8") as file:
-            rows = {int(row["index"]): (row["label"], row["predicted"]) for row in csv.DictReader(file)}
-    except (OSError, KeyError, TypeError, ValueError, csv.Error):
+        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
+    except (KeyError, ValueError):
         return None
-    if not rows or sorted(rows) != list(range(len(rows))) or len(rows) != run.test.get("images"):
+    if not rows or [index for index, _, _ in rows] != list(range(run.test.get("images", 0))):
         return None
-    ordered = [rows[index] for index in range(len(rows))]
-    return [label for label, _ in ordered], [label == predicted for label, predicted in ordered]
+    return [label for _, label, _ in rows], [label == predicted for _, label, predicted in rows]
 
 
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -315,12 +282,11 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     usable = [run for run in tested if run.name in answers]
     if len({run.test["fingerprint"] for run in usable}) > 1:
         reasons.append("runs that were tested on other images than each other are not tested against each other")
+    chosen = list(combinations(usable, 2))
     if len(usable) > 5:
         best = max(usable, key=lambda run: run.test["accuracy"])
         chosen = [(best, run) for run in usable if run is not best]
         reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
-    else:
-        chosen = list(combinations(usable, 2))
     tests = []
     for first, second in chosen:
         (labels, right), (other_labels, other_right) = answers[first.name], answers[second.name]
@@ -331,7 +297,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     return tests, reasons
 
 
-# ---- curves
+# ---- Curves.
 
 # Okabe and Ito's colours, told apart with any colour vision; without the yellow, which is too light on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -358,23 +324,19 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     labels: what stands in the legend for each run; runs of one label share its colour. Accuracy is of the validation images,
     of the training images where no run has any. Raises ValueError when no run has a curve.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(labels))
-    accuracy = next((name for name in ("val/accuracy", "train/accuracy") if any(curve(run, name)[0] for run in runs)), None)
-    if accuracy is None:
+    part = next((part for part in ("val", "train") if any(curve(run, f"{part}/accuracy")[0] for run in runs)), None)
+    if part is None:
         raise ValueError("none of these runs has a curve yet")
     timed = any(seconds_per_epoch(run) for run in runs)
     columns = min(len(names), 3 if timed else 2)
-    legend_rows = -(-len(names) // columns)
-    height = 2 * ROW + 0.22 * legend_rows + 0.2
+    height = 2 * ROW + 0.22 * -(-len(names) // columns) + 0.2
     figure = Figure(figsize=(SIDE * (1 + timed), height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, 1 + timed, sharex="col", sharey="row", squeeze=False)
-    what = {"val/accuracy": "validation accuracy, %", "train/accuracy": "training accuracy, %", "train/loss": "training loss"}
     lines: dict[str, Any] = {}
-    for row, (name, scale) in enumerate(((accuracy, 100.0), ("train/loss", 1.0))):
+    for panels, name, scale in ((grid[0], f"{part}/accuracy", 100.0), (grid[1], "train/loss", 1.0)):
         for run, label in zip(runs, labels, strict=True):
             epochs, values = curve(run, name)
             place = names.index(label)
@@ -382,21 +344,19 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
                 "color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)],
                 "linewidth": 1.4, "marker": "o" if len(epochs) == 1 else None, "markersize": 4,
             }  # fmt: skip
-            for column, unit in enumerate((1.0, seconds_per_epoch(run))[: 1 + timed]):
+            for axes, unit in zip(panels, (1.0, seconds_per_epoch(run)), strict=False):
                 if unit and epochs:
-                    drawn = grid[row][column].plot(
-                        [epoch * unit for epoch in epochs], [scale * value for value in values], **style
-                    )
-                    lines.setdefault(label, drawn[0])
-        grid[row][0].set_ylabel(what[name])
+                    points = [epoch * unit for epoch in epochs], [scale * value for value in values]
+                    lines.setdefault(label, axes.plot(*points, **style)[0])
     for axes in grid.flat:
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlim(left=0)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(color="#999999", labelcolor="#333333")
-    for column, text in enumerate(("epochs", "seconds of training (at each run's mean epoch)")[: 1 + timed]):
-        grid[1][column].set_xlabel(text)
+    grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[part])
+    grid[1][0].set_ylabel("training loss")
+    for axes, text in zip(grid[1], ("epochs", "seconds of training (at each run's mean epoch)"), strict=False):
+        axes.set_xlabel(text)
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(file, format="png")

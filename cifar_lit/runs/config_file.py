@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,10 @@ def plain_text(file: Path) -> str:
         if len(content) > MAX_BYTES:
             raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
         text = content.decode()
-        _check(file, yaml.compose(text, yaml.SafeLoader))
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None:
+            _count(file, root, {}, 0)
+            _check_groups(file, root)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except yaml.MarkedYAMLError as error:
@@ -47,10 +49,7 @@ def plain_text(file: Path) -> str:
     return text
 
 
-def _check(file: Path, root: yaml.Node | None) -> None:
-    if root is None:
-        return
-    _count(file, root, {}, 0)
+def _check_groups(file: Path, root: yaml.Node) -> None:
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{file} must hold settings by name (trainer:, model:, data:), not just text or a list")
     for key, value in root.value:
@@ -66,13 +65,9 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
         raise UsageError(f"{file} was not read: it is nested too deep")
     if id(node) not in known:
         known[id(node)] = 0  # until it is counted: to meet it again means a loop
-        known[id(node)] = 1 + sum(_count(file, inner, known, depth + 1) for inner in _inner(node))
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [one for pair in inner for one in pair] if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] = 1 + sum(_count(file, one, known, depth + 1) for one in inner)
     if known[id(node)] > MAX_VALUES:
         raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
     return known[id(node)]
-
-
-def _inner(node: yaml.Node) -> Sequence[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [one for pair in node.value for one in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []

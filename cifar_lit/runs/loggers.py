@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import write_text
-from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.files import atomic_write
+from cifar_lit.runs.run_folder import RunFolder, read_rows
 
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
@@ -27,61 +26,40 @@ COLUMNS = (
 class CurveFile(Logger):
     """`metrics.csv`: one row for each moment of logging, empty where a value was not taken.
 
-    Lightning's CSVLogger deletes the earlier curves when a run is resumed; here rows up to the resumed step stay.
+    Lightning's CSVLogger deletes the earlier curves when a run is resumed; here rows up to the resumed step stay, but for those
+    of a test, which is made again.
     """
+
+    name, version = "", ""  # which Lightning asks for: the run folder has both
 
     def __init__(self, run: RunFolder, resumed_step: int | None = None) -> None:
         super().__init__()
         self._run, self._resumed_step = run, resumed_step
         self._columns: list[str] = []  # of the file, none until there is something to write
 
-    @property
-    def name(self) -> str:
-        """Of the recipe."""
-        return self._run.name
-
-    @property
-    def version(self) -> str:
-        """Unused: the run folder holds the number."""
-        return ""
-
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Appends a row; a value of a new name makes a column of its own."""
         path = self._run.path / "metrics.csv"
         row = {**metrics, "step": step}
-        if not row.keys() <= set(self._columns):
-            rows = _whole_rows(path) if self._columns else self._resumed_rows(path)
-            earlier = [name for kept in rows for name in kept]
-            self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *earlier, *row]))
-            header = dict(zip(self._columns, self._columns, strict=True))
-            write_text(path, self._as_text([header, *rows]))  # whole: a kill in the middle would take the earlier curves with it
-        with path.open("a", newline="", encoding="utf-8") as file:
-            file.write(self._as_text([row]))
+        if row.keys() <= set(self._columns):
+            self._write(path, "a", [row])
+            return
+        rows = read_rows(path) if self._columns or self._resumed_step is not None else []
+        if not self._columns and self._resumed_step is not None:
+            rows = [kept for kept in rows if int(kept.get("step", 0)) <= self._resumed_step]
+            rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
+        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
+        header = dict(zip(self._columns, self._columns, strict=True))
+        with atomic_write(path) as partial:  # a kill in the middle would take the earlier curves with it
+            self._write(partial, "w", [header, *rows, row])
 
-    def _as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns).writerows(rows)
-        return text.getvalue()
-
-    def _resumed_rows(self, path: Path) -> list[dict[str, str]]:
-        """The rows up to the resumed step, without those of a test, which is made again."""
-        if self._resumed_step is None:
-            return []
-        rows = [row for row in _whole_rows(path) if not any(name.startswith("test/") for name in row)]
-        return [row for row in rows if int(row.get("step", 0)) <= self._resumed_step]
+    def _write(self, path: Path, mode: str, rows: list[dict[str, Any]]) -> None:
+        with path.open(mode, newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerows(rows)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""
-
-
-def _whole_rows(path: Path) -> list[dict[str, str]]:
-    """The values of each row of a metrics.csv by column, without a row that a kill or a full disk cut short."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader([line for line in file if line.endswith("\n")])
-        return [{name: value for name, value in row.items() if name and value} for row in rows]
 
 
 class TensorBoardCurves(TensorBoardLogger):
@@ -106,18 +84,15 @@ class TensorBoardCurves(TensorBoardLogger):
         """Writes scalars; the epoch is left out, as every curve has its own axis."""
         scores = [name.partition("/")[2] for name in metrics if name.startswith(("val/", "test/"))]
         if scores and self._settings is not None:
-            self._declare_hparams(self._settings, scores)
+            # The tab is told the settings, and the scalars that it is to show beside them, before the first of them is written.
+            names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
+            for summary in hparams(self._settings, dict.fromkeys(names, 0)):
+                self.experiment._get_file_writer().add_summary(summary)
             self._settings = None
         super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
-    def _declare_hparams(self, settings: dict[str, Any], scores: list[str]) -> None:
-        """Tells the tab the settings, and the scalars that it is to show beside them: before the first of them is written."""
-        names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
-        for summary in hparams(settings, dict.fromkeys(names, 0)):
-            self.experiment._get_file_writer().add_summary(summary)
-
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing yet: see `_declare_hparams`; settings are in config.yaml, too."""
+        """Settings are in config.yaml, and in the tab with the first scores."""
 
     @rank_zero_only
     def log_images(self, tag: str, image: Tensor, step: int = 0) -> None:

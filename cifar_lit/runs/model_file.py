@@ -31,8 +31,7 @@ class ModelCard:
     """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
 
     input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values.
-    novelty: how images unlike those of the training are told, with the threshold; empty where they are not. Files of before
-    nets had options, or novelty was told, have none.
+    novelty: how images unlike those of the training are told; empty where they are not. Older files lack the last two.
     """
 
     net: str
@@ -55,8 +54,7 @@ class ModelCard:
 class LoadedNet(nn.Module):
     """A trained net that takes images as they are: uint8 (B, C, H, W) to logits float32 (B, classes).
 
-    `net` is the bare net, for images that are normalised already; `card` and `classes` say what it was trained for. `novelty`
-    has the tensors that `card.novelty` goes with, which are none of the net's weights; empty where there are none.
+    `net` is the bare net, for images that are normalised already. `novelty` has the tensors that `card.novelty` goes with.
     """
 
     mean: Tensor
@@ -88,11 +86,7 @@ def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Ma
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
     """Writes a net's state dict with its card, as a whole or not at all; the same values give the same bytes.
 
-    Args:
-        novelty: The tensors that go with `card.novelty`.
-
-    Raises:
-        Failure: The disk does not take it.
+    novelty: the tensors that go with `card.novelty`. Raises Failure when the disk does not take it.
     """
     named = {**weights, **{NOVELTY + name: tensor for name, tensor in (novelty or {}).items()}}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
@@ -100,13 +94,12 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, nov
     metadata = {"format": FORMAT, "card": text, CHECKSUM: checksum(text, tensors)}
     content = save(tensors)
     # The metadata are put into the header here, as safetensors writes them in another order each time.
-    length = int.from_bytes(content[:8], "little")
-    header = json.dumps({"__metadata__": metadata, **json.loads(content[8 : 8 + length])}, separators=(",", ":")).encode()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of eight bytes
     try:
         with atomic_write(path) as partial, partial.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.write(memoryview(content)[8 + length :])
+            file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
     except OSError as error:
         raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
 
@@ -124,9 +117,7 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 def load_model_file(path: str | Path) -> LoadedNet:
     """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises:
-        UsageError: There is no such file.
-        Failure: It is damaged or was not written by this program.
+    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
     file = weights_file(path)
     try:
@@ -137,14 +128,14 @@ def load_model_file(path: str | Path) -> LoadedNet:
                 raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
             card = ModelCard(**card_values(metadata["card"]))
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-            claims = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-            check_tensors(claims, card)
-            weights = {name: opened.get_tensor(name) for name in claims}
+            check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
+            weights = {name: opened.get_tensor(name) for name in slices}
         if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(metadata["card"], weights):
             raise InvalidFileError("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
         net = build_loaded_net(card, weights, novelty)
-        check_finite(net)
+        if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
+            raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except InvalidFileError as error:
@@ -180,10 +171,7 @@ def check_header_length(file: Path) -> None:
 
 
 def card_values(text: str) -> dict[str, Any]:
-    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have.
-
-    Which values there must be is left to the card itself; what is not known here passes.
-    """
+    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -192,10 +180,12 @@ def card_values(text: str) -> dict[str, Any]:
         raise InvalidFileError("its card does not say how to build its net")
     for name, check in _CHECKS.items():
         if name in values and not check(values[name]):
-            raise InvalidFileError(f"its {name} cannot be {_shortly(values[name])}")
+            shown = json.dumps(values[name])
+            raise InvalidFileError(f"its {name} cannot be {shown if len(shown) < 60 else shown[:60] + '…'}")
+    channels = values.get("input_shape", [None])[0]
     for name in ("mean", "std"):
-        if "input_shape" in values and name in values and len(values[name]) != values["input_shape"][0]:
-            raise InvalidFileError(f"its {name} has {len(values[name])} values for {values['input_shape'][0]} channels")
+        if channels and len(values.get(name, range(channels))) != channels:
+            raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
     return values
 
 
@@ -213,17 +203,6 @@ def check_tensors(claims: Mapping[str, Claim], card: ModelCard) -> None:
         raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA >> 20} MiB")
 
 
-def check_finite(net: nn.Module) -> None:
-    """Raises InvalidFileError when a weight is not finite: every answer of the net would be nonsense."""
-    if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
-        raise InvalidFileError("its weights are not finite numbers: the training diverged")
-
-
-def printable(text: str) -> bool:
-    """Whether a text has no control characters, which a terminal would obey, nor halves of pairs, which it cannot print."""
-    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
-
-
 def _fits(tensor: Tensor, claim: Claim) -> bool:
     dtype, shape = claim
     right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
@@ -238,7 +217,8 @@ def _number(value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and printable(value)
+    """Whether a text has no control characters, which a terminal would obey, nor halves of pairs, which it cannot print."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
 
 
 def _sides(value: Any) -> bool:
@@ -267,8 +247,3 @@ _CHECKS = {
     "std": lambda value: _numbers(value) and min(value, default=0) > 0,
     "options": lambda value: isinstance(value, dict) and _plain(value),
 }
-
-
-def _shortly(value: Any) -> str:
-    text = json.dumps(value)[:60]
-    return text if len(text) < 60 else f"{text}…"

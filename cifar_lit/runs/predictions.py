@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cifar_lit.files import atomic_write
+from cifar_lit.runs.run_folder import read_rows
 
 ROWS_AT_ONCE = 4096  # of the set, as Python numbers
 
@@ -52,15 +52,13 @@ class PredictionTable:
 
     def confident_mistakes(self, most: int) -> Tensor:
         """Places of up to `most` wrong predictions, the most probable first."""
-        return _ranked((~self.hits).nonzero()[:, 0], -self.probability)[:most]
+        places = (~self.hits).nonzero()[:, 0]
+        return places[self.probability[places].neg().argsort(stable=True)][:most]
 
     def doubtful_hits(self, most: int) -> Tensor:
         """Places of up to `most` right predictions, the least probable first."""
-        return _ranked(self.hits.nonzero()[:, 0], self.probability)[:most]
-
-
-def _ranked(places: Tensor, by: Tensor) -> Tensor:
-    return places[by[places].argsort(stable=True)]
+        places = self.hits.nonzero()[:, 0]
+        return places[self.probability[places].argsort(stable=True)][:most]
 
 
 def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
@@ -72,65 +70,46 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
 def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
     """Writes a row an image of a data set, in the order of the set, and beside it all probabilities as `probabilities.npy`.
 
-    The array is float32 (N, classes), of the same rows; the table has six digits of them.
+    The array is float32 (N, classes), of the same rows; the table has six digits of them. Returns the number of rows.
 
-    Args:
-        batches: Of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
-
-    Returns:
-        The number of rows.
+    batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
     """
-    parts = list(batches)
-    gathered = {name: torch.cat([batch[name] for batch in parts]) for name in ("indices", "labels", "probabilities")}
-    order = gathered["indices"].argsort(stable=True)
-    names = [_csv_line([name]) for name in classes]
-    cells = ",%.6f" * len(classes)
+    gathered = list(batches)
+    columns = ("indices", "labels", "probabilities")
+    indices, labels, probabilities = (torch.cat([batch[name] for batch in gathered]) for name in columns)
+    order = indices.argsort(stable=True)
+    digits = ",".join(["%.6f"] * len(classes))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in classes)]
-        file.write(_csv_line(header) + "\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in classes)])
         for rows in order.split(ROWS_AT_ONCE):
-            probabilities = gathered["probabilities"][rows]
-            best, predicted = probabilities.max(1)
-            columns = (gathered["indices"][rows], gathered["labels"][rows], predicted, best, probabilities)
-            for index, label, likeliest, probability, all_of_them in zip(*(column.tolist() for column in columns), strict=True):
-                row = f"{index},{names[label]},{names[likeliest]},{probability:.6f}"
-                file.write(f"{row}{cells % tuple(all_of_them)}\n")
+            part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
+            for index, label, predicted, values in zip(*(column.tolist() for column in part), strict=True):
+                cells = (digits % tuple(values)).split(",")
+                writer.writerow([index, classes[label], classes[predicted], cells[predicted], *cells])
     with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as array:
-        np.save(array, gathered["probabilities"][order].float().numpy())
+        np.save(array, probabilities[order].float().numpy())
     return len(order)
-
-
-def _csv_line(cells: Sequence[str]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(cells)
-    return line.getvalue()
 
 
 def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
     """The table in a `predictions.csv`; None when there is none, or it is of other classes or not whole."""
     number = {name: place for place, name in enumerate(classes)}
+    rows = read_rows(path)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [
-                (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
+        indices = torch.tensor([int(row["index"]) for row in rows])
+        labels, predicted = (torch.tensor([number[row[column]] for row in rows]) for column in ("label", "predicted"))
+        probability = torch.tensor([float(row["probability"]) for row in rows], dtype=torch.float64)
+    except (ValueError, KeyError):
         return None
-    if not rows:
-        return None
-    indices, labels, predicted, probability = zip(*rows, strict=True)
-    return PredictionTable(
-        torch.tensor(indices), torch.tensor(labels), torch.tensor(predicted), torch.tensor(probability, dtype=torch.float64)
-    )
+    return PredictionTable(indices, labels, predicted, probability) if rows else None
 
 
 def fingerprint(images: Tensor, labels: Tensor) -> str:
     """What tells one test set from another: the sha256, in hex, over its uint8 images (N, H, W, C) and its int64 labels (N,)."""
     digest = sha256()
-    for part in images.split(1024):  # which may be mapped from a file
+    for part in (*images.split(1024), labels):  # the images may be mapped from a file
         digest.update(part.cpu().numpy().tobytes())
-    digest.update(labels.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -147,11 +126,7 @@ TOP = 3  # classes that a row names, unless told otherwise
 
 @dataclass(frozen=True)
 class Row:
-    """One file.
-
-    index: its place. top: the likeliest classes with their probabilities, the best first; none where it could not be read.
-    path, novelty, unlike, error: see above.
-    """
+    """One file: its columns above. top: the likeliest classes with their probabilities; none where it could not be read."""
 
     index: int
     top: Sequence[tuple[str, float]]
@@ -164,11 +139,11 @@ class Row:
         """The row by column, None where it has nothing; probabilities and distances with six digits."""
         values: dict[str, Any] = {"index": self.index, "label": None}
         for rank in range(1, top + 1):
-            columns = ("predicted", "probability") if rank == 1 else (f"class_{rank}", f"probability_{rank}")
             name, probability = self.top[rank - 1] if rank <= len(self.top) else (None, None)
-            values |= dict(zip(columns, (name, None if probability is None else round(probability, 6)), strict=True))
-        novelty = None if self.novelty is None else round(self.novelty, 6)
-        return {**values, "path": self.path, "novelty": novelty, "unlike": self.unlike, "error": self.error}
+            values["predicted" if rank == 1 else f"class_{rank}"] = name
+            values["probability" if rank == 1 else f"probability_{rank}"] = probability
+        values |= {"path": self.path, "novelty": self.novelty, "unlike": self.unlike, "error": self.error}
+        return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
 class CsvRows:
@@ -180,7 +155,10 @@ class CsvRows:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Adds rows."""
-        self._writer.writerows(map(_cell, row.values(self._top).values()) for row in rows)
+        words: dict[bool | None, str] = {True: "yes", False: "no"}
+        for row in rows:
+            values = {**row.values(self._top), "unlike": words.get(row.unlike)}
+            self._writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in values.values())
 
 
 class JsonRows:
@@ -193,9 +171,3 @@ class JsonRows:
         """Adds rows."""
         for row in rows:
             self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII: a path may hold what is no text
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.6f}" if isinstance(value, float) else value

@@ -15,17 +15,7 @@ from torch import Tensor
 
 from cifar_lit.data.download import progress
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.runs.charts import (
-    BINS,
-    GALLERY_SIZE,
-    Picture,
-    data_uri,
-    expected_calibration_error,
-    line_chart,
-    matrix_uri,
-    reliability,
-    reliability_diagram,
-)
+from cifar_lit.runs.figures import GALLERY_SIZE, Bin, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
 from cifar_lit.runs.label_errors import Findings, inspect_labels, nearest_embeddings
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
@@ -46,9 +36,8 @@ Look = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images (B, C, H, W) to
 class Content:
     """What a page is about.
 
-    title: the run's name. classes: their names. predictions: of the test. images: the test set, uint8 (N, H, W, C). metrics: of
-    metrics.json, as far as there are any. config: the text of config.yaml. curves: rows of metrics.csv. commands: what
-    they do, and what to type. findings: None where the training images were not looked at.
+    images: the test set, uint8 (N, H, W, C). metrics, config, curves: of metrics.json, config.yaml and metrics.csv, as far as
+    there are any. commands: what they do, and what to type. findings: None where the training images were not looked at.
     """
 
     title: str
@@ -67,32 +56,24 @@ class Content:
 
 def run_content(run: Path, metrics: Mapping[str, Any], data: ImageData, predictions: PredictionTable) -> Content:
     """A page's content without a look at the training images."""
-    config, folder = run / "config.yaml", shlex.quote(display_path(run))
-    checkpoints = [path for name in ("best", "last") if (path := run / "checkpoints" / f"{name}.ckpt").is_file()]
+    config = run / "config.yaml"
     commands = []
     if config.is_file():
         commands.append(("The training and its test", f"cifar-lit train --config {shlex.quote(display_path(config))}"))
-    if checkpoints:
-        commands.append(("The test alone", f"cifar-lit test --ckpt_path {shlex.quote(display_path(checkpoints[0]))}"))
-    commands.append(("The page anew, with suspected labels and duplicates", f"cifar-lit report {folder}"))
-    return Content(
-        title=run.absolute().name,
-        classes=data.classes,
-        predictions=predictions,
-        images=data.test_images.images,
-        metrics=metrics,
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
-        curves=read_curves(run),
-        commands=commands,
-    )
+    checkpoints = (run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
+    if checkpoint := next(filter(Path.is_file, checkpoints), None):
+        commands.append(("The test alone", f"cifar-lit test --ckpt_path {shlex.quote(display_path(checkpoint))}"))
+    again = f"cifar-lit report {shlex.quote(display_path(run))}"
+    commands.append(("The page anew, with suspected labels and duplicates", again))
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    images = data.test_images.images
+    return Content(run.absolute().name, data.classes, predictions, images, metrics, text, read_curves(run), commands)
 
 
 def inspected_content(run: Path, data: ImageData, look: Look, device: str) -> Content:
     """All that a page tells, from the run's own figures where these test images are those that it was tested on.
 
-    Args:
-        look: The run's net.
-        device: Where to compare the images' embeddings.
+    look: the run's net. device: where to compare the images' embeddings.
     """
     metrics, train, test = read_metrics(run), data.train_images, data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
@@ -135,27 +116,47 @@ def render(content: Content) -> str:
     error = expected_calibration_error(bins)
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    right, matrix_uri = int(predictions.hits.sum()), None
+    if len(classes) > MAX_TABLE_CLASSES:
+        matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
     return page.get_template("report.html.j2").render(
         content=content,
-        metrics=content.metrics,
-        accuracy=float(predictions.hits.double().mean()),
-        images=len(predictions),
-        wrong=int((~predictions.hits).sum()),
+        right=right,
+        accuracy=right / len(predictions),
         summary=summary(content.metrics),
         charts=charts(content.curves),
-        rows=class_rows(matrix, classes),
-        matrix=matrix.tolist() if len(classes) <= MAX_TABLE_CLASSES else None,
-        matrix_uri=None if len(classes) <= MAX_TABLE_CLASSES else matrix_uri(matrix),
+        matrix=matrix.tolist(),
+        matrix_uri=matrix_uri,
+        predicted_counts=matrix.sum(0).tolist(),
         confused=most_confused(matrix, classes),
-        bins=[part for part in bins if part.images],
-        bin_count=BINS,
+        bins=bins,
         error=error,
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram("reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"),
         mistakes=pictures(content, predictions.confident_mistakes(GALLERY_SIZE)),
         doubtful=pictures(content, predictions.doubtful_hits(GALLERY_SIZE)),
-        findings=content.findings,
     )
+
+
+def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
+    """Images by the probability of the predicted class, in bins of equal width; 15 as in Guo et al. 2017.
+
+    probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is right.
+    """
+    places = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    counts = torch.bincount(places, minlength=bins)
+    confidence, accuracy = (torch.bincount(places, each.double(), minlength=bins) / counts for each in (probability, hits))
+    columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
+    return [Bin(place / bins, (place + 1) / bins, *column) for place, column in enumerate(columns)]
+
+
+def expected_calibration_error(bins: Sequence[Bin]) -> float:
+    """The mean distance between probability and accuracy, in 0 … 1: Σ (images of a bin / all images) · |accuracy − confidence|.
+
+    After C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, On Calibration of Modern Neural Networks, ICML 2017.
+    """
+    images = sum(part.images for part in bins)
+    return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)
 
 
 def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -165,12 +166,10 @@ def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         value = metrics.get(name)
         if value is not None:
             facts.append((name.replace("_", " "), f"{value:,}" if isinstance(value, int) and name != "seed" else str(value)))
-    if metrics.get("accelerator"):
-        facts.append(("trained on", f"{metrics.get('devices', 1)} × {metrics['accelerator']}"))
-    if metrics.get("train_seconds"):
-        facts.append(("training took", f"{metrics['train_seconds']:,.1f} s"))
-    if metrics.get("images_per_second"):
-        facts.append(("images a second", f"{metrics['images_per_second']:,.0f}"))
+    devices = metrics.get("devices", 1)
+    forms = (("accelerator", "trained on", f"{devices} × {{}}"), ("train_seconds", "training took", "{:,.1f} s"),
+             ("images_per_second", "images a second", "{:,.0f}"))  # fmt: skip
+    facts += [(what, form.format(metrics[name])) for name, what, form in forms if metrics.get(name)]
     for part, what in (("test", "test"), ("val", "validation")):
         for name, value in (metrics.get(part) or {}).items():
             headline = name == "images" or (part, name) == ("test", "accuracy")
@@ -194,31 +193,12 @@ def charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     drawn: list[tuple[str, str]] = []
     for name, lines in logged.items():
         if any(len(points) > 1 for points in lines.values()):
-            ordered = {part: lines[part] for part in sorted(lines, key=lambda part: PARTS.index(part) if part in PARTS else -1)}
+            ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
             last = ", ".join(f"{part} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
             title = TITLES.get(name, name)
-            chart = line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}")
-            drawn.append((title, chart))
+            label = f"{title.capitalize()} over training steps: {last}"
+            drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, label)))
     return drawn
-
-
-def class_rows(matrix: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each class its images, how often it was predicted and hit, and precision, recall and F1; None where undefined."""
-    rows = []
-    for name, *counts in zip(classes, matrix.diag().tolist(), matrix.sum(1).tolist(), matrix.sum(0).tolist(), strict=True):
-        hits, images, predicted = counts
-        rows.append(
-            {
-                "name": name,
-                "images": images,
-                "predicted": predicted,
-                "hits": hits,
-                "precision": hits / predicted if predicted else None,
-                "recall": hits / images if images else None,
-                "f1": 2 * hits / (images + predicted) if images + predicted else None,
-            }
-        )
-    return rows
 
 
 def most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:
@@ -232,13 +212,18 @@ def most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> lis
     return pairs
 
 
+def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
+    """The lines below each image at these places of a table; the predicted class is told where it is not the label."""
+    lines: list[tuple[str, ...]] = []
+    columns = (table.indices, table.labels, table.predicted, table.probability)
+    for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
+        names = (classes[label],) if predicted == label else (f"true {classes[label]}", f"said {classes[predicted]}")
+        lines.append((*names, f"{probability:.4f} · no. {index}"))
+    return lines
+
+
 def pictures(content: Content, places: Tensor) -> list[Picture]:
-    """The test images at these places of the predictions; the predicted class is told where it is not the label."""
-    table, gallery = content.predictions, []
-    for place in places.tolist():
-        label, predicted = (content.classes[int(numbers[place])] for numbers in (table.labels, table.predicted))
-        index, probability = int(table.indices[place]), float(table.probability[place])
-        alt = f"Test image {index}: {label}, predicted {predicted} with probability {probability:.2f}"
-        names = (label,) if predicted == label else (f"true {label}", f"said {predicted}")
-        gallery.append(Picture(data_uri(content.images[index]), alt, (*names, f"{probability:.4f} · no. {index}")))
-    return gallery
+    """The test images at these places of the predictions."""
+    images = content.images[content.predictions.indices[places]]
+    lines = captions(content.predictions, places, content.classes)
+    return [Picture(data_uri(image), f"Test image: {', '.join(line)}", line) for image, line in zip(images, lines, strict=True)]

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
-from cifar_lit.runs.charts import GALLERY_SIZE
+from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
-from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table
-from cifar_lit.runs.report import render, run_content
+from cifar_lit.runs.predictions import fingerprint, prediction_table
+from cifar_lit.runs.report import captions, render, run_content
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
+
+Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
@@ -69,8 +71,9 @@ def metrics_of(
 
 
 def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
-    per_class = dict(zip(data.classes, (round(accuracy, 6) for accuracy in score.per_class), strict=True))
-    entry = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images, **score.metrics, "per_class": per_class}
+    per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, score.per_class, strict=True)}
+    entry: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images}
+    entry |= {**score.metrics, "per_class": per_class}
     if views := model.views_score:
         entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     return {**entry, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
@@ -88,58 +91,39 @@ def versions() -> dict[str, str]:
 
 
 def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
-    """Writes metrics.json, which says that the run is finished."""
-    write_text(run / "metrics.json", json.dumps(_without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+    """Writes metrics.json, which says that the run is finished; null for numbers that JSON does not know, as of diverged nets."""
 
+    def without_nan(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_nan(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _without_nan(value: Any) -> Any:
-    """Nested values with null for numbers that JSON does not know: the loss of a net that has diverged."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
 
 def draw_for_tensorboard(
-    board: TensorBoardCurves,
-    val: Score | None,
-    test: Score | None,
-    predictions: Mapping[str, Tensor] | None,
-    data: ImageData,
-    step: int,
+    board: TensorBoardCurves, val: Score | None, test: Score | None, predictions: Predictions | None, data: ImageData, step: int
 ) -> None:
     """Draws confusion matrix and accuracy of each class of what was scored, and galleries where each image's prediction is known.
 
     predictions: of the test or, without one, of the validation. step: where the pictures stand on TensorBoard's axis.
     """
-    from cifar_lit.runs import tensorboard_images as figures  # here, as matplotlib takes its time to import
-
     for stage, score in (("val", val), ("test", test)):
         if score is None or not score.images:
             continue
         matrix = torch.tensor(score.confusion)
-        pictures = {
-            "confusion_matrix": figures.confusion_matrix(matrix, data.classes),
-            "accuracy_per_class": figures.class_accuracies(matrix, data.classes),
-        }
+        board.log_images(f"{stage}/confusion_matrix", confusion_matrix(matrix, data.classes), step)
+        board.log_images(f"{stage}/accuracy_per_class", class_accuracies(matrix, data.classes), step)
         if predictions is not None and (stage == "test" or test is None):
             table = prediction_table(predictions)
             images = (data.test_images if stage == "test" else data.train_images).images
-            galleries = {
-                "confident_mistakes": table.confident_mistakes(GALLERY_SIZE),
-                "doubtful_hits": table.doubtful_hits(GALLERY_SIZE),
-            }
-            for name, places in galleries.items():
-                pictures[name] = figures.gallery(images[table.indices[places]], _captions(table, places, data.classes))
-        for name, picture in pictures.items():
-            board.log_images(f"{stage}/{name}", picture, step)
+            for name in ("confident_mistakes", "doubtful_hits"):
+                places = getattr(table, name)(GALLERY_SIZE)
+                picture = gallery(images[table.indices[places]], captions(table, places, data.classes))
+                board.log_images(f"{stage}/{name}", picture, step)
     board.save()
 
 
-def _captions(table: PredictionTable, places: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str]]:
-    rows = zip(*(values[places].tolist() for values in (table.labels, table.predicted, table.probability)), strict=True)
-    return [(f"true {classes[label]}", f"{probability:.3f} {classes[predicted]}") for label, predicted, probability in rows]
-
-
-def write_report(run: Path, metrics: dict[str, Any], predictions: Mapping[str, Tensor], data: ImageData) -> None:
+def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
     write_text(run / "report.html", render(run_content(run, metrics, data, prediction_table(predictions))))

@@ -20,8 +20,8 @@ from cifar_lit.files import remove_partial_files, write_text
 
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
-# In the order in which a run is gone on from them.
-_, PREVIOUS, _ = CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/previous.ckpt", "checkpoints/best.ckpt")
+PREVIOUS = "checkpoints/previous.ckpt"
+CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
 
 
 class Owner(NamedTuple):
@@ -57,8 +57,7 @@ class RunLock:
     def acquire(self) -> None:
         """Takes the lock, after a killed process too; says so where that one ran on another machine.
 
-        Raises:
-            Failure: The folder is being written (with the owner's process and host), or cannot be locked.
+        Raises Failure when the folder is being written (with the owner's process and host), or cannot be locked.
         """
         try:
             self._lock.acquire(timeout=0)
@@ -80,16 +79,17 @@ class RunLock:
 
     def release(self) -> None:
         """Gives the lock back and removes its traces; without a lock nothing happens."""
-        if not self._lock.is_locked:
-            return
-        (self._run / OWNER).unlink(missing_ok=True)
-        with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it stays
-            (self._run / LOCK).unlink(missing_ok=True)
-        self._lock.release()
+        if self._lock.is_locked:
+            (self._run / OWNER).unlink(missing_ok=True)
+            with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it
+                (self._run / LOCK).unlink(missing_ok=True)  # stays
+            self._lock.release()
 
 
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
+
+    Raises Failure when the folder cannot be written, or another process is writing it.
 
     Args:
         logs: The folder of all runs.
@@ -97,14 +97,10 @@ class RunFolder:
         path: An existing run to go on with instead of a new one.
         first: Whether this is the run's first process; the others never claim a folder, they `follow` it.
         job: What a new folder records of the scheduler's job that it belongs to, so that the job, started again, finds it.
-
-    Raises:
-        Failure: The folder cannot be written, or another process is writing it.
     """
 
     def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
-        self.logs, self.name = logs, name
-        self.resumed = path is not None
+        self.logs, self.name, self.resumed = logs, name, path is not None
         self._path: Path | None = None
         self._lock: RunLock | None = None
         self._first, self._job = first, job
@@ -124,7 +120,7 @@ class RunFolder:
     @property
     def resumable(self) -> bool:
         """Whether there is a checkpoint to go on from."""
-        return self._path is not None and any((self._path / name).is_file() for name in CHECKPOINTS)
+        return self._path is not None and _newest_checkpoint(self._path).is_file()
 
     def follow(self, path: Path) -> None:
         """Takes the folder that the first process has claimed."""
@@ -171,32 +167,25 @@ def run_number(path: Path, name: str) -> int:
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder that a checkpoint lies in, None when it lies elsewhere."""
-    folder = checkpoint.resolve().parent.parent
-    return folder if checkpoint.resolve().parent.name == "checkpoints" and (folder / "config.yaml").is_file() else None
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file() else None
 
 
 def find_resumable(logs: Path, name: str | None) -> Path:
-    """The checkpoint that `--resume` goes on from.
+    """The checkpoint that `--resume` goes on from; raises UsageError when there is none.
 
-    Args:
-        name: A checkpoint, a run folder, or None for the newest run in `logs` that trained.
-
-    Raises:
-        UsageError: There is none.
+    name: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
     """
-    if name is None:
-        runs = [path.parent for path in logs.glob("*/checkpoints") if (path.parent / "config.yaml").is_file()]
+    path = Path(name).expanduser() if name is not None else None
+    if path is None:
+        runs = [place.parent for place in logs.glob("*/checkpoints") if (place.parent / "config.yaml").is_file()]
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-        checkpoint = _newest_checkpoint(max(runs, key=_started))
-    else:
-        path = Path(name).expanduser()
-        checkpoint = _newest_checkpoint(path) if path.is_dir() else path
+        path = max(runs, key=_started)
+    checkpoint = _newest_checkpoint(path) if path.is_dir() else path
     if not checkpoint.is_file():
-        raise UsageError(
-            f"nothing to resume: there is no checkpoint {display_path(checkpoint)}. "
-            "Name another run, or start one without --resume."
-        )
+        place = display_path(checkpoint)
+        raise UsageError(f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume.")
     return checkpoint
 
 
@@ -216,9 +205,9 @@ def runs_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[P
     runs = []
     for record in logs.glob(f"*/{JOB}"):
         run = record.parent
-        with suppress(OSError, ValueError, RecursionError):  # no such record: then it is no job's
-            job = json.loads(record.read_text())
-            if isinstance(job, dict) and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
+        with suppress(OSError):  # gone meanwhile
+            job = _read_json(record)
+            if job and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
                 runs.append((_started(run), run))
     return [run for _, run in sorted(runs, reverse=True)]
 
@@ -230,7 +219,7 @@ def is_finished(run: Path, needs_test: bool) -> bool:
 
 
 def check_unfinished(run: Path, needs_test: bool) -> None:
-    """Raises UsageError when a run has nothing left to do; `needs_test`: the command ends with a test."""
+    """Raises UsageError when a run has nothing left to do, see `is_finished`."""
     if is_finished(run, needs_test):
         results = display_path(run / "metrics.json")
         raise UsageError(f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume.")
@@ -239,8 +228,7 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
 def weights_file(path: str | Path) -> Path:
     """The `model.safetensors` of a run folder, or the file itself; raises UsageError when there is none."""
     file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "model.safetensors"
+    file = file / "model.safetensors" if file.is_dir() else file
     if not file.is_file():
         raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
     return file
@@ -248,21 +236,34 @@ def weights_file(path: str | Path) -> Path:
 
 def read_metrics(run: Path) -> dict[str, Any]:
     """The contents of a run's metrics.json, empty when there is none."""
+    return _read_json(run / "metrics.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return metrics if isinstance(metrics, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """The rows of a table with a header, without empty cells; none where it cannot be read.
+
+    A last line without an end is left out: it is being written, or a kill or a full disk cut it short.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8") as opened:
+            rows = csv.DictReader([line for line in opened if line.endswith("\n")])
+            return [{name: value for name, value in row.items() if name and value} for row in rows]
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []
 
 
 def read_curves(run: Path) -> list[dict[str, float]]:
     """The rows of a run's metrics.csv by column, without what was not taken; none where it cannot be read."""
     rows = []
-    try:
-        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                with suppress(ValueError, TypeError):  # the line that a running process is writing
-                    rows.append({name: float(value) for name, value in row.items() if name and value})
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return []
+    for row in read_rows(run / "metrics.csv"):
+        with suppress(ValueError):
+            rows.append({name: float(value) for name, value in row.items()})
     return rows

@@ -16,7 +16,6 @@ from cifar_lit.runs.compare import (
     curve,
     differing,
     find_runs,
-    flattened,
     groups,
     mcnemar,
     pairs,
@@ -36,9 +35,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_found_by_folder_pattern_and_logs_each_once_in_order_of_number() -> None:
-    for number in (1, 2, 10):
-        made_run(Path(f"logs/small-{number}"))
-    made_run(Path("logs/other-1"))
+    for name in ("small-1", "small-2", "small-10", "other-1"):
+        made_run(Path("logs") / name)
     assert [str(path) for path in find_runs(["logs"])] == ["logs/other-1", "logs/small-1", "logs/small-2", "logs/small-10"]
     assert [path.name for path in find_runs(["logs/small-*", "logs/small-1/"])] == ["small-1", "small-2", "small-10"]
     for name, reason in (("logs/none-*", r"there is no logs/none-\*"), ("logs/small-1/config.yaml", "is a file")):
@@ -53,7 +51,6 @@ def test_only_settings_that_differ_are_named_without_those_of_places() -> None:
     assert differing([runs[0], more]) == {"seed_everything": ["0", "4"], "model.widths": ["[8, 16]", "[8]"]}
     assert differing([runs[0], read_run(made_run(Path("d/small-1")))]) == {"model.widths": ["[8, 16]", "–"]}
     assert differing(runs[:1]) == {}
-    assert flattened({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
 
 
 def test_runs_without_their_figures_say_why() -> None:
@@ -72,9 +69,8 @@ def test_runs_without_their_figures_say_why() -> None:
     assert read_run(running).note == "damaged: metrics.json cannot be read"
     Path("empty").mkdir()
     assert read_run(Path("empty")).note == "broken: neither config.yaml nor metrics.json"
-    old = made_run(Path("d"), MOSTLY)
-    (old / "config.yaml").write_text("a: [")
-    assert read_run(old).note == "its config.yaml is missing or damaged"
+    (made_run(Path("d"), MOSTLY) / "config.yaml").write_text("a: [")
+    assert read_run(Path("d")).note == "its config.yaml is missing or damaged"
 
 
 def test_whatever_a_test_or_a_validation_counted_is_among_the_figures() -> None:
@@ -85,7 +81,7 @@ def test_whatever_a_test_or_a_validation_counted_is_among_the_figures() -> None:
     (run / "metrics.json").write_text(json.dumps(metrics))
     figures = read_run(run).figures
     assert list(figures)[-3:] == ["epochs", "top5", "val_f1"]
-    assert (figures["accuracy"], figures["val_accuracy"], figures["top5"], figures["val_f1"]) == (0.5, 0.5, 0.99, 0.25)
+    assert [figures[name] for name in ("accuracy", "val_accuracy", "top5", "val_f1")] == [0.5, 0.5, 0.99, 0.25]
 
 
 def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
@@ -93,8 +89,7 @@ def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
     runs.append(read_run(made_run(Path("small-7"), HALF, lr=0.5)))
     runs.append(read_run(made_run(Path("small-8"), lr=0.7)))  # not tested: neither a member nor a difference
     seeds, other = groups(runs)
-    assert (seeds["settings"], other["settings"]) == ({"model.lr": "0.1"}, {"model.lr": "0.5"})
-    assert seeds["seeds"] == [0, 1, 2]
+    assert (seeds["settings"], other["settings"], seeds["seeds"]) == ({"model.lr": "0.1"}, {"model.lr": "0.5"}, [0, 1, 2])
     accuracy = seeds["accuracy"]
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
     assert accuracy["high"] - accuracy["mean"] == pytest.approx(4.30265 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
@@ -106,9 +101,8 @@ def test_pairs_count_the_images_that_only_one_has_right() -> None:
     first = read_run(made_run(Path("a"), [True, True, True, False, True, False]))
     second = read_run(made_run(Path("b"), [True, False, False, True, False, False]))
     ((one, other, test),), lines = pairs([first, second])
-    assert (one, other, test.first, test.second) == ("a", "b", 3, 1)
+    assert (one, other, test.first, test.second, lines) == ("a", "b", 3, 1, [])
     assert test.exact == pytest.approx(10 / 16)
-    assert lines == []
 
 
 def test_runs_of_other_or_unknown_test_images_are_left_out_with_a_line() -> None:
@@ -119,19 +113,18 @@ def test_runs_of_other_or_unknown_test_images_are_left_out_with_a_line() -> None
     assert lines == ["runs that were tested on other images than each other are not tested against each other"]
     old = read_run(made_run(Path("d"), HALF, fingerprint=None))
     cut = read_run(made_run(Path("e"), HALF))
-    rows = (cut.path / "predictions.csv").read_text().splitlines()
-    (cut.path / "predictions.csv").write_text("\n".join(rows[:-1]))
-    tests, lines = pairs([a, old, cut])
-    assert tests == []
-    assert lines == ["not tested against the others image by image, for want of a whole predictions.csv: d, e"]
+    rows = (cut.path / "predictions.csv").read_text().splitlines(keepends=True)
+    (cut.path / "predictions.csv").write_text("".join(rows[:-1]))
+    assert pairs([a, old, cut]) == (
+        [], ["not tested against the others image by image, for want of a whole predictions.csv: d, e"]
+    )  # fmt: skip
 
 
 def test_many_runs_are_each_tested_against_the_best() -> None:
     runs = [read_run(made_run(Path(f"small-{count}"), [True] * count + [False] * (10 - count))) for count in range(1, 8)]
-    tests, lines = pairs(runs)
+    tests, (line,) = pairs(runs)
     assert [first for first, _, _ in tests] == ["small-7"] * 6
-    assert len(lines) == 1
-    assert lines[0].startswith("small-7 was chosen as the best on these same images")
+    assert line.startswith("small-7 was chosen as the best on these same images")
 
 
 # ---- intervals and tests, against values worked by hand or counted out
@@ -171,19 +164,14 @@ def test_mcnemar_holds_for_many_images() -> None:
 # ---- the picture of several runs' curves
 
 
-def test_a_curve_is_over_epochs_that_have_ended() -> None:
-    run = read_run(made_run(Path("small-1")))
-    assert curve(run, "val/accuracy") == ([1.0, 2.0], [0.45, 0.5])
-    assert seconds_per_epoch(run) == 5.0
-    assert seconds_per_epoch(RunRecord(Path("none"), "none")) is None
-
-
 def test_ten_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kept: figures.append(self))
     runs = [read_run(made_run(Path(f"small-{number}"))) for number in range(10)]
+    assert curve(runs[0], "val/accuracy") == ([1.0, 2.0], [0.45, 0.5])  # epochs that have ended
+    assert (seconds_per_epoch(runs[0]), seconds_per_epoch(RunRecord(Path("none"), "none"))) == (5.0, None)
     plot_curves(runs, [run.path.name for run in runs], Path("a.png"))
     plot_curves(runs, ["one"] * 5 + ["other"] * 5, Path("b.png"))
     assert [len(axes.get_lines()) for axes in figures[0].axes] == [10] * 4
@@ -193,12 +181,10 @@ def test_ten_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: 
 
 
 def test_without_times_and_validation_there_is_one_column_of_training_curves() -> None:
-    curves = [
-        {name: value for name, value in row.items() if name != "val/accuracy"} for row in read_run(made_run(Path("b"))).curves
-    ]
+    rows = read_run(made_run(Path("b"))).curves
+    curves = [{name: value for name, value in row.items() if name != "val/accuracy"} for row in rows]
     plot_curves([RunRecord(Path("a"), "a", curves=curves)], ["a"], Path("a.png"))
     with Image.open("a.png") as image:
-        assert image.format == "PNG"
-        assert image.width < 1000
+        assert (image.format, image.width < 1000) == ("PNG", True)
     with pytest.raises(ValueError, match="none of these runs has a curve"):
         plot_curves([RunRecord(Path("a"), "a")], ["a"], Path("b.png"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cifar_lit.data.image_set import ImageSet
@@ -11,19 +12,19 @@ from cifar_lit.runs.label_errors import exact_twins, inspect_labels, nearest_emb
 def test_labels_are_suspected_in_the_order_in_which_another_class_outweighs_them() -> None:
     probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.05, 0.95], [0.3, 0.7], [0.1, 0.9]])
     suspects = suspected_labels(probabilities, torch.tensor([0, 0, 0, 1, 1]))
-    assert suspects.rows.tolist() == [2, 1]
-    assert suspects.suggested.tolist() == [1, 1]
-    assert torch.allclose(suspects.label_probability, torch.tensor([0.05, 0.2]))
-    assert torch.allclose(suspects.suggested_probability, torch.tensor([0.95, 0.8]))
+    assert (suspects.rows.tolist(), suspects.suggested.tolist()) == ([2, 1], [1, 1])
+    torch.testing.assert_close(suspects.label_probability, torch.tensor([0.05, 0.2]))
+    torch.testing.assert_close(suspects.suggested_probability, torch.tensor([0.95, 0.8]))
 
 
-def test_confident_learning_counts_those_that_are_at_least_as_sure_as_the_other_classs_own_images() -> None:
+@pytest.mark.parametrize(("images", "counted"), [(5, {0: True, 1: True, 4: False}), (4, {0: True, 1: False})])
+def test_confident_learning_counts_those_that_are_at_least_as_sure_as_the_other_classs_own_images(
+    images: int, counted: dict[int, bool]
+) -> None:
     # Class 1's own images have 0.75 on average, class 0's have 0.3125. A class without images makes nothing count.
     probabilities = torch.tensor([[0.25, 0.75, 0], [0.375, 0.625, 0], [0.125, 0.875, 0], [0.375, 0.625, 0], [0, 0.125, 0.875]])
-    suspects = suspected_labels(probabilities, torch.tensor([0, 0, 1, 1, 1]))
-    assert dict(zip(suspects.rows.tolist(), suspects.counted.tolist(), strict=True)) == {0: True, 1: True, 4: False}
-    suspects = suspected_labels(probabilities[:4], torch.tensor([0, 0, 1, 1]))
-    assert dict(zip(suspects.rows.tolist(), suspects.counted.tolist(), strict=True)) == {0: True, 1: False}
+    suspects = suspected_labels(probabilities[:images], torch.tensor([0, 0, 1, 1, 1])[:images])
+    assert dict(zip(suspects.rows.tolist(), suspects.counted.tolist(), strict=True)) == counted
 
 
 def test_the_nearest_is_found_by_the_angle_from_the_mean_in_whatever_blocks() -> None:

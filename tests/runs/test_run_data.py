@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.sources import SOURCES, SourceSettings
+from cifar_lit.data.sources import SOURCES, Source, SourceSettings
 from cifar_lit.errors import Failure
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_data import RunData, run_image_data
@@ -24,7 +24,7 @@ def stripes(settings: SourceSettings, train: bool) -> ImageSet:
 
 @pytest.mark.parametrize("name", ["config", "flag"])
 def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(SOURCES, "stripes", stripes)
+    monkeypatch.setitem(SOURCES, "stripes", Source(stripes))
     if name == "config":
         (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
         sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)

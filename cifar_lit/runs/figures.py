@@ -1,0 +1,223 @@
+"""What is drawn of a run: SVG charts that take their colours from the page, and pictures for the page and for TensorBoard."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from html import escape
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+# ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
+
+INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
+OF_PAGE = {INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)"}
+SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
+
+
+def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
+    """Curves over training steps as `<svg>`.
+
+    name: of the chart, unlike any other's on the page. lines: (step, value) by what they are, at most three. label: what a
+    screen reader says.
+    """
+    figure, axes = _chart()
+    for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=colour, linewidth=1.6, marker="o" if len(points) < 30 else None, markersize=3, label=what)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if len(lines) > 1:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    return _svg(figure, name, label)
+
+
+class Bin(NamedTuple):
+    """The images whose predicted class has a probability in (low, high]: their mean probability and accuracy, NaN of none."""
+
+    low: float
+    high: float
+    images: int
+    confidence: float
+    accuracy: float
+
+
+def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
+    """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
+    figure, axes = _chart()
+    filled = [part for part in bins if part.images]
+    axes.bar([part.low for part in filled], [part.accuracy for part in filled], 1 / len(bins), align="edge", color=FIRST,
+             edgecolor="none", alpha=0.75, label="accuracy of the bin")  # fmt: skip
+    means = [part.confidence for part in filled]
+    axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="its mean probability")
+    axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":")
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
+    return _svg(figure, name, label)
+
+
+def _chart() -> tuple[Figure, Any]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    axes.grid(color=RULE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(RULE)
+    axes.tick_params(which="both", color=RULE, labelcolor=INK, labelsize=9)
+    axes.xaxis.label.set(color=INK, fontsize=9)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str, label: str) -> str:
+    file = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+    head = re.search(r'^.*?<svg[^>]*(viewBox="[^"]+")[^>]*>', text, flags=re.DOTALL)
+    assert head is not None
+    text = f'<svg {head[1]} role="img" aria-label="{escape(label)}">{text[head.end() :]}'
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", text)  # the page's font; how it is told depends on
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)  # matplotlib's version
+    return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], re.sub(r"\s*\n\s*", "\n", text))
+
+
+# ---- Images of a set as small pictures.
+
+GALLERY_SIZE = 24  # images
+THUMBNAIL_PIXELS = 96  # pixels a side of what is shown; CIFAR's are scaled up by whole numbers, so that their pixels are seen
+
+
+class Picture(NamedTuple):
+    """One image of a page's gallery: its address, what it shows in words, and the lines below it."""
+
+    uri: str
+    alt: str
+    lines: Sequence[str]
+
+
+def thumbnail(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> Image.Image:
+    """A picture of uint8 (H, W, C) whose longer side is at most `largest`; small ones grow by a whole number."""
+    picture = _picture(image)
+    if max(picture.size) <= largest:
+        return ImageOps.scale(picture, largest // max(picture.size), Image.Resampling.NEAREST)
+    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    return picture
+
+
+def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
+    """The address that holds a picture of uint8 (H, W, C) itself.
+
+    Up to half of `largest` pixels a side as they are, in a PNG; larger ones scaled to `largest` as a JPEG.
+    """
+    file = BytesIO()
+    kind = "png" if max(image.shape[:2]) <= largest // 2 else "jpeg"
+    if kind == "png":
+        _picture(image).save(file, "PNG", optimize=True)
+    else:
+        thumbnail(image, largest).save(file, "JPEG", quality=85)
+    return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
+
+
+def _picture(image: Tensor) -> Image.Image:
+    return Image.fromarray(image.cpu().numpy().squeeze(2) if image.shape[2] == 1 else image.cpu().numpy())
+
+
+def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
+    """The picture of images uint8 (N, H, W, C) in a grid, each with its lines below, at most three: uint8 (3, height, width)."""
+    cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
+    sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    # matplotlib's own font has far more letters than Pillow's
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
+    for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
+        top, middle = place // columns * height, place % columns * pitch + pitch // 2
+        picture = thumbnail(image)
+        sheet.paste(picture, (middle - picture.width // 2, top))
+        text = "\n".join(_short(line, 20) for line in lines)
+        draw.multiline_text((middle, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2)
+    if not captions:
+        draw.text((sheet.width / 2, sheet.height / 2), "none", "black", font, anchor="mm")
+    return pil_to_tensor(sheet)
+
+
+# ---- Figures about all classes, drawn without pyplot, which would keep them.
+
+DPI = 100
+MAX_COUNTED = 20  # classes up to which a confusion matrix has its numbers written in
+BLUE, VERMILION = "#0072B2", "#D55E00"  # of Okabe and Ito's colours, told apart with any colour vision
+
+
+def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
+    """The picture of a confusion matrix int64 (classes, classes), labels down and predictions across: uint8 (3, H, W).
+
+    A cell is the darker, the greater its fraction of its row.
+    """
+    count = len(classes)
+    side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))
+    figure = Figure(figsize=(side, side), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()  # the root lets rare confusions be seen
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if count <= MAX_COUNTED:
+        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
+            colour = "white" if shares[label, predicted] > 0.6 else "black"
+            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
+    names = [_tick(name) for name in classes]
+    axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+    axes.set_yticks(range(count), names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images right")
+    return _pixels(figure)
+
+
+def class_accuracies(matrix: Tensor, classes: Sequence[str]) -> Tensor:
+    """The picture of each class's accuracy as a bar, from its row of the confusion matrix: uint8 (3, H, W)."""
+    counts = matrix.sum(1)
+    accuracies = (matrix.diag() / counts).nan_to_num().tolist()
+    overall = float(matrix.diag().sum() / matrix.sum())
+    figure = Figure(figsize=(7.0, 1.2 + 0.26 * len(classes)), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(range(len(classes)), accuracies, color=[BLUE if value >= overall else VERMILION for value in accuracies])
+    texts = [f"{value:.3f}" if count else "no image" for value, count in zip(accuracies, counts.tolist(), strict=True)]
+    axes.bar_label(bars, texts, padding=3, fontsize=8)
+    axes.axvline(overall, color="black", linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(classes)), [_tick(name) for name in classes], fontsize=8)
+    axes.set(xlim=(0, 1.1), ylim=(len(classes) - 0.4, -0.6), xlabel=f"accuracy; dotted: of all images, {overall:.4f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    return _pixels(figure)
+
+
+def _pixels(figure: Figure) -> Tensor:
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # of a name that the font lacks: it is drawn as a box
+        canvas.draw()
+    return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
+
+
+def _short(name: str, most: int = 18) -> str:
+    """A name cut to fit, of letters that can be drawn."""
+    plain = "".join(letter if letter.isprintable() else "�" for letter in name)
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
+def _tick(name: str) -> str:
+    """The same beside an axis, where matplotlib would take what stands between dollars for a formula."""
+    return _short(name).replace("$", r"\$")
