@@ -133,8 +133,8 @@ def inspect_labels(
     for place in ranked[:GALLERY_SIZE].tolist():
         row = int(rows[place])
         difference = pixel_difference(test.images[place], train.images[row])
-        lines = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
-        pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), lines))
+        likeness = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
+        pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), likeness))
     rejected, confident, twin_count = len(suspects.rows), int(suspects.counted.sum()), int(repeated.sum())
     contrary = int((train.labels[twins[repeated]] != test.labels[repeated]).sum())
     return Findings(len(train), len(test), pictures, rejected, confident, pairs, twin_count, contrary)

@@ -111,7 +111,6 @@ def test_what_cannot_be_resumed_is_told(words: list[str], parts: list[str]) -> N
 # ---- what the line may say besides
 
 
-@pytest.mark.xfail(strict=False, reason="--resume refuses every --recipe, also the run's own")
 def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> None:
     settings = ["--data.count", "1400", "--batch-size", "8", "--lr", "0.001", "--net", "lenet"]
     answer = run_command(*SMALL, *settings, "--epochs", "1", "--resume")
