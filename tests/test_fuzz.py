@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cifar_lit.cli import flags
-from cifar_lit.data.archives import _idx_intact
-from cifar_lit.data.cache import _read_index
+from cifar_lit.data.archives import idx_intact
+from cifar_lit.data.cache import read_index
 from cifar_lit.data.decode import decode
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
@@ -225,7 +225,7 @@ def test_any_idx_file_is_whole_or_not(tmp_path: Path, content: bytes, packed: bo
     (tmp_path / "labels.gz").unlink(missing_ok=True)
     if packed:
         (tmp_path / "labels.gz").write_bytes(gzip.compress(content, 1, mtime=0))
-    whole = _idx_intact(tmp_path / "labels.gz")
+    whole = idx_intact(tmp_path / "labels.gz")
     assert not whole or zlib.crc32(content) == zlib.crc32((tmp_path / "labels").read_bytes())
 
 
@@ -237,7 +237,7 @@ INDEX = json.dumps({"format": 1, "shape": [1, 2, 2, 3], "files": [["a.png", 3, 4
 def test_any_index_of_a_cache_is_one_or_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "images.u8").write_bytes(bytes(12))
     (tmp_path / "index.json").write_bytes(content)
-    _read_index(tmp_path)
+    read_index(tmp_path)
 
 
 @given(st.binary() | plain.map(lambda value: json.dumps(value).encode()) | st.integers(1, 60_000).map(lambda n: b"[" * n))

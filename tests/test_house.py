@@ -18,8 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"models"},
     "inference": {"runs", "models", "data.decode"},
 }
-TOP_LEVEL = {"errors", "files", "hardware"}
-NO_LIGHTNING = {"errors", "files", "hardware", "models", "inference"}
+TOP_LEVEL = {"errors", "files", "hardware", "plugins"}
+NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

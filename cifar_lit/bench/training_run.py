@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SHARED = (
 def images_held() -> Iterator[None]:
     """Within, each data set that is asked for again is handed over as it was loaded the first time."""
     before = dict(SOURCES)
-    SOURCES.update({name: cache(source) for name, source in before.items()})
+    SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in before.items()})
     try:
         yield
     finally:

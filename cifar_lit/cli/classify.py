@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.cli.class_table import ClassTable
 from cifar_lit.cli.errors import parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
-from cifar_lit.data.download import progress
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.runs.run_folder import atomic_write, display_path
@@ -168,7 +168,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
         explain = _explaining(classifier, Path(settings.explain)) if settings.explain is not None else None
         # a bar would be drawn into rows that appear on the same terminal
         quiet = sys.stdout.isatty() and (table or "-" in (settings.csv, settings.jsonl))
-        advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), least_seconds=5.0))
+        advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cifar_lit.cli.errors import parsed
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.download import progress
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import Classifier, load

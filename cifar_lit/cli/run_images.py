@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.shapes import LEAST_SIZE, shapes
-from cifar_lit.data.sources import SOURCES, SourceSettings, load_images
+from cifar_lit.data.shapes import MIN_SIZE, shapes
+from cifar_lit.data.sources import SourceSettings, at_hand, load_images
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.model_file import ModelCard
@@ -82,22 +82,6 @@ class RunData:
             raise Failure(f"the classes of {self.dataset} are not those of the net: name its images with --data-dir")
 
 
-def at_hand(dataset: str, settings: SourceSettings) -> bool:
-    """Whether a data set can be read without downloading: it is drawn, or its folder or archive is there."""
-    from torchvision.datasets import CIFAR10, CIFAR100
-
-    if dataset not in SOURCES or dataset == "shapes":
-        return True  # an unknown one is told by `load_images`
-    root = Path(settings.root or "data").expanduser()
-    marks = {
-        "cifar10": (CIFAR10.base_folder, CIFAR10.filename),
-        "cifar100": (CIFAR100.base_folder, CIFAR100.filename),
-        "fashion_mnist": ("FashionMNIST/raw",),
-        "folder": ("",),
-    }
-    return bool(dataset != "folder" or settings.root) and any((root / mark).exists() for mark in marks[dataset])
-
-
 def _data_settings(file: Path) -> dict[str, Any]:
     """The data settings of a config.yaml, none where there is none."""
     if not file.is_file():
@@ -110,6 +94,6 @@ def _data_settings(file: Path) -> dict[str, Any]:
 def _drawn(input_shape: list[int], count: int) -> Tensor:
     """Drawn figures, uint8 (count, C, H, W), grey in all channels where a net has neither 1 nor 3."""
     channels, height, width = input_shape
-    drawn = shapes(False, image_size=max(LEAST_SIZE, height, width), channels=3 if channels == 3 else 1, count=count)
+    drawn = shapes(False, image_size=max(MIN_SIZE, height, width), channels=3 if channels == 3 else 1, count=count)
     images = drawn.images[:, :height, :width].permute(0, 3, 1, 2)
     return images.expand(-1, channels, -1, -1).contiguous()

@@ -46,7 +46,7 @@ def parameter_count(model: Mapping[str, Any], data: Mapping[str, Any]) -> int:
     model, data: the settings of these names. Of a folder, channels, size and classes are not known yet: the last layer, of which
     alone they decide, is taken as for CIFAR-10. Raises UsageError for a net that there is not.
     """
-    from cifar_lit.models.meta_device import build_on_meta_device
+    from cifar_lit.models.registry import build_on_meta_device
 
     channels, side, classes = SHAPES.get(data["dataset"], USUAL)
     if data["dataset"] in ("folder", "shapes"):

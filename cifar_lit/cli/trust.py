@@ -23,6 +23,7 @@ from jsonargparse import set_parsing_settings
 
 from cifar_lit.cli.flags import RECIPES, Command
 from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.plugins import allow_imports
 from cifar_lit.runs.config_file import plain_text
 
 # Classes of Lightning's that take plain values only, run no command and send nothing over the network.
@@ -74,6 +75,7 @@ def allow(words: Iterable[str]) -> None:
     own = {name for name in named if name != "jsonargparse" and not name.startswith("jsonargparse.")}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(known | own))
+    allow_imports(own)
     _allowed_before.update(own - known)
 
 

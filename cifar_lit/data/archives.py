@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchvision import datasets
 
-from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors_told, download_lock, fetch
+from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, download_lock, fetch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 
@@ -33,19 +33,19 @@ CIFAR_MIRRORS = {
         "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
     ),
 }
-LARGEST_UNPACKED = 1 << 30  # bytes; CIFAR's are below 190 MB
 # The authors' bucket as torchvision names it, and the copy in the authors' repository zalandoresearch/fashion-mnist.
 FASHION_MIRRORS = (
     *datasets.FashionMNIST.mirrors,
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
 )
+MAX_UNPACKED = 1 << 30  # bytes; CIFAR's are below 190 MB
 
 
 def cifar10(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
     """CIFAR-10: uint8 (50000 or 10000, 32, 32, 3), ten classes.
 
-    root: the folder of `cifar-10-batches-py` and `cifar-10-python.tar.gz`; what is missing is downloaded from `urls`
-    (each names the archive) in place of the mirrors. Raises Failure when no source gives it or the disk does not take it.
+    root: the folder of `cifar-10-batches-py` and `cifar-10-python.tar.gz`; what is missing is downloaded from `urls` (each names
+    the archive) in place of the mirrors. Raises Failure when no source gives it or the disk does not take it.
     """
     return _cifar(datasets.CIFAR10, root, train, urls)
 
@@ -55,49 +55,25 @@ def cifar100(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
     return _cifar(datasets.CIFAR100, root, train, urls)
 
 
-def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
-    """Fashion-MNIST: uint8 (60000 or 10000, 28, 28, 1), ten classes.
-
-    root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded from
-    `urls` (each names the folder of the four packed files) in place of the mirrors. Raises Failure as `cifar10`.
-    """
-    root = root.expanduser()
-    raw = root / "FashionMNIST" / "raw"
-    with disk_errors_told(raw):
-        for filename, md5 in datasets.FashionMNIST.resources:
-            packed = raw / filename
-            if not _idx_intact(packed):
-                with download_lock(root / "FashionMNIST"):
-                    if not _idx_intact(packed):  # no other process has mended it meanwhile
-                        sources = [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS]
-                        _gunzip(fetch(filename, sources, md5, packed))
-        data = datasets.FashionMNIST(root, train)
-    return ImageSet(data.data.unsqueeze(-1).contiguous(), data.targets, tuple(data.classes))
-
-
 def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSet:
     """Reads with torchvision's `reader`, which checks the md5 of every unpacked file, and prepares them where it refuses."""
     root = root.expanduser()
-    folder = root / reader.base_folder
-    with disk_errors_told(root):
-        data = _intact(reader, root, train)
+    folder, archive = root / reader.base_folder, root / reader.filename
+    with disk_errors(root):
+        data = _read_if_intact(reader, root, train)
         if data is None:
             with download_lock(folder):
-                data = _intact(reader, root, train)  # another process may have prepared it meanwhile
+                data = _read_if_intact(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
-                    sources = urls or CIFAR_MIRRORS[reader.filename]
-                    archive = fetch(reader.filename, sources, reader.tgz_md5, root / reader.filename)
-                    _unpack(archive, folder)
-                    data = _intact(reader, root, train)
-                    if data is None:
-                        raise Failure(
-                            f"{folder} is damaged right after unpacking {archive}: check the disk, or use another --data-dir"
-                        )
+                    unpack(fetch(archive.name, urls or CIFAR_MIRRORS[archive.name], reader.tgz_md5, archive), folder)
+                    data = _read_if_intact(reader, root, train)
+        if data is None:
+            raise Failure(f"{folder} is damaged right after unpacking {archive}: check the disk, or use another --data-dir")
     images = torch.from_numpy(np.ascontiguousarray(data.data))
     return ImageSet(images, torch.tensor(data.targets, dtype=torch.int64), tuple(data.classes))
 
 
-def _intact(reader: Any, root: Path, train: bool) -> Any | None:
+def _read_if_intact(reader: Any, root: Path, train: bool) -> Any | None:
     """The data set as torchvision reads it, or None where files are missing or damaged."""
     if any(file.stat().st_size > MAX_DOWNLOAD for file in (root / reader.base_folder).glob("*")):  # long to check
         return None
@@ -107,44 +83,50 @@ def _intact(reader: Any, root: Path, train: bool) -> Any | None:
         return None
 
 
-def _unpack(archive: Path, folder: Path) -> None:
+def unpack(archive: Path, folder: Path) -> None:
     """Unpacks `folder` out of an archive beside it; at no moment is a file in `folder` half written."""
-    room = folder.with_name(f".{folder.name}.unpacking")
-    shutil.rmtree(room, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
+    staging = folder.with_name(f".{folder.name}.unpacking")
+    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
     try:
         with tarfile.open(archive) as tar:
             size = sum(member.size for member in tar)
-            if size > LARGEST_UNPACKED:
+            if size > MAX_UNPACKED:
                 raise Failure(f"{archive} was not unpacked: it claims {size:,} bytes; delete it")
-            with disk_errors_told(folder.parent, size):
-                tar.extractall(room, filter="data")  # which refuses what would land elsewhere, links out of it, and devices
-        if not folder.exists():
-            (room / folder.name).rename(folder)
-            return
-        for file in (room / folder.name).iterdir():  # a damaged folder: mend its files, leave what else the user keeps there
+            with disk_errors(folder.parent, size):
+                tar.extractall(staging, filter="data")  # refuses what would land elsewhere, links out of it, and devices
+        folder.mkdir(exist_ok=True)
+        for file in (staging / folder.name).iterdir():  # one by one: what else the user keeps in the folder stays
             file.replace(folder / file.name)
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise Failure(f"{archive} was not unpacked: {error}; delete it") from error
     finally:
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _gunzip(packed: Path) -> None:
-    """Unpacks one .gz file beside itself, in place only when whole."""
-    part = packed.with_suffix(".unpacking")
-    try:
-        with disk_errors_told(packed.parent, _trailer(packed)[1]), gzip.open(packed) as source, part.open("wb") as file:
-            shutil.copyfileobj(source, file)
-        part.replace(packed.with_suffix(""))
-    finally:
-        part.unlink(missing_ok=True)
+def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
+    """Fashion-MNIST: uint8 (60000 or 10000, 28, 28, 1), ten classes.
+
+    root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded from `urls`
+    (each names the folder of the four packed files) in place of the mirrors. Raises Failure as `cifar10`.
+    """
+    root = root.expanduser()
+    raw = root / "FashionMNIST" / "raw"
+    with disk_errors(raw):
+        for filename, md5 in datasets.FashionMNIST.resources:
+            packed = raw / filename
+            if not idx_intact(packed):
+                with download_lock(root / "FashionMNIST"):
+                    if not idx_intact(packed):  # no other process has mended it meanwhile
+                        sources = [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS]
+                        _gunzip(fetch(filename, sources, md5, packed))
+        data = datasets.FashionMNIST(root, train)
+    return ImageSet(data.data.unsqueeze(-1).contiguous(), data.targets, tuple(data.classes))
 
 
-def _idx_intact(packed: Path) -> bool:
-    """Whether the unpacked file beside `packed` is whole.
+def idx_intact(packed: Path) -> bool:
+    """Whether the unpacked file beside `packed` is whole; torchvision only looks whether it exists.
 
-    torchvision only looks whether it exists. Here its length must be what its own header says, and, where the packed file
-    is there, its checksum the one that gzip wrote.
+    Its length must be what its own header says, and, where the packed file is there, its checksum the one that gzip wrote.
     """
     plain = packed.with_suffix("")
     if not plain.is_file() or not 4 < plain.stat().st_size <= MAX_DOWNLOAD:
@@ -156,12 +138,23 @@ def _idx_intact(packed: Path) -> bool:
     sizes = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
     if len(content) != 4 + 4 * dimensions + math.prod(sizes):
         return False
-    return not packed.is_file() or _trailer(packed)[0] == zlib.crc32(content)
+    return not packed.is_file() or _gzip_trailer(packed)[0] == zlib.crc32(content)
 
 
-def _trailer(packed: Path) -> tuple[int, int]:
+def _gunzip(packed: Path) -> None:
+    """Unpacks one .gz file beside itself, in place only when whole."""
+    part = packed.with_suffix(".unpacking")
+    try:
+        with disk_errors(packed.parent, _gzip_trailer(packed)[1]), gzip.open(packed) as source, part.open("wb") as file:
+            shutil.copyfileobj(source, file)
+        part.replace(packed.with_suffix(""))
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _gzip_trailer(packed: Path) -> tuple[int, int]:
     """The checksum and the length of a gzip file's content, from its last eight bytes (RFC 1952)."""
     with packed.open("rb") as file:
         file.seek(max(packed.stat().st_size - 8, 0))
-        end = file.read()
-    return int.from_bytes(end[:4], "little"), int.from_bytes(end[4:], "little")
+        trailer = file.read()
+    return int.from_bytes(trailer[:4], "little"), int.from_bytes(trailer[4:], "little")

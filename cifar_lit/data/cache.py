@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_chunks, decode_files, image_size
-from cifar_lit.data.download import progress
+from cifar_lit.data.download import held_lock
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
+from cifar_lit.files import atomic_write
 
 FORMAT = 1  # raise it when files of the cache or pixels of the decoder change
-LARGEST_OWN_SIZE = 64  # images that agree in a size up to this keep it …
-COMMON_SIZE = (32, 32)  # … others get this one when no size is asked for
+MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
+COMMON_SIZE = (32, 32)  # … others get this one when no size is set
 CHUNK = 64  # files a decoding process takes at a time
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
@@ -70,38 +71,39 @@ class Index(NamedTuple):
 def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, cache_dir: Path | None = None) -> Decoded:
     """The images of `files` below `root`, from the cache where it fits, else decoded with a progress bar and cached.
 
-    size: of the square images; None for their own size when all agree and it is at most 64, else 32.
-    cache_dir: default $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit. One that cannot be
-        written is told and replaced by a temporary file for this run.
-    The array is private to the process: writing to it changes no file. Raises Failure (full disk).
+    The array is private to the process: writing to it changes no file.
+
+    Args:
+        root: the folder that the files' paths are relative to.
+        files: what to decode, in the order of the rows.
+        size: of the square images; None for their own size when all agree and it is at most 64, else 32.
+        channels: 1 or 3.
+        cache_dir: `default_cache_dir()` if not given. Where it cannot be written, a line says so, and a temporary file takes
+            its place.
+
+    Raises:
+        Failure: when the disk is full, or a decoding process was ended.
     """
     slot = (cache_dir or default_cache_dir()).expanduser() / _slot_name(root, size, channels)
-    lock = FileLock(slot / "lock")
-    try:
-        slot.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
         try:
-            lock.acquire(timeout=2)
-        except Timeout:
-            print(f"waiting for another process that decodes {root}", file=sys.stderr, flush=True)
-            lock.acquire()
-    except OSError as error:
-        found = _load(slot, root, files)  # a read-only cache is still a cache
-        if found is not None:
-            return found
-        told = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
-        print(f"{told}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True) as temporary:
-            return _build(Path(temporary), root, files, size, channels)  # the mapped file lives on without its name
-    try:
+            slot.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held_lock(slot / "lock", f"waiting for another process that decodes {root}", patience=2))
+        except OSError as error:
+            cached = _load(slot, root, files)  # a read-only cache is still a cache
+            if cached is not None:
+                return cached
+            text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
+            print(f"{text}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
+            # the mapped file lives on without its name
+            slot = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)))
         return _load(slot, root, files) or _build(slot, root, files, size, channels)
-    finally:
-        lock.release()
 
 
 def default_cache_dir() -> Path:
-    """Where caches lie unless a folder is named."""
-    if named := os.environ.get("CIFAR_LIT_CACHE"):
-        return Path(named)
+    """Where caches lie: $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
+    if directory := os.environ.get("CIFAR_LIT_CACHE"):
+        return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
@@ -111,7 +113,7 @@ def _slot_name(root: Path, size: int | None, channels: int) -> str:
 
 
 def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
-    index = _read_index(slot)
+    index = read_index(slot)
     if index is None or index.files != list(files):
         return None
     for path in index.bad:  # one that could not be read for want of rights may be readable now, with size and time as before
@@ -120,25 +122,25 @@ def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
         except DecodeError:
             continue
         return None
-    return Decoded(_mapped(slot / index.data, index.shape), index.bad)
+    return Decoded(map_images(slot / index.data, index.shape), index.bad)
 
 
-def _read_index(slot: Path) -> Index | None:
+def read_index(slot: Path) -> Index | None:
     """The index, or None when there is none, it is of another format or damaged, or its data file is not whole."""
     try:
-        found = json.loads((slot / "index.json").read_bytes())
-        if found["format"] != FORMAT:
+        values = json.loads((slot / "index.json").read_bytes())
+        if values["format"] != FORMAT:
             return None
-        rows, height, width, channels = found["shape"]
-        files = [File(*file) for file in found["files"]]
-        index = Index((rows, height, width, channels), files, dict(found["bad"]), found["data"])
+        rows, height, width, channels = values["shape"]
+        files = [File(*file) for file in values["files"]]
+        index = Index((rows, height, width, channels), files, dict(values["bad"]), values["data"])
         whole = (slot / index.data).stat().st_size == prod(index.shape) and len(index.files) == rows + len(index.bad)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if whole else None
 
 
-def _mapped(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
+def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
     """The file as an array: pages are shared between processes until written to, and a write stays in memory."""
     if not prod(shape):
         return np.zeros(shape, np.uint8)
@@ -152,10 +154,10 @@ def _mapped(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _build(slot: Path, root: Path, files: Sequence[File], size: int | None, channels: int) -> Decoded:
-    own = _own_size(root, files) if size is None else None
-    if own is not None:
+    own_size = _own_size(root, files) if size is None else None
+    if own_size is not None:
         try:
-            return _write(slot, root, files, own, channels, all_of_size=True)
+            return _write(slot, root, files, own_size, channels, all_of_size=True)
         except SizesDiffer:
             pass
     return _write(slot, root, files, COMMON_SIZE if size is None else (size, size), channels, all_of_size=False)
@@ -169,72 +171,63 @@ def _own_size(root: Path, files: Sequence[File]) -> tuple[int, int] | None:
             sizes.add(image_size(root / file.path))
         except DecodeError:
             continue
-    agreed = sizes.pop() if len(sizes) == 1 else None
-    return agreed if agreed is not None and max(agreed) <= LARGEST_OWN_SIZE else None
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if size is not None and max(size) <= MAX_OWN_SIZE else None
 
 
 def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool) -> Decoded:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
-    known, old = _known_rows(slot, (*size, channels))
+    old_rows, old_images = _old_rows(slot, (*size, channels))
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    fresh = [[f"{root}{os.sep}{file.path}" for file in chunk if file not in known] for chunk in chunks]
-    fresh_bytes = [file.bytes for file in files if file not in known]
+    new_paths = [[f"{root}{os.sep}{file.path}" for file in chunk if file not in old_rows] for chunk in chunks]
+    new_bytes = [file.bytes for file in files if file not in old_rows]
     work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
-    pooled = len(fresh_bytes) >= POOL_FROM_FILES or sum(fresh_bytes) >= POOL_FROM_BYTES
+    all_cores = len(new_bytes) >= POOL_FROM_FILES or sum(new_bytes) >= POOL_FROM_BYTES
     row_bytes = prod(size) * channels
     bad: dict[str, str] = {}
     data = slot / f"images-{secrets.token_hex(4)}.u8"
     try:
         if shutil.disk_usage(slot).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        shown = progress("decoding images", len(fresh_bytes)) if fresh_bytes else nullcontext(lambda count: None)
-        with data.open("wb") as file, shown as advance:
-            for chunk, paths, (pixels, reasons) in zip(chunks, fresh, decode_chunks(work, fresh, pooled), strict=True):
-                rows = iter([pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes)])
-                fresh_position = 0
+        bar = progress("decoding images", len(new_bytes)) if new_bytes else nullcontext(lambda count: None)
+        with data.open("wb") as file, bar as advance:
+            for chunk, paths, (pixels, reasons) in zip(chunks, new_paths, decode_chunks(work, new_paths, all_cores), strict=True):
+                offset = position = 0  # in `pixels`, and among the new files of this chunk
                 for member in chunk:
-                    if member in known:
-                        file.write(old[known[member]])
+                    if member in old_rows:
+                        file.write(old_images[old_rows[member]])
                         continue
-                    if fresh_position in reasons:
-                        bad[member.path] = reasons[fresh_position]
+                    if position in reasons:
+                        bad[member.path] = reasons[position]
                     else:
-                        file.write(next(rows))
-                    fresh_position += 1
+                        file.write(pixels[offset : offset + row_bytes])
+                        offset += row_bytes
+                    position += 1
                 advance(len(paths))
             file.flush()
             os.fsync(file.fileno())
         index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)
-        _replace(slot / "index.json", json.dumps({"format": FORMAT, **index._asdict()}))
+        with atomic_write(slot / "index.json") as partial_index:
+            partial_index.write_text(json.dumps({"format": FORMAT, **index._asdict()}))
     except BaseException as error:
         data.unlink(missing_ok=True)
-        (slot / "index.tmp").unlink(missing_ok=True)
         if isinstance(error, BrokenProcessPool):
             raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
         if isinstance(error, OSError):
             need = len(files) * row_bytes / 1e6
-            told = f"the decoded images could not be written to {slot.parent}: {error.strerror}"
-            raise Failure(f"{told}; they need {need:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE") from error
+            text = f"the decoded images could not be written to {slot.parent}: {error.strerror}"
+            raise Failure(f"{text}; they need {need:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE") from error
         raise
     for leftover in slot.iterdir():
         if leftover.name not in ("index.json", "lock", data.name):
             leftover.unlink(missing_ok=True)
-    return Decoded(_mapped(data, index.shape), bad)
+    return Decoded(map_images(data, index.shape), bad)
 
 
-def _known_rows(slot: Path, shape: tuple[int, int, int]) -> tuple[dict[File, int], np.ndarray]:
+def _old_rows(slot: Path, shape: tuple[int, int, int]) -> tuple[dict[File, int], np.ndarray]:
     """Rows of the present cache by file, and its images, as far as they are of `shape` (H, W, C)."""
-    index = _read_index(slot)
+    index = read_index(slot)
     if index is None or index.shape[1:] != shape:
         return {}, np.zeros((0, *shape), np.uint8)
     readable = (file for file in index.files if file.path not in index.bad)
-    return {file: row for row, file in enumerate(readable)}, _mapped(slot / index.data, index.shape)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    return {file: row for row, file in enumerate(readable)}, map_images(slot / index.data, index.shape)

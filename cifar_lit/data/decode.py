@@ -25,36 +25,23 @@ from cifar_lit.errors import Failure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
-LARGEST_FILE = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
-LARGEST_PICTURE = 1 << 25  # pixels that are unpacked at once (a large JPEG is unpacked smaller): clear ones take 12 bytes each
-_OTHERS = {  # kinds that people have images in, by their first bytes or by those from the fifth on
+MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
+MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once (a large JPEG is unpacked smaller); with alpha, each takes 12 bytes
+_OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
     b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
-_PLAINER = {  # for what Pillow says, by a part of it
+_PLAIN_REASONS = {  # for what Pillow says, by a part of it
     "truncated": "cut short",
     "decoder object": "damaged or cut short",
     "max_text": "more packed text than belongs to an image",
 }
 _ORIENTATION = 0x0112  # EXIF tag, 1 … 8; 1 is upright
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_THROUGH = {
-    "La": "LA",
-    "RGBa": "RGBA",
-    "PA": "RGBA",
-    "HSV": "RGB",
-    "YCbCr": "RGB",
-    "CMYK": "RGB",
-    "LAB": "RGB",
-}  # before anything else
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
+_CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
 
@@ -77,18 +64,19 @@ class SizesDiffer(ValueError):
 def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
     """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
 
-    source: a path or an open binary file with a JPEG, PNG, WebP, BMP or GIF, whatever its name ends in.
-    size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers
-        `size` and what stands over is cut off equally at both ends (bicubic, antialiased).
-    channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
+    Args:
+        source: a path or an open binary file with a JPEG, PNG, WebP, BMP or GIF, whatever its name ends in.
+        size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers
+            `size` and what stands over is cut off equally at both ends (bicubic, antialiased).
+        channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
-    Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's
-    limit against decompression bombs (`pixel_limit`).
+    Raises:
+        DecodeError: for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's limit against
+            decompression bombs (`pixel_limit`).
     """
     _check_channels(channels)
-    with _told(source):
-        pixels = np.array(_picture(_read(source), size, channels))
-    return pixels.reshape(*pixels.shape[:2], channels)
+    with _decode_errors(source):
+        return _array(_decoded(_read(source), size, channels), channels)
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
@@ -97,26 +85,25 @@ def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels:
     Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
     """
     _check_channels(channels)
-    with _told(getattr(image, "filename", "") or "the picture"):
+    with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        pixels = np.array(_upright(image, size, channels))
-    return pixels.reshape(*pixels.shape[:2], channels)
+        return _array(_upright(image, size, channels), channels)
 
 
 @contextmanager
 def pixel_limit(pixels: int) -> Iterator[None]:
-    """Lets images of at most so many pixels be decoded, here and in decoding processes that are started meanwhile."""
-    before = Image.MAX_IMAGE_PIXELS
+    """Within, images of at most so many pixels are decoded, here and in decoding processes that are started meanwhile."""
+    previous = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = pixels
     try:
         yield
     finally:
-        Image.MAX_IMAGE_PIXELS = before
+        Image.MAX_IMAGE_PIXELS = previous
 
 
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
     """(H, W) that `decode` would give without `size`; reads the header only. Raises DecodeError."""
-    with _told(source), Image.open(source, formats=FORMATS) as image:
+    with _decode_errors(source), Image.open(source, formats=FORMATS) as image:
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
@@ -127,8 +114,8 @@ def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all
     bad: dict[int, str] = {}
     for position, path in enumerate(paths):
         try:
-            with _told(path):
-                image = _picture(_read(path), None if all_of_size else size, channels)
+            with _decode_errors(path):
+                image = _decoded(_read(path), None if all_of_size else size, channels)
         except DecodeError as error:
             bad[position] = error.reason
             continue
@@ -178,11 +165,11 @@ def start_worker(pixel_limit: int | None) -> None:
     parent = parent_process()
     if parent is not None:
 
-        def follow() -> None:
+        def end_with_parent() -> None:
             parent.join()
             os._exit(1)  # a killed parent would otherwise leave its workers waiting for ever
 
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _check_channels(channels: int) -> None:
@@ -190,31 +177,35 @@ def _check_channels(channels: int) -> None:
         raise ValueError(f"channels must be 1 or 3, not {channels}")
 
 
+def _array(image: Image.Image, channels: int) -> np.ndarray:
+    return np.array(image).reshape(image.height, image.width, channels)
+
+
 def _read(source: str | Path | BinaryIO) -> bytes:
     if not isinstance(source, str | Path):
         return source.read()
-    found = os.stat(source)  # noqa: PTH116 (this and open are faster than Path's for many small files)
-    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may never end
-        raise OSError("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no file")
-    if found.st_size > LARGEST_FILE:
-        raise OSError(f"larger than {LARGEST_FILE >> 20} MiB")
+    status = os.stat(source)  # noqa: PTH116 (this and open are faster than Path's for many small files)
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device may never end
+        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
     with open(source, "rb") as file:  # noqa: PTH123
         return file.read()
 
 
-def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.Image:
+def _decoded(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.Image:
     """The image of a file's bytes in mode RGB or L, upright and of `size`."""
     if not data:
         raise OSError("the file is empty")
-    for begin, kind in _OTHERS.items():
-        if data.startswith(begin) or data.startswith(begin, 4):
+    for signature, kind in _OTHER_FORMATS.items():
+        if data.startswith(signature) or data.startswith(signature, 4):
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     _refuse_cut(data, image.format)
     if size is not None:
         image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
-    if image.width * image.height > LARGEST_PICTURE:
-        raise OSError(f"more than {LARGEST_PICTURE:,} pixels to unpack: save it smaller")
+    if image.width * image.height > MAX_UNPACKED_PIXELS:
+        raise OSError(f"more than {MAX_UNPACKED_PIXELS:,} pixels to unpack: save it smaller")
     image.load()
     return _upright(image, size, channels)
 
@@ -222,7 +213,7 @@ def _picture(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.
 def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> Image.Image:
     """A loaded image in mode RGB or L, upright and of `size`."""
     orientation = _orientation(image)
-    image = _plain(image, "RGB" if channels == 3 else "L")
+    image = _as_mode(image, "RGB" if channels == 3 else "L")
     if orientation != 1:
         image = image.transpose(_UPRIGHT[orientation])
     if size is not None and image.size != size[::-1]:
@@ -255,7 +246,7 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _UPRIGHT else 1
 
 
-def _plain(image: Image.Image, mode: str) -> Image.Image:
+def _as_mode(image: Image.Image, mode: str) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: "I;16", or "I" from older Pillows, which convert() would clip at 255
         grey = np.clip(np.array(image), 0, 65535 - 128).astype(np.uint16)
         image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
@@ -264,8 +255,8 @@ def _plain(image: Image.Image, mode: str) -> Image.Image:
         if not (np.isfinite(grey).all() and grey.min() >= 0 and grey.max() <= 1):
             raise ValueError("floating pixels must lie in 0 … 1")
         image = Image.fromarray((grey * 255).round().astype(np.uint8))
-    elif image.mode in _THROUGH:
-        image = image.convert(_THROUGH[image.mode])
+    elif image.mode in _CONVERTED_FIRST:
+        image = image.convert(_CONVERTED_FIRST[image.mode])
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -282,7 +273,7 @@ def _cover(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 @contextmanager
-def _told(source: object) -> Iterator[None]:
+def _decode_errors(source: object) -> Iterator[None]:
     """Turns whatever goes wrong in reading `source` into a DecodeError; Pillow has no closed list of what it raises."""
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the image"))
     try:
@@ -296,5 +287,5 @@ def _told(source: object) -> Iterator[None]:
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
-        told = next((plain for sign, plain in _PLAINER.items() if sign in reason.lower()), reason)
-        raise DecodeError(name, told) from error
+        plain = next((plain for part, plain in _PLAIN_REASONS.items() if part in reason.lower()), reason)
+        raise DecodeError(name, plain) from error

@@ -19,6 +19,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 
 SPLITS = ("train", "test")
+KINDS = "JPEG, PNG, WebP, BMP or GIF"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 
 Tree = dict[str, list[File]]  # the files of each class, both sorted
@@ -44,15 +45,23 @@ def folder(
     """The train or test images below `root` (JPEG, PNG, WebP, BMP, GIF's first frame; any mode and size).
 
     Classes are the sorted names of the class folders, whose subfolders are searched too; hidden files are not seen.
-    image_size: all images become squares of it, the middle of longer ones; None keeps their own size (H, W) when
-        all agree and it is at most 64, else 32. channels: 3 (RGB) or 1 (grey).
-    test_size, split_seed: where ROOT has no train/ and test/, the share of each class that is for testing, and the
-        seed that chooses it; the choice depends on nothing else but the paths below ROOT.
-    skip_bad: leave damaged images out, and tell how many, instead of failing.
-    cache_dir: where the decoded images are kept for the next time, by default $CIFAR_LIT_CACHE or ~/.cache/cifar-lit.
 
-    The images are mapped from the cache, so they may be more than fit into memory. Raises UsageError for a folder
-    that is not laid out as said, Failure for damaged images and for a disk that is full.
+    The images are mapped from the cache, so they may be more than fit into memory.
+
+    Args:
+        root: the folder.
+        train: whether the training images are meant.
+        image_size: all images become squares of it, the middle of longer ones; None keeps their own size (H, W) when
+            all agree and it is at most 64, else 32.
+        channels: 3 (RGB) or 1 (grey).
+        test_size: where ROOT has no train/ and test/, the share of each class that is for testing.
+        split_seed: chooses that share; the choice depends on nothing else but the paths below ROOT.
+        skip_bad: leave damaged images out, and say how many, instead of failing.
+        cache_dir: where the decoded images are kept for the next time; see `default_cache_dir`.
+
+    Raises:
+        UsageError: for a folder that is not laid out as said.
+        Failure: for damaged images and for a disk that is full.
     """
     if not 0 < test_size < 1:
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
@@ -62,19 +71,19 @@ def folder(
     files = [file for tree in layout for members in tree.values() for file in members]
     images, bad = decoded(root, files, image_size, channels, cache_dir)
     if bad and not skip_bad:
-        told = f"{len(bad):,} of {len(files):,} images below {root} are damaged: {_listed(bad)}"
-        raise Failure(f"{told}; mend or remove them, or go on without with --data.skip_bad true")
-    for part, tree in zip(SPLITS, layout, strict=True):
-        for name, members in tree.items():
+        damaged = f"{len(bad):,} of {len(files):,} images below {root} are damaged: {_listed(bad)}"
+        raise Failure(f"{damaged}; mend or remove them, or go on without with --data.skip_bad true")
+    for part, classes in zip(SPLITS, layout, strict=True):
+        for name, members in classes.items():
             if members and all(file.path in bad for file in members):
                 raise Failure(f"no {part} image of class {name} below {root} can be read: {_listed(bad)}")
 
-    mine = layout.train if train else layout.test
-    left_out = {file.path: bad[file.path] for members in mine.values() for file in members if file.path in bad}
+    tree = layout.train if train else layout.test
+    left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
     if left_out:
-        of = f"{sum(map(len, mine.values())):,} {SPLITS[not train]} images below {root}"
-        _say(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
-    labels = [label for label, members in enumerate(mine.values()) for file in members if file.path not in bad]
+        of = f"{sum(map(len, tree.values())):,} {SPLITS[not train]} images below {root}"
+        _note(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+    labels = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
     rows = slice(0, len(labels)) if train else slice(len(images) - len(labels), len(images))
     return ImageSet(torch.from_numpy(images[rows]), torch.tensor(labels, dtype=torch.int64), tuple(layout.train))
 
@@ -87,25 +96,25 @@ def scan(root: Path, test_size: float, split_seed: int) -> Layout:
     ignored: list[str] = []
     level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
     others = [name for name in level if name not in SPLITS]
-    given = [name for name in SPLITS if name in level and (not others or _subfolders(level[name].path))]
-    if given:
-        missing = [name for name in SPLITS if name not in given]
+    parts = [name for name in SPLITS if name in level and (not others or _has_subfolders(level[name].path))]
+    if parts:
+        missing = [name for name in SPLITS if name not in parts]
         if missing:
-            there = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
-            raise UsageError(f"{root} has {given[0]}/ but no {missing[0]}/<class>/… beside it: want {LAYOUT}.{there}")
+            hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
+            raise UsageError(f"{root} has {parts[0]}/ but no {missing[0]}/<class>/… beside it: want {LAYOUT}.{hint}")
         if others:
-            _say(f"{root}: only train/ and test/ are used, not {', '.join(others)}")
+            _note(f"{root}: only train/ and test/ are used, not {', '.join(others)}")
         layout = Layout(_tree(root / "train", "train/", ignored), _tree(root / "test", "test/", ignored))
         only = {"train/": set(layout.train) - set(layout.test), "test/": set(layout.test) - set(layout.train)}
         if any(only.values()):
-            told = " and ".join(f"{part} alone has {_listed(sorted(names))}" for part, names in only.items() if names)
-            raise UsageError(f"the classes below {root} differ: {told}; both need a folder for every class")
+            differences = " and ".join(f"{part} alone has {_listed(sorted(names))}" for part, names in only.items() if names)
+            raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
     else:
         layout = split(_tree(root, "", ignored), test_size, split_seed)
         if not any(layout.test.values()):
             raise UsageError(f"every class below {root} has one image only, so none is left to test with")
     if ignored:
-        _say(f"{root}: {len(ignored):,} files that are no {_kinds()} are ignored: {_listed(ignored)}")
+        _note(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
     return layout
 
 
@@ -116,10 +125,10 @@ def split(tree: Tree, test_size: float, seed: int) -> Layout:
     """
     layout = Layout({}, {})
     for name, files in tree.items():
-        drawn = sorted(files, key=lambda file: sha256(os.fsencode(f"{seed}/{file.path}")).digest())
-        for_test = min(max(round(len(files) * test_size), 1), len(files) - 1)
-        layout.train[name] = sorted(drawn[for_test:])
-        layout.test[name] = sorted(drawn[:for_test])
+        shuffled = sorted(files, key=lambda file: sha256(os.fsencode(f"{seed}/{file.path}")).digest())
+        count = min(max(round(len(files) * test_size), 1), len(files) - 1)
+        layout.train[name] = sorted(shuffled[count:])
+        layout.test[name] = sorted(shuffled[:count])
     return layout
 
 
@@ -129,18 +138,20 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     classes = [entry for entry in level if entry.is_dir()]
     loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()]
     if loose:
-        told = f"{len(loose):,} images lie directly in {root} ({_listed(loose)})"
-        raise UsageError(f"{told}: move each into a folder named after its class, such as {root / 'cat' / loose[0]}")
+        raise UsageError(
+            f"{len(loose):,} images lie directly in {root} ({_listed(loose)}): "
+            f"move each into a folder named after its class, such as {root / 'cat' / loose[0]}"
+        )
     if not classes:
         raise UsageError(f"{root} has no class folders: want {LAYOUT}")
     if len(classes) == 1:
         inner = classes[0]
-        meant = f" Is --data-dir {inner.path} meant?" if _subfolders(inner.path) else ""
-        raise UsageError(f"{root} has one class only ({inner.name}), a classifier needs two or more.{meant}")
+        hint = f" Is --data-dir {inner.path} meant?" if _has_subfolders(inner.path) else ""
+        raise UsageError(f"{root} has one class only ({inner.name}), a classifier needs two or more.{hint}")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
     empty = [name for name, files in tree.items() if not files]
     if empty:
-        raise UsageError(f"no {_kinds()} image in {root} for class {_listed(empty)}: add some or remove the folder")
+        raise UsageError(f"no {KINDS} image in {root} for class {_listed(empty)}: add some or remove the folder")
     return tree
 
 
@@ -154,14 +165,14 @@ def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = 
             yield from _images(entry.path, f"{prefix}{entry.name}/", ignored, above | {here})
         elif entry.name.lower().endswith(SUFFIXES):
             try:
-                found = entry.stat()
+                status = entry.stat()
             except OSError:  # a link to nothing: decoding will name it among the damaged
                 yield File(prefix + entry.name, 0, 0)
                 continue
-            if not S_ISREG(found.st_mode):  # a pipe would be waited for, a device never end
+            if not S_ISREG(status.st_mode):  # a pipe would be waited for, a device never end
                 ignored.append(prefix + entry.name)
                 continue
-            yield File(prefix + entry.name, found.st_size, found.st_mtime_ns)
+            yield File(prefix + entry.name, status.st_size, status.st_mtime_ns)
         else:
             ignored.append(prefix + entry.name)
 
@@ -175,23 +186,19 @@ def _visible(path: str) -> list[os.DirEntry[str]]:
         raise Failure(f"the folder {path} cannot be read: {error.strerror}") from error
 
 
-def _subfolders(path: str) -> bool:
+def _has_subfolders(path: str) -> bool:
     return any(entry.is_dir() for entry in _visible(path))
-
-
-def _kinds() -> str:
-    return "JPEG, PNG, WebP, BMP or GIF"
 
 
 def _listed(names: Iterable[str] | Mapping[str, str]) -> str:
     """The first three names, with the reasons where there are some, and how many more."""
-    told = [f"{name} ({reason})" for name, reason in names.items()] if isinstance(names, Mapping) else list(names)
-    more = f" and {len(told) - 3:,} more" if len(told) > 3 else ""
-    return ", ".join(told[:3]) + more
+    texts = [f"{name} ({reason})" for name, reason in names.items()] if isinstance(names, Mapping) else list(names)
+    more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 @cache
-def _say(line: str) -> None:
+def _note(line: str) -> None:
     """Prints a note once a process, and in one process a machine: a run opens its data several times."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)

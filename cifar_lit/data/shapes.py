@@ -1,8 +1,12 @@
 """`shapes`: a data set that the program draws itself, so that a first run needs no download.
 
-One figure (`figures.py`) with random place, size, angle and colours stands before a graded background with thin lines and dots,
-under noise; either of figure and ground may be the brighter one, which is what leaves a linear model helpless. Above ten classes,
-a class is a figure with a smaller one beside it.
+One figure with random place, size, angle and colours stands before a graded background with thin lines and dots, under noise;
+either of figure and ground may be the brighter one, which is what leaves a linear model helpless. Above ten classes, a class is
+a figure with a smaller one beside it.
+
+A figure is a function of coordinates x, y (float arrays of one shape) in the figure's own frame, where it fills about the unit
+disc, to the signed distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs. Every figure is
+its own mirror image, so that a flip never changes a class.
 """
 
 from __future__ import annotations
@@ -15,36 +19,30 @@ import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from cifar_lit.data.download import progress
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 
-# ---- Signed distances of the figures that `shapes` draws.
-#
-# Each function takes coordinates x, y (float arrays of one shape) in the figure's own frame, where the figure fills about the
-# unit disc, and returns the distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs.
-# Every figure is its own mirror image, so that a flip never changes a class.
-
-Field = NDArray[np.floating]  # float32 throughout, which numpy's types do not follow through arithmetic
+Array = NDArray[np.floating]  # float32 throughout, which numpy's types do not follow through arithmetic
 
 
-def _length(x: Field, y: Field) -> Field:
+def _length(x: Array, y: Array) -> Array:
     return np.sqrt(x * x + y * y)  # several times faster than np.hypot, which guards against overflow
 
 
-def _circle(x: Field, y: Field) -> Field:
+def _circle(x: Array, y: Array) -> Array:
     return _length(x, y) - 0.88
 
 
-def _square(x: Field, y: Field) -> Field:
+def _square(x: Array, y: Array) -> Array:
     return np.maximum(np.abs(x), np.abs(y)) - 0.76
 
 
-def _triangle(x: Field, y: Field) -> Field:
+def _triangle(x: Array, y: Array) -> Array:
     return np.maximum(-x, 0.5 * x + 0.8660254 * np.abs(y)) - 0.54
 
 
-def _star(x: Field, y: Field) -> Field:
+def _star(x: Array, y: Array) -> Array:
     tip, notch, sector = 1.08, 0.44, 2 * math.pi / 5
     angle = np.arctan2(y, x)
     angle = np.abs(angle - sector * np.round(angle / sector))  # folded onto the half sector beside one tip
@@ -54,20 +52,20 @@ def _star(x: Field, y: Field) -> Field:
     return ((radius * np.cos(angle) - tip) * notch_y + radius * np.sin(angle) * (tip - notch_x)) / edge
 
 
-def _cross(x: Field, y: Field) -> Field:
+def _cross(x: Array, y: Array) -> Array:
     across, along = np.abs(x), np.abs(y)
     return np.maximum(np.maximum(across, along) - 0.95, np.minimum(across, along) - 0.29)
 
 
-def _ring(x: Field, y: Field) -> Field:
+def _ring(x: Array, y: Array) -> Array:
     return np.abs(_length(x, y) - 0.72) - 0.2
 
 
-def _crescent(x: Field, y: Field) -> Field:
+def _crescent(x: Array, y: Array) -> Array:
     return np.maximum(_length(x, y) - 0.98, 0.78 - _length(x - 0.5, y))
 
 
-def _heart(x: Field, y: Field) -> Field:
+def _heart(x: Array, y: Array) -> Array:
     half, reach = 0.47, 0.65  # two bars of half width `half`, at right angles from a common corner, each ending in a half disc
     x, y = x + 0.1, y + 0.1
     bars = (np.maximum(np.abs(a - (reach - half) / 2) - (reach - half) / 2, np.abs(b)) for a, b in ((x, y), (y, x)))
@@ -75,18 +73,18 @@ def _heart(x: Field, y: Field) -> Field:
     return np.minimum(np.minimum(*bars), np.minimum(*discs)) - half
 
 
-def _arrow(x: Field, y: Field) -> Field:
+def _arrow(x: Array, y: Array) -> Array:
     across = np.abs(y)
     shaft = np.maximum(np.abs(x + 0.4) - 0.6, across - 0.19)
     head = np.maximum(-x, ((x - 1) * 0.74 + across) / math.hypot(1, 0.74))
     return np.minimum(shaft, head)
 
 
-def _bar(x: Field, y: Field) -> Field:
+def _bar(x: Array, y: Array) -> Array:
     return np.maximum(np.abs(x) - 1, np.abs(y) - 0.28)
 
 
-FIGURES: dict[str, Callable[[Field, Field], Field]] = {
+FIGURES: dict[str, Callable[[Array, Array], Array]] = {
     "circle": _circle,
     "square": _square,
     "triangle": _triangle,
@@ -101,9 +99,9 @@ FIGURES: dict[str, Callable[[Field, Field], Field]] = {
 
 
 MAX_CLASSES = len(FIGURES) + len(FIGURES) ** 2
-LEAST_SIZE = 8
+MIN_SIZE = 8
 BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the processor's cache
-LINES, DOTS = 3, 4  # at most, behind the figure
+MAX_LINES, MAX_DOTS = 3, 4  # behind the figure
 
 
 def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0) -> ImageSet:
@@ -112,11 +110,12 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
     Image i depends on `seed`, `train`, i and the other settings alone, not on `count`. Train and test images never share
     random numbers. Of the classes, the first ten are single figures, the others pairs ("star+ring": a star and a smaller ring).
 
-    Raises UsageError for an image_size below 8, channels other than 1 and 3, num_classes outside 2 … 110, a count below 1
-    or a negative seed.
+    Raises:
+        UsageError: for an image_size below 8, channels other than 1 and 3, num_classes outside 2 … 110, a count below 1
+            or a negative seed.
     """
-    if image_size < LEAST_SIZE:
-        raise UsageError(f"shapes needs an image_size of at least {LEAST_SIZE}, not {image_size}.")
+    if image_size < MIN_SIZE:
+        raise UsageError(f"shapes needs an image_size of at least {MIN_SIZE}, not {image_size}.")
     if channels not in (1, 3):
         raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
     if not 2 <= num_classes <= MAX_CLASSES:
@@ -126,7 +125,7 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
     images = np.empty((count, image_size, image_size, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number
-    with progress(f"drawing shapes ({'train' if train else 'test'})", count, least_seconds=5.0) as advance:
+    with progress(f"drawing shapes ({'train' if train else 'test'})", count, min_seconds=5.0) as advance:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
             block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()
@@ -162,42 +161,42 @@ def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -
     return np.moveaxis(canvas.astype(np.uint8), 0, 3)
 
 
-def _uniform(rng: Generator, low: float, high: float, shape: tuple[int, ...]) -> Field:
+def _uniform(rng: Generator, low: float, high: float, shape: tuple[int, ...]) -> Array:
     return low + (high - low) * rng.random(shape, np.float32)
 
 
-def _paint(canvas: Field, coverage: Field, colour: Field) -> None:
+def _paint(canvas: Array, coverage: Array, colour: Array) -> None:
     """Lays `colour` (C, N, 1, 1) over `canvas` (C, N, H, W) where `coverage` (N, H, W) is 1, in part where it is less."""
     for plane, shade in zip(canvas, colour, strict=True):
         plane += coverage * (shade - plane)
 
 
-def _coverage(distance: Field, size: int) -> Field:
+def _coverage(distance: Array, size: int) -> Array:
     """How much of each pixel lies inside, from the distance to the edge in image widths: antialiasing one pixel wide."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
-def _slopes(rng: Generator, x: Field, y: Field, channels: int) -> Field:
+def _slopes(rng: Generator, x: Array, y: Array, channels: int) -> Array:
     """A linear gradient for each channel, of at most ±0.12, as (C, N, H, W)."""
     shape = (channels, len(x), 1, 1)
     return _uniform(rng, -0.12, 0.12, shape) * (2 * x - 1) + _uniform(rng, -0.12, 0.12, shape) * (2 * y - 1)
 
 
-def _clutter(rng: Generator, x: Field, y: Field) -> Iterator[Field]:
+def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:
     """Coverages (N, H, W) of a random number of thin lines and small dots."""
     shape, size = (len(x), 1, 1), x.shape[-1]
-    number = rng.integers(0, LINES + 1, shape)
-    for line in range(LINES):
+    number = rng.integers(0, MAX_LINES + 1, shape)
+    for line in range(MAX_LINES):
         angle = _uniform(rng, 0, np.pi, shape)
         across = np.cos(angle) * (x - rng.random(shape, np.float32)) + np.sin(angle) * (y - rng.random(shape, np.float32))
         yield (line < number) * _coverage(np.abs(across) - _uniform(rng, 0.01, 0.022, shape), size)
-    number = rng.integers(0, DOTS + 1, shape)
-    for dot in range(DOTS):
+    number = rng.integers(0, MAX_DOTS + 1, shape)
+    for dot in range(MAX_DOTS):
         distance = np.sqrt((x - rng.random(shape, np.float32)) ** 2 + (y - rng.random(shape, np.float32)) ** 2)
         yield (dot < number) * _coverage(distance - _uniform(rng, 0.02, 0.05, shape), size)
 
 
-def _figures(rng: Generator, labels: NDArray[np.int64], x: Field, y: Field) -> Iterator[Field]:
+def _figures(rng: Generator, labels: NDArray[np.int64], x: Array, y: Array) -> Iterator[Array]:
     """Coverages (N, H, W) of each image's figure and then, where its class is a pair, of the smaller one beside it."""
     pair = labels >= len(FIGURES)
     shape = (len(labels), 1, 1)
@@ -216,13 +215,13 @@ def _figures(rng: Generator, labels: NDArray[np.int64], x: Field, y: Field) -> I
         yield _figure_coverage(kind, x - centre_x, y - centre_y, size, angle)
 
 
-def _figure_coverage(kind: NDArray[np.int64], x: Field, y: Field, radius: Field, angle: Field) -> Field:
+def _figure_coverage(kind: NDArray[np.int64], x: Array, y: Array, radius: Array, angle: Array) -> Array:
     """Coverage (N, H, W) of figure number `kind` (N,), none where that is -1; x, y (N, H, W) are seen from its centre."""
     coverage = np.zeros_like(x)
     for number, distance in enumerate(FIGURES.values()):
-        own = np.flatnonzero(kind == number)
-        if len(own):
-            cos, sin = np.cos(angle[own]) / radius[own], np.sin(angle[own]) / radius[own]
-            inside = distance(cos * x[own] + sin * y[own], cos * y[own] - sin * x[own]) * radius[own]
-            coverage[own] = _coverage(inside, x.shape[-1])
+        rows = np.flatnonzero(kind == number)
+        if len(rows):
+            cos, sin = np.cos(angle[rows]) / radius[rows], np.sin(angle[rows]) / radius[rows]
+            to_edge = distance(cos * x[rows] + sin * y[rows], cos * y[rows] - sin * x[rows]) * radius[rows]
+            coverage[rows] = _coverage(to_edge, x.shape[-1])
     return coverage

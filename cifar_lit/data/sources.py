@@ -1,13 +1,17 @@
-"""The table from a data set's name to the function that returns its images."""
+"""From a data set's name to its images. A new data set is a function of (settings, train) and its line in `SOURCES`.
+
+One from elsewhere is named by its import path (`my_data.load`), or put into `SOURCES` by the program that uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.plugins import import_callable
 
 
 @dataclass(frozen=True)
@@ -26,22 +30,36 @@ class SourceSettings:
     cache_dir: str | None = None
 
 
-Source = Callable[[SourceSettings, bool], ImageSet]
+@dataclass(frozen=True)
+class Source:
+    """A data set: how its images come, and what is known of it before they do.
+
+    load: the train (True) or the test images, downloaded, decoded or drawn when they are not there yet.
+    at_hand: whether `load` would need no download.
+    fixed: settings that this data set has one value of, such as {"image_size": 32}.
+    """
+
+    load: Callable[[SourceSettings, bool], ImageSet]
+    at_hand: Callable[[SourceSettings], bool] = lambda settings: True
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
 
-def _archive(name: str) -> Source:
-    def source(settings: SourceSettings, train: bool) -> ImageSet:
-        from cifar_lit.data import archives
+def _archive(name: str, files: tuple[str, ...], image_size: int, channels: int, num_classes: int) -> Source:
+    """A data set that is downloaded. files: one of these below the root shows that it was."""
 
-        root = Path(settings.root or "data").expanduser()
-        images: ImageSet = getattr(archives, name)(root, train, (settings.url,) if settings.url else ())
-        own = {"image_size": images.height, "channels": images.channels, "num_classes": len(images.classes)}
-        for key, value in own.items():
-            if getattr(settings, key) not in (None, value):
-                raise UsageError(f"data.{key} of {name} is {value}, not {getattr(settings, key)}: leave it out")
+    def root(settings: SourceSettings) -> Path:
+        return Path(settings.root or "data").expanduser()
+
+    def load(settings: SourceSettings, train: bool) -> ImageSet:
+        from cifar_lit.data import archives  # imports torchvision, which the other sources need not wait for
+
+        images: ImageSet = getattr(archives, name)(root(settings), train, (settings.url,) if settings.url else ())
         return images
 
-    return source
+    def at_hand(settings: SourceSettings) -> bool:
+        return any((root(settings) / file).exists() for file in files)
+
+    return Source(load, at_hand, {"image_size": image_size, "channels": channels, "num_classes": num_classes})
 
 
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
@@ -82,19 +100,45 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
 
 
 SOURCES: dict[str, Source] = {
-    "cifar10": _archive("cifar10"),
-    "cifar100": _archive("cifar100"),
-    "fashion_mnist": _archive("fashion_mnist"),
-    "folder": _folder,
-    "shapes": _shapes,
+    "cifar10": _archive("cifar10", ("cifar-10-batches-py", "cifar-10-python.tar.gz"), 32, 3, 10),
+    "cifar100": _archive("cifar100", ("cifar-100-python", "cifar-100-python.tar.gz"), 32, 3, 100),
+    "fashion_mnist": _archive("fashion_mnist", ("FashionMNIST/raw",), 28, 1, 10),
+    "folder": Source(_folder, at_hand=lambda settings: bool(settings.root) and Path(settings.root or "").expanduser().exists()),
+    "shapes": Source(_shapes),
 }
 
 
 def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet:
-    """The train or the test images of a data set, downloaded, decoded or drawn when they are not there yet.
+    """The train or the test images of a data set.
 
-    Raises UsageError for an unknown name or settings that do not fit, Failure when they cannot be had.
+    Args:
+        dataset: a name in `SOURCES`, or the import path of a function like `Source.load` or of a `Source`.
+        settings: what the source may look at.
+        train: whether the training images are meant.
+
+    Raises:
+        UsageError: for an unknown name or settings that do not fit.
+        Failure: when the images cannot be had.
     """
-    if dataset not in SOURCES:
-        raise UsageError(f"no data set is called {dataset!r}.{nearest(dataset, SOURCES)} There are {', '.join(SOURCES)}.")
-    return SOURCES[dataset](settings, train)
+    source = _source(dataset)
+    for name, value in source.fixed.items():
+        if getattr(settings, name) not in (None, value):
+            raise UsageError(f"data.{name} of {dataset} is {value}, not {getattr(settings, name)}: leave it out")
+    images = source.load(settings, train)
+    if not isinstance(images, ImageSet):
+        raise UsageError(f"{dataset} must return a cifar_lit.data.image_set.ImageSet, not a {type(images).__name__}")
+    return images
+
+
+def at_hand(dataset: str, settings: SourceSettings) -> bool:
+    """Whether a data set can be read without a download. Raises UsageError for an unknown name."""
+    return _source(dataset).at_hand(settings)
+
+
+def _source(dataset: str) -> Source:
+    if dataset in SOURCES:
+        return SOURCES[dataset]
+    if "." in dataset:
+        target = import_callable(dataset)
+        return target if isinstance(target, Source) else Source(target)
+    raise UsageError(f"no data set is called {dataset!r}.{nearest(dataset, SOURCES)} There are {', '.join(SOURCES)}.")

@@ -1,49 +1,56 @@
-"""From a net's name to the net: ours, then torchvision's. A new net is one builder and one line in `NETS`."""
+"""From a net's name to the net: ours, torchvision's, or one of the user's own file.
+
+A new net of ours is a builder and its line in `NETS`. A net from elsewhere is named by its import path (`my_nets.MyNet`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models import whitened
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
+from cifar_lit.plugins import import_callable
 
 
-class Entry(NamedTuple):
-    """How a net of ours is built, and what it takes.
+class NetSpec(NamedTuple):
+    """How a net is built, and what it takes.
 
-    build: makes the net from the keywords channels, image_size (height, width), num_classes and width, which multiplies the
-        hidden widths, and from options of the net's own. Images (B, channels, *image_size) to logits (B, num_classes).
-    least: the least height and width of images; a function of the options where these decide it.
+    build: called with the keywords channels, image_size (height, width), num_classes, width (multiplies the hidden widths) and
+        the net's own options; images (B, channels, *image_size) to logits (B, num_classes).
+    min_size: the least height and width of images; a function of the options where these decide it.
     any_size: whether a net that was built for one size takes images of others too.
-    options: the names of the net's own options.
+    options: the names of the net's own options; None where any may be given.
     """
 
     build: Callable[..., nn.Module]
-    least: int | Callable[..., int]
+    min_size: int | Callable[..., int] = 1
     any_size: bool = False
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = ()
 
 
-NETS: dict[str, Entry] = {
-    "whitened": Entry(whitened.whitened, whitened.least_side, any_size=True, options=whitened.OPTIONS),
-    "shapenet": Entry(shapenet, least=8, any_size=True),
-    "tudui": Entry(tudui, least=8),
-    "sjnet": Entry(tudui, least=8),  # the same net in another tutorial
-    "lenet": Entry(lenet, least=16),
-    "fashion_cnn": Entry(fashion_cnn, least=16),
-    "signs_mlp": Entry(signs_mlp, least=1),
+NETS: dict[str, NetSpec] = {
+    "whitened": NetSpec(whitened.whitened, whitened.min_size, any_size=True, options=whitened.OPTIONS),
+    "shapenet": NetSpec(shapenet, min_size=8, any_size=True),
+    "tudui": NetSpec(tudui, min_size=8),
+    "sjnet": NetSpec(tudui, min_size=8),  # the same net in another tutorial
+    "lenet": NetSpec(lenet, min_size=16),
+    "fashion_cnn": NetSpec(fashion_cnn, min_size=16),
+    "signs_mlp": NetSpec(signs_mlp),
 }
 
 
 def net_names() -> list[str]:
     """Every name that `build_net` knows: ours first, then torchvision's."""
-    from cifar_lit.models.torchvision_nets import vision_names
+    from cifar_lit.models.torchvision_nets import torchvision_names
 
-    return [*NETS, *vision_names()]
+    return [*NETS, *torchvision_names()]
 
 
 def build_net(
@@ -55,13 +62,21 @@ def build_net(
     width: float = 1.0,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The net `name` with random weights: float images (B, channels, height, width) to logits (B, num_classes).
+    """The net `name` with random weights.
 
-    image_size: the side of square images, or (height, width), in pixels.
-    width: multiplies the hidden widths of a net of ours; torchvision's have their own.
-    options: plain values for a net that has options of its own; `NETS` says which.
+    Args:
+        name: one of `net_names()`, or an import path of a builder (see `NetSpec.build`) or of a `NetSpec`.
+        channels: of the images.
+        image_size: the side of square images, or (height, width), in pixels.
+        num_classes: how many logits there are.
+        width: multiplies the hidden widths of a net of ours; torchvision's have their own.
+        options: plain values for a net that has options of its own; `NETS` says which.
 
-    Raises UsageError for an unknown name or option, values that cannot be meant, or images too small for the net.
+    Returns:
+        A module that takes float images (B, channels, height, width) to logits (B, num_classes).
+
+    Raises:
+        UsageError: for an unknown name or option, values that cannot be meant, or images too small for the net.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
     if channels < 1 or num_classes < 1 or min(size) < 1:
@@ -71,21 +86,29 @@ def build_net(
         )
     if not 0 < width < float("inf"):
         raise UsageError(f"width multiplies the hidden widths, so it must be above 0, not {width}.")
-    _check_name(name)
+    spec = _spec(name)
     options = dict(options or {})
-    _check_options(name, options)
+    _check_options(name, options, spec.options if spec else ())
+    if spec is None:
+        from cifar_lit.models.torchvision_nets import build_torchvision_net
+
+        if width != 1:
+            raise UsageError(f"width is for {', '.join(NETS)}; {name} has a width of its own, so leave width at 1.")
+        return build_torchvision_net(name, channels=channels, image_size=size, num_classes=num_classes)
+
+    min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
+    if min(size) < min_size:
+        raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images; the least size is {min_size}×{min_size}.")
+    settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
     if name in NETS:
-        entry = NETS[name]
-        least = entry.least if isinstance(entry.least, int) else entry.least(**options)
-        if min(size) < least:
-            raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}.")
-        return entry.build(channels=channels, image_size=size, num_classes=num_classes, width=width, **options)
-
-    from cifar_lit.models.torchvision_nets import build_vision
-
-    if width != 1:
-        raise UsageError(f"width is for {', '.join(NETS)}; {name} has a width of its own, so leave width at 1.")
-    return build_vision(name, channels=channels, image_size=size, num_classes=num_classes)
+        return spec.build(**settings)
+    try:
+        net = spec.build(**settings)
+    except TypeError as error:  # a builder with other arguments
+        raise UsageError(f"{name} cannot be built with {', '.join(settings)}: {first_line(error)}") from error
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{name} must return a torch.nn.Module, not a {type(net).__name__}")
+    return net
 
 
 def takes_any_size(name: str) -> bool:
@@ -93,25 +116,60 @@ def takes_any_size(name: str) -> bool:
 
     Not smaller ones than it can be built for: build it for the smallest. Raises UsageError for an unknown name.
     """
-    _check_name(name)
-    if name in NETS:
-        return NETS[name].any_size
+    spec = _spec(name)
+    if spec is not None:
+        return spec.any_size
 
-    from cifar_lit.models.torchvision_nets import vision_takes_any_size
+    from cifar_lit.models.torchvision_nets import torchvision_net_takes_any_size
 
-    return vision_takes_any_size(name)
+    return torchvision_net_takes_any_size(name)
 
 
-def _check_name(name: str) -> None:
-    if name not in NETS and name not in net_names():  # the first saves importing torchvision for a net of ours
+def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
+    """`build_net(name, **settings)` with weights that have shapes and dtypes, but take no memory; raises what it raises."""
+    with _WeightsOnMetaDevice():
+        return build_net(name, **settings)
+
+
+class _WeightsOnMetaDevice(TorchFunctionMode):
+    """What layers make their weights with goes to the meta device; small tensors that builders compute with stay real.
+
+    `with torch.device("meta")` would take these too, and torchvision's regnets read widths from one.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        settings = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones):
+            settings["device"] = "meta"
+        return func(*args, **settings)
+
+
+def _spec(name: str) -> NetSpec | None:
+    """The spec of a net, None for torchvision's. Raises UsageError for an unknown name."""
+    if name in NETS:  # before anything else: torchvision takes long to import
+        return NETS[name]
+    if "." in name:
+        target = import_callable(name)
+        return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
+    if name not in net_names():
         ours = ", ".join(NETS)
         raise UsageError(f"There is no net named {name!r}.{nearest(name, net_names())} There are {ours} and torchvision's nets.")
+    return None
 
 
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    known = NETS[name].options if name in NETS else ()
+def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The arguments of a builder beyond those that every net gets; None where it takes any."""
+    parameters = inspect.signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return tuple(name for name in parameters if name not in ("channels", "image_size", "num_classes", "width"))
+
+
+def _check_options(name: str, options: Mapping[str, Any], known: tuple[str, ...] | None) -> None:
     for option in options:
-        if not known:
+        if known == ():
             raise UsageError(f"{name} has no options: leave model.net_options out, not {option!r}.")
-        if option not in known:
+        if known is not None and option not in known:
             raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, known)} It has {', '.join(known)}.")

@@ -1,6 +1,6 @@
 """torchvision's classification nets, fitted to small images: any channel and class count, checked for the image size.
 
-torchvision.models is imported when a net of its is named or listed: it takes seconds that the other nets need not wait for.
+torchvision.models is imported when one of its nets is named or listed: it takes seconds that the other nets need not wait for.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from cifar_lit.errors import UsageError
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
 FIXED_SIZE = ("vit_", "maxvit_")  # a position's embedding, or windows, for one size only
-LARGEST_TRIED = 224  # every net of torchvision was made for images of about this size
+MAX_TRIED_SIZE = 224  # every net of torchvision was made for images of about this size
 
 
-def vision_names() -> list[str]:
+def torchvision_names() -> list[str]:
     """The names of torchvision's classification nets."""
     from torchvision import models
 
     return models.list_models(module=models)
 
 
-def vision_takes_any_size(name: str) -> bool:
-    """Whether torchvision's net `name` pools or averages over what it is given; the others fix the size when they are built."""
+def torchvision_net_takes_any_size(name: str) -> bool:
+    """Whether a net pools or averages over what it is given; the others fix the size when they are built."""
     return not name.startswith(FIXED_SIZE)
 
 
-def build_vision(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
 
     `resnet18`, `resnet34` and `resnet50` get the stem for 32-pixel images; the others are as published but for the first
@@ -38,20 +38,25 @@ def build_vision(name: str, *, channels: int, image_size: tuple[int, int], num_c
     """
     from torchvision import models
 
-    settings = _settings(name, image_size)
-    net = models.get_model(name, weights=None, num_classes=num_classes, **settings)
+    net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
     if name in SMALL_STEM:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
         net.maxpool = nn.Identity()
     if channels != 3:
         _set_channels(net, channels)
-    _check_size(name, net, channels, image_size)
+    if not _runs(net, channels, image_size):
+        low, high = min(image_size), MAX_TRIED_SIZE  # `low` fails, `high` is hoped to run
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if _runs(net, channels, (middle, middle)) else (middle, high)
+        height, width = image_size
+        raise UsageError(f"{name} cannot take {height}×{width} images; the least size is {high}×{high}.")
     return net
 
 
-def _settings(name: str, image_size: tuple[int, int]) -> dict[str, object]:
-    """What the builder of net `name` must be told beyond the class count."""
+def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, object]:
+    """What the builder of a net needs beyond the class count."""
     height, width = image_size
     if name.startswith("vit_"):
         patch = int(name.rsplit("_", 1)[1])
@@ -82,24 +87,11 @@ def _set_channels(net: nn.Module, channels: int) -> None:
     )
     if not old.weight.is_meta:  # of a net without memory for its weights
         nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
-    parent, _, attribute = path.rpartition(".")
-    setattr(net.get_submodule(parent), attribute, new)
-
-
-def _check_size(name: str, net: nn.Module, channels: int, image_size: tuple[int, int]) -> None:
-    """Raises UsageError, naming the least size, if `net` cannot take images of `image_size`."""
-    if _runs(net, channels, image_size):
-        return
-    height, width = image_size
-    low, high = min(image_size), LARGEST_TRIED  # `low` fails, `high` is hoped to run
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _runs(net, channels, (middle, middle)) else (middle, high)
-    raise UsageError(f"{name} cannot take {height}×{width} images; the least size is {high}×{high}.")
+    net.set_submodule(path, new)
 
 
 def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
-    """Whether a forward pass goes through, found out on shapes alone: on the meta device nothing is computed."""
+    """Whether a forward pass goes through, by shapes alone: on the meta device nothing is computed."""
     tensors: dict[str, Tensor] = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     training = net.training

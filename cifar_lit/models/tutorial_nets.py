@@ -1,13 +1,12 @@
-"""`shapenet`: the small net of the quickstart, for seconds of training on a processor."""
+"""The nets of the tutorials that this project replaces, layer for layer, and `shapenet`, the small net of the quickstart.
+
+All are `nn.Sequential`: float images (B, channels, height, width) in, logits (B, num_classes) out, for any size, channels and
+classes. `nn.Flatten` reads images in NCHW order whatever their memory format, so weights carry over between the two formats.
+"""
 
 from __future__ import annotations
 
 from torch import nn
-
-# ---- The nets of the tutorials that this project replaces, layer for layer; each takes any input size, channels and classes.
-#
-# All are `nn.Sequential`: float images (B, channels, height, width) in, logits (B, num_classes) out. `nn.Flatten` reads images in
-# NCHW order whatever their memory format, so that weights carry over between the two formats.
 
 
 def scaled(units: int, width: float) -> int:
@@ -18,7 +17,7 @@ def scaled(units: int, width: float) -> int:
 def tudui(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """Three 5×5 convolutions with max pooling and two linear layers, and no activation anywhere (seeds 000 and 003)."""
     narrow, wide = scaled(32, width), scaled(64, width)
-    height, breadth = (side // 8 for side in image_size)
+    rows, columns = (side // 8 for side in image_size)
     return nn.Sequential(
         nn.Conv2d(channels, narrow, 5, padding=2),
         nn.MaxPool2d(2),
@@ -27,57 +26,46 @@ def tudui(*, channels: int, image_size: tuple[int, int], num_classes: int, width
         nn.Conv2d(narrow, wide, 5, padding=2),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(wide * height * breadth, wide),
+        nn.Linear(wide * rows * columns, wide),
         nn.Linear(wide, num_classes),
     )
 
 
 def signs_mlp(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """Pixels through hidden layers of 25 and 16 units with ReLU (seed 001)."""
-    first, second = scaled(25, width), scaled(16, width)
-    height, breadth = image_size
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(channels * height * breadth, first),
-        nn.ReLU(),
-        nn.Linear(first, second),
-        nn.ReLU(),
-        nn.Linear(second, num_classes),
-    )
+    return nn.Sequential(nn.Flatten(), *_mlp(channels * image_size[0] * image_size[1], 25, 16, num_classes, width))
 
 
 def lenet(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """LeNet-5 in its ReLU and max-pooling form (seed 002)."""
-    return _lenet_like(
-        channels, image_size, num_classes, (scaled(6, width), scaled(16, width)), (scaled(120, width), scaled(84, width))
-    )
+    return _lenet_like(channels, image_size, num_classes, width, units=(6, 16, 120, 84))
 
 
 def fashion_cnn(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """LeNet's smaller sibling for 28×28 grey images (seed 004)."""
-    return _lenet_like(
-        channels, image_size, num_classes, (scaled(6, width), scaled(12, width)), (scaled(120, width), scaled(60, width))
-    )
+    return _lenet_like(channels, image_size, num_classes, width, units=(6, 12, 120, 60))
 
 
 def _lenet_like(
-    channels: int, image_size: tuple[int, int], num_classes: int, convolved: tuple[int, int], hidden: tuple[int, int]
+    channels: int, image_size: tuple[int, int], num_classes: int, width: float, units: tuple[int, int, int, int]
 ) -> nn.Module:
-    height, breadth = (((side - 4) // 2 - 4) // 2 for side in image_size)  # two 5×5 convolutions without padding, each halved
+    first, second = scaled(units[0], width), scaled(units[1], width)
+    rows, columns = (((side - 4) // 2 - 4) // 2 for side in image_size)  # two 5×5 convolutions without padding, each halved
     return nn.Sequential(
-        nn.Conv2d(channels, convolved[0], 5),
+        nn.Conv2d(channels, first, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(convolved[0], convolved[1], 5),
+        nn.Conv2d(first, second, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(convolved[1] * height * breadth, hidden[0]),
-        nn.ReLU(),
-        nn.Linear(hidden[0], hidden[1]),
-        nn.ReLU(),
-        nn.Linear(hidden[1], num_classes),
+        *_mlp(second * rows * columns, units[2], units[3], num_classes, width),
     )
+
+
+def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> list[nn.Module]:
+    first, second = scaled(first, width), scaled(second, width)
+    return [nn.Linear(inputs, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, outputs)]
 
 
 def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:

@@ -21,7 +21,7 @@ from cifar_lit.models.tutorial_nets import scaled
 
 # airbench's: without it, directions in which patches hardly differ would be blown up to noise.
 EPS = 5e-4
-BLOCK = 2**23  # numbers in the patches of images that are summed at once: 64 MiB in float64
+BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at once: 64 MiB in float64
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """
     _, channels, height, width = images.shape
     size, places = channels * patch**2, (height - patch + 1) * (width - patch + 1)
-    blocks = images.split(max(1, BLOCK // (size * places)))
+    blocks = images.split(max(1, BLOCK_NUMBERS // (size * places)))
     summed = torch.stack([_summed_products(block, patch) for block in blocks]).sum(0).cpu()
     values, vectors = torch.linalg.eigh(summed / (len(images) * places))  # smallest first
     values, vectors = values.flip(0), vectors.flip(1)
@@ -63,7 +63,7 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-DEEPEST = 100  # convolutions in a group
+MAX_DEPTH = 100  # convolutions in a group
 HEAD_POOLS = ("max", "avg")
 NORM_EPS = 1e-12  # the records': none but for a channel without any variance
 
@@ -98,26 +98,31 @@ class WhitenedOptions:
     logit_scale: float | None = None
 
     def __post_init__(self) -> None:
-        many = isinstance(self.widths, list) and len(self.widths) > 0
-        _check("widths", self.widths, many and all(map(_counts, self.widths)), "a list of whole numbers above 0, one a group")
-        depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
-        wanted = f"a whole number above 0, or a list of {len(self.widths)}, one a group"
-        _check("depth", self.depth, len(depths) == len(self.widths) and all(map(_counts, depths)), wanted)
-        _check("depth", self.depth, max(depths) <= DEEPEST, f"at most {DEEPEST}")
-        _check("residual", self.residual, isinstance(self.residual, bool), "true or false")
-        if self.residual and max(depths) == 1:
+        listed = isinstance(self.widths, list) and len(self.widths) > 0
+        self._check("widths", listed and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group")
+        groups = len(self.widths)
+        counts = len(self.depths) == groups and all(map(_is_count, self.depths))
+        self._check("depth", counts, f"a whole number above 0, or a list of {groups}, one a group")
+        self._check("depth", max(self.depths) <= MAX_DEPTH, f"at most {MAX_DEPTH}")
+        for name in ("residual", "whiten_bias"):
+            self._check(name, isinstance(getattr(self, name), bool), "true or false")
+        if self.residual and max(self.depths) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
-        _check("patch", self.patch, _counts(self.patch), "a whole number of pixels above 0")
-        _check("stride", self.stride, _counts(self.stride), "a whole number of pixels above 0")
+        for name in ("patch", "stride"):
+            self._check(name, _is_count(getattr(self, name)), "a whole number of pixels above 0")
         if self.stride > self.patch:
             raise UsageError(f"model.net_options.stride {self.stride} would skip pixels: it can be {self.patch} (patch) at most")
-        _check("whiten_bias", self.whiten_bias, isinstance(self.whiten_bias, bool), "true or false")
         for name, choices in (("activation", tuple(ACTIVATIONS)), ("head_pool", HEAD_POOLS)):
             value = getattr(self, name)
-            _check(name, value, value in choices, f"one of {', '.join(choices)}", nearest(str(value), choices))
+            self._check(name, value in choices, f"one of {', '.join(choices)}", nearest(str(value), choices))
         momentum, scale = self.norm_momentum, self.logit_scale
-        _check("norm_momentum", momentum, _number(momentum) and 0 < momentum <= 1, "above 0 and at most 1")
-        _check("logit_scale", scale, scale is None or (_number(scale) and 0 < scale < float("inf")), "a number above 0, or null")
+        self._check("norm_momentum", _is_number(momentum) and 0 < momentum <= 1, "above 0 and at most 1")
+        positive = scale is None or (_is_number(scale) and 0 < scale < float("inf"))
+        self._check("logit_scale", positive, "a number above 0, or null")
+
+    def _check(self, name: str, valid: bool, rule: str, hint: str = "") -> None:
+        if not valid:
+            raise UsageError(f"model.net_options.{name} must be {rule}, not {getattr(self, name)!r}.{hint}")
 
     @property
     def depths(self) -> list[int]:
@@ -129,41 +134,33 @@ class WhitenedOptions:
         """Of the first layer: none for 2×2 patches, as in the records; with a stride, such that sides are divided by it."""
         return (self.patch - 1) // 2 if self.stride == 1 else (self.patch - self.stride + 1) // 2
 
-    @property
-    def least(self) -> int:
-        """The least height and width of images: a pixel is left after every group's halving."""
-        return max(self.patch, (2 ** len(self.widths) - 1) * self.stride + self.patch - 2 * self.padding)
-
 
 OPTIONS = tuple(option.name for option in fields(WhitenedOptions))
 
 
-def _counts(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check(name: str, value: Any, meant: bool, wanted: str, hint: str = "") -> None:
-    if not meant:
-        raise UsageError(f"model.net_options.{name} must be {wanted}, not {value!r}.{hint}")
 
 
 def whitened(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> WhitenedNet:
     """The whitened net with random weights; `options` are those of `WhitenedOptions`, `width` multiplies its widths.
 
-    It takes images of any size from `least_side(**options)` on, at several sizes in one training too, so that `image_size` is
+    It takes images of any size from `min_size(**options)` on, at several sizes in one training too, so that `image_size` is
     for the caller's check alone. `WhitenedNet.initialise` computes its first layer.
     """
     settings = WhitenedOptions(**options)
     return WhitenedNet(channels, [scaled(units, width) for units in settings.widths], num_classes, settings)
 
 
-def least_side(**options: Any) -> int:
-    """The least height and width of images that a net of these options can take."""
-    return WhitenedOptions(**options).least
+def min_size(**options: Any) -> int:
+    """The least height and width of images for a net of these options: a pixel is left after every group's halving."""
+    settings = WhitenedOptions(**options)
+    halved = (2 ** len(settings.widths) - 1) * settings.stride
+    return max(settings.patch, halved + settings.patch - 2 * settings.padding)
 
 
 class WhitenedNet(nn.Module):
@@ -202,11 +199,11 @@ class WhitenedNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of normalised images."""
-        with _weights_precision(images):
+        with _no_autocast(images):
             maps = self.whiten(images.type(self.whiten.weight.dtype))
         maps = self.groups(self.activation(_rounded_for_autocast(maps)))
         pooled = F.max_pool2d(maps, maps.shape[2:]) if self.pool == "max" else maps.mean((2, 3))
-        with _weights_precision(images):
+        with _no_autocast(images):
             logits: Tensor = self.head(pooled.flatten(1).type(self.head.weight.dtype))
             return logits * self.logit_scale
 
@@ -252,14 +249,17 @@ class Group(nn.Module):
         return maps
 
 
-def _weights_precision(images: Tensor) -> AbstractContextManager[Any]:
-    """Where autocast does not lower the precision; there is none to switch off on torch's meta device."""
-    kind = images.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+def _autocasts(images: Tensor) -> bool:
+    """Whether autocast can be on for the device of `images`; there is none on torch's meta device."""
+    return torch.amp.is_autocast_available(images.device.type)
+
+
+def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(images.device.type, enabled=False) if _autocasts(images) else nullcontext()
 
 
 def _rounded_for_autocast(maps: Tensor) -> Tensor:
     """`maps` as autocast hands them on: the activation at full resolution then moves half the memory."""
     kind = maps.device.type
-    lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    lower = _autocasts(maps) and torch.is_autocast_enabled(kind)
     return maps.type(torch.get_autocast_dtype(kind)) if lower else maps

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from cifar_lit.errors import Failure, first_line
 from cifar_lit.files import atomic_write
-from cifar_lit.models.meta_device import build_on_meta_device
-from cifar_lit.models.registry import build_net
+from cifar_lit.models.registry import build_net, build_on_meta_device
 from cifar_lit.runs.run_folder import weights_file
 
 # ---- What a `model.safetensors` says of itself, looked at before memory is spent on it: the file may come from anywhere.

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from downloading import CONTENT, MirrorMaker
-from local_server import Mirror, serving
+from local_mirrors import CONTENT, Mirror, MirrorMaker, serving
 from own_images import save
 
 from cifar_lit.data import download

@@ -1,8 +1,11 @@
+"""The torchvision data sets, from archives like the real ones: downloaded, unpacked whole, mended, read."""
+
 from __future__ import annotations
 
 import gzip
 import hashlib
 import io
+import os
 import pickle
 import shutil
 import tarfile
@@ -16,15 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_server import Mirror, serving
+from local_mirrors import Mirror, serving
 from torchvision import datasets
 
 from cifar_lit.data import archives
-from cifar_lit.data.archives import cifar10, cifar100, fashion_mnist
+from cifar_lit.data.archives import cifar10, cifar100, fashion_mnist, idx_intact, unpack
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 
 PER_FILE = 4
-FIRST_PIXEL = 3  # of the first CIFAR image: red, green, blue = 3, 4, 5
+FIRST_PIXEL = [3, 4, 5]  # of the first CIFAR image: red, green, blue
+ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
+PACKED = "train-images-idx3-ubyte.gz"
 
 
 def md5(content: bytes) -> str:
@@ -32,22 +38,22 @@ def md5(content: bytes) -> str:
 
 
 @dataclass
-class Fake:
-    """A served archive, or four, built like the real ones."""
+class Served:
+    """A data set's archives on a mirror, the folder to put them into, and its reader."""
 
     mirror: Mirror
     root: Path
+    read: Callable[..., ImageSet]
 
-    @property
-    def url(self) -> str:
-        return self.mirror.url + next(iter(self.mirror.files))
+    def load(self, train: bool = True) -> ImageSet:
+        one_file = self.read is not fashion_mnist
+        return self.read(self.root, train, [self.mirror.url + (next(iter(self.mirror.files)) if one_file else "")])
 
 
 def cifar_batch(labels_key: str, classes: int) -> bytes:
     data = np.zeros((PER_FILE, 3, 32, 32), np.uint8)
-    data[0, :, 0, 0] = (FIRST_PIXEL, FIRST_PIXEL + 1, FIRST_PIXEL + 2)
-    labels = [index % classes for index in range(PER_FILE)]
-    return pickle.dumps({"data": data.reshape(PER_FILE, -1), labels_key: labels})
+    data[0, :, 0, 0] = FIRST_PIXEL
+    return pickle.dumps({"data": data.reshape(PER_FILE, -1), labels_key: [index % classes for index in range(PER_FILE)]})
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
@@ -60,29 +66,27 @@ def tar_of(files: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def fake_cifar(monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str]) -> dict[str, bytes]:
+def small_cifar(monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str]) -> dict[str, bytes]:
     batch = cifar_batch(labels_key, len(classes))
     meta = pickle.dumps({reader.meta["key"]: classes})
-    names = [name for name, _ in reader.train_list + reader.test_list]
-    archive = tar_of(
-        {f"{reader.base_folder}/{name}": batch for name in names} | {f"{reader.base_folder}/{reader.meta['filename']}": meta}
-    )
-    monkeypatch.setattr(reader, "train_list", [[name, md5(batch)] for name, _ in reader.train_list])
-    monkeypatch.setattr(reader, "test_list", [[name, md5(batch)] for name, _ in reader.test_list])
+    contents = {name: batch for name, _ in reader.train_list + reader.test_list} | {reader.meta["filename"]: meta}
+    archive = tar_of({f"{reader.base_folder}/{name}": content for name, content in contents.items()})
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(reader, part, [[name, md5(batch)] for name, _ in getattr(reader, part)])
     monkeypatch.setattr(reader, "meta", {**reader.meta, "md5": md5(meta)})
     monkeypatch.setattr(reader, "tgz_md5", md5(archive))
     return {reader.filename: archive}
 
 
 @pytest.fixture
-def cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
+def cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with serving(Mirror(fake_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))) as mirror:
-        yield Fake(mirror, tmp_path / "data")
+    with serving(Mirror(small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))) as mirror:
+        yield Served(mirror, tmp_path / "data", cifar10)
 
 
 @pytest.fixture
-def fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
+def fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     files = {}
     for name, _ in datasets.FashionMNIST.resources:
@@ -93,88 +97,80 @@ def fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
         files[name] = gzip.compress(header + content.astype(np.uint8).tobytes())
     monkeypatch.setattr(datasets.FashionMNIST, "resources", [(name, md5(packed)) for name, packed in files.items()])
     with serving(Mirror(files)) as mirror:
-        yield Fake(mirror, tmp_path / "data")
+        yield Served(mirror, tmp_path / "data", fashion_mnist)
 
 
-def contents(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir() if path.suffix != ".lock"}
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def test_cifar10_is_downloaded_unpacked_and_read_as_uint8_height_width_channels(cifar: Fake) -> None:
-    train, test = (cifar10(cifar.root, train, [cifar.url]) for train in (True, False))
+# ---- CIFAR
+
+
+def test_cifar10_is_downloaded_unpacked_and_read_as_uint8_height_width_channels(cifar: Served) -> None:
+    train, test = cifar.load(True), cifar.load(False)
     assert train.images.shape == (5 * PER_FILE, 32, 32, 3) and test.images.shape == (PER_FILE, 32, 32, 3)
     assert train.images.dtype == torch.uint8 and train.images.is_contiguous()
-    assert train.images[0, 0, 0].tolist() == [FIRST_PIXEL, FIRST_PIXEL + 1, FIRST_PIXEL + 2]
-    assert train.images[0].sum() == 3 * FIRST_PIXEL + 3
+    assert train.images[0, 0, 0].tolist() == FIRST_PIXEL and train.images[0].sum() == sum(FIRST_PIXEL)
     assert test.labels.tolist() == [0, 1, 2, 3] and test.labels.dtype == torch.int64
     assert train.classes == ("plane", "car", "bird", "cat")
-    assert len(cifar.mirror.asked) == 1
-    assert contents(cifar.root) == {"cifar-10-batches-py", "cifar-10-python.tar.gz"}
+    assert len(cifar.mirror.requests) == 1 and names_in(cifar.root) == {FOLDER, ARCHIVE}
 
 
 def test_cifar100_has_its_fine_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with serving(Mirror(fake_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "fish"]))) as mirror:
-        train = cifar100(tmp_path, True, [mirror.url + "cifar-100-python.tar.gz"])
+    with serving(Mirror(small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "fish"]))) as mirror:
+        train = Served(mirror, tmp_path, cifar100).load()
     assert train.images.shape == (PER_FILE, 32, 32, 3)
-    assert train.labels.tolist() == [0, 1, 0, 1]
-    assert train.classes == ("apple", "fish")
+    assert train.labels.tolist() == [0, 1, 0, 1] and train.classes == ("apple", "fish")
 
 
-def test_without_a_url_the_known_mirrors_are_asked(cifar: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(archives.CIFAR_MIRRORS, "cifar-10-python.tar.gz", (cifar.mirror.url + "gone", cifar.url))
-    assert len(cifar10(cifar.root, False)) == PER_FILE
-    assert [path for path, _ in cifar.mirror.asked] == ["gone", "cifar-10-python.tar.gz"]
-
-
-def test_every_known_mirror_of_a_cifar_names_the_archive_that_torchvision_reads() -> None:
+def test_without_a_url_the_known_mirrors_are_asked_and_each_names_the_archive_that_torchvision_reads(
+    cifar: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for reader in (datasets.CIFAR10, datasets.CIFAR100):
         urls = archives.CIFAR_MIRRORS[reader.filename]
-        assert reader.url in urls
-        assert all(reader.filename in url and url.startswith("https://") for url in urls)
+        assert reader.url in urls and all(reader.filename in url and url.startswith("https://") for url in urls)
+    monkeypatch.setitem(archives.CIFAR_MIRRORS, ARCHIVE, (cifar.mirror.url + "gone", cifar.mirror.url + ARCHIVE))
+    assert len(cifar10(cifar.root, False)) == PER_FILE
+    assert [path for path, _ in cifar.mirror.requests] == ["gone", ARCHIVE]
 
 
-def test_an_archive_put_there_by_hand_is_used_as_it_is(cifar: Fake) -> None:
+@pytest.mark.parametrize("form", ["archive", "folder"])
+def test_what_was_put_there_by_hand_is_used_as_it_is(cifar: Served, form: str) -> None:
     cifar.root.mkdir()
-    (cifar.root / "cifar-10-python.tar.gz").write_bytes(cifar.mirror.files["cifar-10-python.tar.gz"])
-    assert len(cifar10(cifar.root, True, [cifar.url])) == 5 * PER_FILE
-    assert cifar.mirror.asked == []
-
-
-def test_torchvisions_folder_is_used_without_its_archive_and_nothing_is_written(cifar: Fake) -> None:
-    cifar.root.mkdir()
-    packed = io.BytesIO(cifar.mirror.files["cifar-10-python.tar.gz"])
-    with tarfile.open(fileobj=packed) as tar:
-        tar.extractall(cifar.root, filter="data")
-    assert len(cifar10(cifar.root, True, [cifar.url])) == 5 * PER_FILE
-    assert cifar.mirror.asked == []
-    assert [path.name for path in cifar.root.iterdir()] == ["cifar-10-batches-py"]
+    (cifar.root / ARCHIVE).write_bytes(cifar.mirror.files[ARCHIVE])
+    if form == "folder":  # torchvision's, without the archive
+        with tarfile.open(cifar.root / ARCHIVE) as tar:
+            tar.extractall(cifar.root, filter="data")
+        (cifar.root / ARCHIVE).unlink()
+    assert len(cifar.load()) == 5 * PER_FILE and cifar.mirror.requests == []
+    if form == "folder":
+        assert [path.name for path in cifar.root.iterdir()] == [FOLDER]
 
 
 @pytest.mark.parametrize("victim", ["data_batch_3", "batches.meta"])
-def test_a_damaged_folder_is_mended_from_its_archive_and_foreign_files_stay(cifar: Fake, victim: str) -> None:
-    cifar10(cifar.root, True, [cifar.url])
-    folder = cifar.root / "cifar-10-batches-py"
+def test_a_damaged_folder_is_mended_from_its_archive_and_foreign_files_stay(cifar: Served, victim: str) -> None:
+    cifar.load()
+    folder = cifar.root / FOLDER
     (folder / victim).write_bytes(b"damaged")
     (folder / "test_batch").unlink()
     (folder / "notes.txt").write_text("mine")
-    assert len(cifar10(cifar.root, True, [cifar.url])) == 5 * PER_FILE
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert len(cifar.mirror.asked) == 1
+    assert len(cifar.load()) == 5 * PER_FILE
+    assert (folder / "notes.txt").read_text() == "mine" and len(cifar.mirror.requests) == 1
 
 
-def test_a_damaged_archive_is_named_and_not_overwritten(cifar: Fake) -> None:
+def test_a_damaged_archive_is_named_and_not_overwritten(cifar: Served) -> None:
     cifar.root.mkdir()
-    archive = cifar.root / "cifar-10-python.tar.gz"
-    archive.write_bytes(cifar.mirror.files[archive.name][:-9])
+    archive = cifar.root / ARCHIVE
+    archive.write_bytes(cut := cifar.mirror.files[ARCHIVE][:-9])
     with pytest.raises(Failure, match=f"{archive} is damaged"):
-        cifar10(cifar.root, True, [cifar.url])
-    assert len(archive.read_bytes()) == len(cifar.mirror.files[archive.name]) - 9
-    assert cifar.mirror.asked == []
+        cifar.load()
+    assert archive.read_bytes() == cut and cifar.mirror.requests == []
 
 
 def test_an_interrupted_unpacking_leaves_nothing_half_and_the_next_start_finishes_it(
-    cifar: Fake, monkeypatch: pytest.MonkeyPatch
+    cifar: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(tar: tarfile.TarFile, path: Path, filter: str) -> None:
         tar.extract(tar.getmembers()[0], path, filter=filter)
@@ -182,41 +178,39 @@ def test_an_interrupted_unpacking_leaves_nothing_half_and_the_next_start_finishe
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(tarfile.TarFile, "extractall", interrupted)
-        cifar10(cifar.root, True, [cifar.url])
-    assert contents(cifar.root) == {"cifar-10-python.tar.gz"}
-    killed = cifar.root / ".cifar-10-batches-py.unpacking" / "cifar-10-batches-py"
+        cifar.load()
+    assert names_in(cifar.root) == {ARCHIVE}
+    killed = cifar.root / f".{FOLDER}.unpacking" / FOLDER
     killed.mkdir(parents=True)  # as a killed process leaves it
     (killed / "half").write_bytes(b"")
-    assert len(cifar10(cifar.root, True, [cifar.url])) == 5 * PER_FILE
-    assert contents(cifar.root) == {"cifar-10-batches-py", "cifar-10-python.tar.gz"}
-    assert not (cifar.root / "cifar-10-batches-py" / "half").exists()
-    assert len(cifar.mirror.asked) == 1
+    assert len(cifar.load()) == 5 * PER_FILE
+    assert names_in(cifar.root) == {FOLDER, ARCHIVE} and not (cifar.root / FOLDER / "half").exists()
+    assert len(cifar.mirror.requests) == 1
 
 
-def test_a_disk_that_fills_while_unpacking_tells_what_is_needed(cifar: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_while_unpacking_says_what_is_needed(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", full)
     with pytest.raises(Failure, match=r"disk is full: .*data needs [\d,]{6,} bytes more"):
-        cifar10(cifar.root, True, [cifar.url])
+        cifar.load()
 
 
-def test_an_archive_of_other_files_is_told_instead_of_unpacked_again_and_again(
-    cifar: Fake, monkeypatch: pytest.MonkeyPatch
+def test_an_archive_of_other_files_is_refused_instead_of_unpacked_again_and_again(
+    cifar: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tar_of({"cifar-10-batches-py/readme.html": b"nothing"})
-    cifar.mirror.files["cifar-10-python.tar.gz"] = other
+    cifar.mirror.files[ARCHIVE] = other = tar_of({f"{FOLDER}/readme.html": b"nothing"})
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", md5(other))
     with pytest.raises(Failure, match="damaged right after unpacking"):
-        cifar10(cifar.root, True, [cifar.url])
+        cifar.load()
 
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
 def test_readers_that_start_at_once_download_and_unpack_one_time(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake: Fake = request.getfixturevalue(name)
+    served: Served = request.getfixturevalue(name)
     unpacked: list[object] = []
 
     def slowly(unpack: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,64 +222,116 @@ def test_readers_that_start_at_once_download_and_unpack_one_time(
         return unpack_slowly
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", slowly(tarfile.TarFile.extractall))
-    monkeypatch.setattr(shutil, "copyfileobj", slowly(shutil.copyfileobj) if name == "fashion" else shutil.copyfileobj)
-    read, url = (cifar10, fake.url) if name == "cifar" else (fashion_mnist, fake.mirror.url)
+    if name == "fashion":
+        monkeypatch.setattr(shutil, "copyfileobj", slowly(shutil.copyfileobj))
     with ThreadPoolExecutor(4) as pool:
-        sizes = list(pool.map(lambda _: len(read(fake.root, False, [url])), range(4)))
+        sizes = list(pool.map(lambda _: len(served.load(False)), range(4)))
     assert sizes == [PER_FILE if name == "cifar" else 3] * 4
-    assert len(unpacked) == len(fake.mirror.asked) == len(fake.mirror.files)
+    assert len(unpacked) == len(served.mirror.requests) == len(served.mirror.files)
 
 
-def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fashion: Fake) -> None:
-    train, test = (fashion_mnist(fashion.root, train, [fashion.mirror.url]) for train in (True, False))
+@pytest.mark.parametrize(
+    ("name", "kind", "link"),
+    [
+        ("../ran", tarfile.REGTYPE, ""),
+        ("/tmp/cifar-lit-ran", tarfile.REGTYPE, ""),
+        ("data/link", tarfile.SYMTYPE, "/etc"),
+        ("data/link", tarfile.LNKTYPE, "../../etc/passwd"),
+        ("data/null", tarfile.CHRTYPE, ""),
+        ("data/pipe", tarfile.FIFOTYPE, ""),
+    ],
+)
+def test_unpacking_stays_in_its_folder_whatever_the_archive_says(tmp_path: Path, name: str, kind: bytes, link: str) -> None:
+    """An archive's md5 is checked before; this is what would happen if a wrong one had the right md5."""
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, link
+    with tarfile.open(tmp_path / "data.tar", "w") as tar:
+        tar.addfile(member)
+    target = tmp_path / "target"
+    target.mkdir()
+    before = set(tmp_path.rglob("*"))
+    try:
+        unpack(tmp_path / "data.tar", target / "data")
+    except Failure as refusal:
+        assert "was not unpacked" in str(refusal)
+    except FileNotFoundError:  # it was unpacked beside the folder that the archive should have
+        pass
+    assert all(path.is_relative_to(target) for path in set(tmp_path.rglob("*")) - before)
+    assert not Path("/tmp/cifar-lit-ran").exists()
+    assert not [path for path in target.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
+
+
+def test_an_archive_that_unpacks_to_too_much_is_left_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "MAX_UNPACKED", 1000)
+    (tmp_path / "data.tar").write_bytes(tar_of({"data/a": bytes(1001)}))
+    with pytest.raises(Failure, match="it claims 1,001 bytes"):
+        unpack(tmp_path / "data.tar", tmp_path / "data")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.tar"]
+
+
+# ---- Fashion-MNIST
+
+
+def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fashion: Served) -> None:
+    train, test = fashion.load(True), fashion.load(False)
     assert train.images.shape == (6, 28, 28, 1) and test.images.shape == (3, 28, 28, 1)
     assert train.images.dtype == torch.uint8 and train.images.is_contiguous()
     assert train.images[0, 0, :12, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert train.labels.tolist() == [0, 1, 2, 3, 4, 5] and train.labels.dtype == torch.int64
     assert train.classes[0] == "T-shirt/top" and len(train.classes) == 10
     names = set(fashion.mirror.files)
-    assert contents(fashion.root / "FashionMNIST" / "raw") == names | {name.removesuffix(".gz") for name in names}
-    assert len(fashion.mirror.asked) == 4
+    assert names_in(fashion.root / "FashionMNIST" / "raw") == names | {name.removesuffix(".gz") for name in names}
+    assert len(fashion.mirror.requests) == 4
 
 
-def test_fashion_mnist_comes_from_a_plain_folder_too(fashion: Fake, tmp_path: Path) -> None:
-    folder = tmp_path / "copies"
-    folder.mkdir()
+def test_fashion_mnist_comes_from_a_plain_folder_too(fashion: Served, tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
     for name, content in fashion.mirror.files.items():
-        (folder / name).write_bytes(content)
-    assert len(fashion_mnist(fashion.root, True, [str(folder)])) == 6
+        (copies / name).write_bytes(content)
+    assert len(fashion_mnist(fashion.root, True, [str(copies)])) == 6
 
 
 @pytest.mark.parametrize("damage", ["cut short", "one bit", "no packed file left"])
-def test_a_damaged_fashion_file_is_unpacked_again(fashion: Fake, damage: str) -> None:
-    fashion_mnist(fashion.root, True, [fashion.mirror.url])
-    packed = fashion.root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte.gz"
+def test_a_damaged_fashion_file_is_unpacked_again(fashion: Served, damage: str) -> None:
+    fashion.load()
+    packed = fashion.root / "FashionMNIST" / "raw" / PACKED
     plain = packed.with_suffix("")
     whole = plain.read_bytes()
     plain.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage == "one bit" else whole[:-1])
     if damage == "no packed file left":
         packed.unlink()
-    fashion_mnist(fashion.root, True, [fashion.mirror.url])
+    fashion.load()
     assert plain.read_bytes() == whole
-    assert len(fashion.mirror.asked) == (5 if damage == "no packed file left" else 4)
+    assert len(fashion.mirror.requests) == (5 if damage == "no packed file left" else 4)
 
 
-def test_unpacked_fashion_files_need_no_packed_ones_and_nothing_is_written(fashion: Fake) -> None:
+def test_unpacked_fashion_files_need_no_packed_ones_and_nothing_is_written(fashion: Served) -> None:
     raw = fashion.root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for name, content in fashion.mirror.files.items():
         (raw / name.removesuffix(".gz")).write_bytes(gzip.decompress(content))
-    assert len(fashion_mnist(fashion.root, False, [fashion.mirror.url])) == 3
-    assert fashion.mirror.asked == [] and len(list(fashion.root.rglob("*"))) == 6
+    assert len(fashion.load(False)) == 3
+    assert fashion.mirror.requests == [] and len(list(fashion.root.rglob("*"))) == 6
 
 
-def test_an_interrupted_fashion_unpacking_leaves_no_half_file(fashion: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_fashion_unpacking_leaves_no_half_file(fashion: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(source: io.BufferedIOBase, file: io.BufferedIOBase) -> None:
         file.write(source.read(20))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "copyfileobj", interrupted)
-        fashion_mnist(fashion.root, True, [fashion.mirror.url])
-    assert contents(fashion.root / "FashionMNIST" / "raw") == {"train-images-idx3-ubyte.gz"}
-    assert len(fashion_mnist(fashion.root, True, [fashion.mirror.url])) == 6
+        fashion.load()
+    assert names_in(fashion.root / "FashionMNIST" / "raw") == {PACKED}
+    assert len(fashion.load()) == 6
+
+
+def test_an_idx_file_that_claims_more_than_it_holds_is_not_read(tmp_path: Path) -> None:
+    plain = tmp_path / "images"
+    plain.write_bytes(bytes([0, 0, 8, 3]) + 3 * (2**31).to_bytes(4, "big"))
+    assert not idx_intact(tmp_path / "images.gz")
+    os.truncate(plain, 4 << 30)
+    assert not idx_intact(tmp_path / "images.gz")
+    plain.write_bytes(bytes([0, 0, 14, 1, 0, 0, 0, 8]) + bytes(8))  # one float64, described as eight bytes
+    assert not idx_intact(tmp_path / "images.gz")

@@ -1,4 +1,4 @@
-"""One's own images: how the folder is read, split, judged and cached."""
+"""One's own images: how the folder is read, split and judged."""
 
 from __future__ import annotations
 
@@ -118,84 +118,51 @@ def test_image_size_and_channels_can_be_asked_for_and_have_caches_of_their_own(r
     assert len(list((root.parent / "cache").iterdir())) == 3
 
 
-def make_missing(root: Path) -> None:
+def replace_root(root: Path, *images: str) -> None:
     shutil.rmtree(root)
+    root.mkdir()
+    for image in images:
+        save(root / image)
 
 
-def make_archive(root: Path) -> None:
+def archive_in_place(root: Path) -> None:
     shutil.rmtree(root)
     root.write_bytes(b"PK")
 
 
-def make_empty(root: Path) -> None:
-    shutil.rmtree(root)
-    root.mkdir()
-
-
-def make_one_class(root: Path) -> None:
-    for part in ("train", "test"):
-        shutil.rmtree(root / part / "dog")
-
-
-def make_nested(root: Path) -> None:
-    shutil.copytree(root, root / "pets-v2")
-    shutil.rmtree(root / "train"), shutil.rmtree(root / "test")
-
-
-def make_class_empty(root: Path) -> None:
-    (root / "test/cat/0.png").unlink()
-
-
-def make_classes_differ(root: Path) -> None:
+def other_classes(root: Path) -> None:
     (root / "test/dog").rename(root / "test/Dog")
     save(root / "train/emu/0.png")
 
 
-def make_no_test(root: Path) -> None:
-    (root / "test").rename(root / "val")
-
-
-def make_no_train(root: Path) -> None:
-    shutil.rmtree(root / "train")
-
-
-def make_loose(root: Path) -> None:
-    shutil.rmtree(root)
-    save(root / "cat1.png"), save(root / "cat2.png")
-
-
-def make_loose_in_train(root: Path) -> None:
-    save(root / "train/0.png")
-
-
-def make_single_images(root: Path) -> None:
-    shutil.rmtree(root)
-    save(root / "cat/0.png"), save(root / "dog/0.png")
-
-
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("spoil", "text"),
     [
-        (make_missing, "pets does not exist: --data-dir must name a folder"),
-        (make_archive, "pets is a file, not a folder; unpack it first"),
-        (make_empty, "pets has no class folders: want ROOT/train/<class>"),
-        (make_one_class, r"train has one class only \(cat\)"),
-        (make_nested, r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?"),
-        (make_class_empty, "no JPEG, .* image in .*test for class cat: add some or remove the folder"),
-        (make_classes_differ, "differ: train/ alone has dog, emu and test/ alone has Dog;"),
-        (make_no_test, r"has train/ but no test/<class>/… .* Is val/ meant\?"),
-        (make_no_train, "has test/ but no train/<class>/…"),
-        (make_loose, r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move"),
-        (make_loose_in_train, r"1 images lie directly in .*train \(0.png\)"),
-        (make_single_images, "every class below .* has one image only"),
+        (shutil.rmtree, "pets does not exist: --data-dir must name a folder"),
+        (archive_in_place, "pets is a file, not a folder; unpack it first"),
+        (replace_root, "pets has no class folders: want ROOT/train/<class>"),
+        (lambda root: [shutil.rmtree(root / part / "dog") for part in ("train", "test")], r"train has one class only \(cat\)"),
+        (
+            lambda root: replace_root(root, "pets-v2/train/cat/0.png", "pets-v2/test/cat/0.png"),
+            r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?",
+        ),
+        (lambda root: (root / "test/cat/0.png").unlink(), "no JPEG, .* in .*test for class cat: add some or remove the folder"),
+        (other_classes, "differ: train/ alone has dog, emu and test/ alone has Dog;"),
+        (lambda root: (root / "test").rename(root / "val"), r"has train/ but no test/<class>/… .* Is val/ meant\?"),
+        (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
+        (
+            lambda root: replace_root(root, "cat1.png", "cat2.png"),
+            r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move each .* such as .*pets/cat/cat1.png",
+        ),
+        (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
+        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],
 )
-def test_a_folder_that_is_no_data_set_is_told_in_one_line(root: Path, make: Callable[[Path], None], told: str) -> None:
-    make(root)
-    with pytest.raises(UsageError, match=told) as caught:
+def test_a_folder_that_is_no_data_set_is_refused_in_one_line(root: Path, spoil: Callable[[Path], object], text: str) -> None:
+    spoil(root)
+    with pytest.raises(UsageError, match=text) as refusal:
         open_set(root)
-    assert "\n" not in str(caught.value)
-    assert not (root.parent / "cache").exists()
+    assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
 
 
 @pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}])
@@ -233,3 +200,14 @@ def test_a_class_whose_images_are_all_damaged_fails_even_with_skip_bad(root: Pat
         path.write_bytes(b"")
     with pytest.raises(Failure, match="no train image of class cat"):
         open_set(root, skip_bad=True)
+
+
+@pytest.mark.parametrize("special", ["pipe", "device"])
+def test_what_is_no_file_is_ignored_and_never_waited_for(root: Path, special: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "train/cat/5.png"
+    if special == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert len(open_set(root)) == 5
+    assert "train/cat/5.png" in capsys.readouterr().err

@@ -1,17 +1,16 @@
 import subprocess
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import NETS, build_net, net_names, takes_any_size
-
-
-def shapes_of(net: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in net.parameters()]
+from cifar_lit import plugins
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.models.registry import NETS, NetSpec, build_net, build_on_meta_device, net_names, takes_any_size
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
@@ -19,57 +18,46 @@ def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
         return net.eval()(torch.rand(2, channels, height, width, generator=torch.Generator().manual_seed(0)))
 
 
-@pytest.mark.parametrize("name", ["tudui", "sjnet"])
-def test_tudui_has_the_tutorials_parameters_and_nothing_else(name: str) -> None:
-    net = build_net(name, channels=3, image_size=32, num_classes=10)
-    assert shapes_of(net) == [
-        *[(32, 3, 5, 5), (32,), (32, 32, 5, 5), (32,), (64, 32, 5, 5), (64,)],
-        *[(64, 1024), (64,), (10, 64), (10,)],
-    ]
-    # 3·32·25+32, 32·32·25+32, 32·64·25+64, 1024·64+64, 64·10+10
-    assert sum(parameter.numel() for parameter in net.parameters()) == 2432 + 25632 + 51264 + 65600 + 650 == 145_578
-    kinds = [type(layer) for layer in net]
-    assert kinds == [nn.Conv2d, nn.MaxPool2d] * 3 + [nn.Flatten, nn.Linear, nn.Linear]
-    assert not list(net.buffers())
+def convolved(*shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of weights, each with that of its bias."""
+    return [shape for weight in shapes for shape in (weight, weight[:1])]
 
 
-def test_lenet_has_the_tutorials_parameters() -> None:
-    net = build_net("lenet", channels=3, image_size=32, num_classes=10)
-    assert shapes_of(net) == [
-        *[(6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,)],
-        *[(120, 400), (120,), (84, 120), (84,), (10, 84), (10,)],
-    ]
-    assert sum(parameter.numel() for parameter in net.parameters()) == 456 + 2416 + 48120 + 10164 + 850 == 62_006
+CONVOLUTION = [nn.Conv2d, nn.ReLU, nn.MaxPool2d]
+TUDUI = convolved((32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 64))
 
 
-def test_fashion_cnn_has_the_tutorials_parameters() -> None:
-    net = build_net("fashion_cnn", channels=1, image_size=28, num_classes=10)
-    assert shapes_of(net) == [
-        *[(6, 1, 5, 5), (6,), (12, 6, 5, 5), (12,)],
-        *[(120, 192), (120,), (60, 120), (60,), (10, 60), (10,)],
-    ]
-    assert sum(parameter.numel() for parameter in net.parameters()) == 156 + 1812 + 23160 + 7260 + 610 == 32_998
-
-
-@pytest.mark.parametrize(("name", "channels", "size"), [("lenet", 3, 32), ("fashion_cnn", 1, 28)])
-def test_the_lenets_rectify_after_every_layer_but_the_last(name: str, channels: int, size: int) -> None:
-    net = build_net(name, channels=channels, image_size=size, num_classes=10)
-    convolution = [nn.Conv2d, nn.ReLU, nn.MaxPool2d]
-    assert [type(layer) for layer in net] == [*convolution, *convolution, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]
-
-
-def test_signs_mlp_has_the_tutorials_parameters() -> None:
-    net = build_net("signs_mlp", channels=3, image_size=64, num_classes=6)
-    assert shapes_of(net) == [(25, 12288), (25,), (16, 25), (16,), (6, 16), (6,)]
-    assert sum(parameter.numel() for parameter in net.parameters()) == 307_225 + 416 + 102 == 307_743
-    assert [type(layer) for layer in net] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+@pytest.mark.parametrize(
+    ("name", "image", "classes", "layers", "shapes", "parameters"),
+    [
+        ("tudui", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
+        ("sjnet", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
+        (
+            *("lenet", (3, 32), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
+            *(convolved((6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)), 62_006),
+        ),
+        (
+            *("fashion_cnn", (1, 28), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
+            *(convolved((6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)), 32_998),
+        ),
+        (
+            *("signs_mlp", (3, 64), 6, [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
+            *(convolved((25, 12288), (16, 25), (6, 16)), 307_743),
+        ),
+    ],
+)
+def test_a_tutorials_net_has_its_layers_and_parameters_and_nothing_else(
+    name: str, image: tuple[int, int], classes: int, layers: list[type], shapes: list[tuple[int, ...]], parameters: int
+) -> None:
+    net = build_net(name, channels=image[0], image_size=image[1], num_classes=classes)
+    assert [type(layer) for layer in net] == layers
+    assert [tuple(parameter.shape) for parameter in net.parameters()] == shapes and not list(net.buffers())
+    assert sum(parameter.numel() for parameter in net.parameters()) == parameters
 
 
 def test_shapenet_stays_under_a_hundred_thousand_parameters() -> None:
     net = build_net("shapenet", channels=3, image_size=32, num_classes=10)
-    convolved = 9 * (3 * 16 + 16 * 32 + 32 * 64 + 64 * 128)
-    normalised = 2 * (16 + 32 + 64 + 128)
-    assert sum(parameter.numel() for parameter in net.parameters()) == convolved + normalised + 1290 == 98_970
+    assert sum(parameter.numel() for parameter in net.parameters()) == 98_970
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
@@ -84,13 +72,13 @@ def test_nets_of_ours_take_any_channels_size_and_classes(name: str, channels: in
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", sorted(NETS))
 def test_each_least_size_is_the_least_that_works(name: str) -> None:
-    least = NETS[name].least
-    least = least if isinstance(least, int) else least()
+    spec = NETS[name].min_size
+    least = spec if isinstance(spec, int) else spec()
     assert logits(build_net(name, channels=3, image_size=least, num_classes=5), 3, least, least).shape == (2, 5)
     if least > 1:
         for size in ((least - 1, 40), (40, least - 1)):
-            told = f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}"
-            with pytest.raises(UsageError, match=told):
+            text = f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}"
+            with pytest.raises(UsageError, match=text):
                 build_net(name, channels=3, image_size=size, num_classes=5)
             unchecked = NETS[name].build(channels=3, image_size=size, num_classes=5, width=1.0)
             with pytest.raises(RuntimeError):
@@ -110,20 +98,16 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_memory_format_does_not_change_the_logits(name: str) -> None:
+def test_memory_format_does_not_change_the_logits_nor_the_meta_device_the_shapes(name: str) -> None:
     net = build_net(name, channels=3, image_size=32, num_classes=10).eval()
     images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = net(images)
         last = net.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_nets_can_be_built_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        for name in NETS:
-            net = build_net(name, channels=3, image_size=32, num_classes=10)
-            assert net(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    weightless = build_on_meta_device(name, channels=3, image_size=32, num_classes=10)
+    assert weightless(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
+    assert all(parameter.is_meta for parameter in weightless.parameters())
 
 
 def test_the_list_of_names_starts_with_ours_and_names_each_net_once() -> None:
@@ -136,8 +120,9 @@ def test_the_list_of_names_starts_with_ours_and_names_each_net_once() -> None:
 
 @pytest.mark.parametrize(("typed", "meant"), [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet-18", "resnet18")])
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
-        build_net(typed, channels=3, image_size=32, num_classes=10)
+    for use in (takes_any_size, lambda name: build_net(name, channels=3, image_size=32, num_classes=10)):
+        with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
+            use(typed)
 
 
 @pytest.mark.parametrize("name", ["lenet", "shapenet", "resnet18"])
@@ -160,19 +145,12 @@ def test_a_net_takes_other_sizes_than_it_was_built_for_exactly_where_the_table_s
 @pytest.mark.parametrize(("name", "any_size"), [("resnet18", True), ("swin_t", True), ("vit_b_16", False), ("maxvit_t", False)])
 def test_torchvisions_nets_take_any_size_but_for_those_with_windows_or_positions(name: str, any_size: bool) -> None:
     assert takes_any_size(name) is any_size
-    with torch.device("meta"):
-        net = build_net(name, channels=3, image_size=224, num_classes=10).eval()
-        images = torch.empty(2, 3, 160, 160)
-        if any_size:
-            assert net(images).shape == (2, 10)
-        else:
-            with pytest.raises((AssertionError, RuntimeError)):
-                net(images)
-
-
-def test_whether_an_unknown_net_takes_any_size_is_not_guessed() -> None:
-    with pytest.raises(UsageError, match=r"Did you mean resnet18\?"):
-        takes_any_size("resnet-18")
+    net, images = weightless(name, image_size=224).eval(), torch.empty(2, 3, 160, 160, device="meta")
+    if any_size:
+        assert net(images).shape == (2, 10)
+    else:
+        with pytest.raises((AssertionError, RuntimeError)):
+            net(images)
 
 
 @pytest.mark.parametrize(
@@ -186,23 +164,22 @@ def test_numbers_that_cannot_be_meant_are_refused(wrong: dict[str, float]) -> No
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
 def test_resnets_have_the_stem_for_small_images(name: str) -> None:
-    net = build_net(name, channels=3, image_size=32, num_classes=10)
+    net = build_net(name, channels=3, image_size=32, num_classes=10) if name == "resnet18" else weightless(name)
     assert net.conv1.weight.shape == (64, 3, 3, 3)
     assert (net.conv1.stride, net.conv1.padding, net.conv1.bias) == ((1, 1), (1, 1), None)
-    sides = []
-    net.layer1.register_forward_hook(lambda _module, _inputs, output: sides.append(tuple(output.shape[2:])))
-    assert logits(net, 3, 32, 32).shape == (2, 10)
-    assert sides == [(32, 32)]  # with the published stem it would be 8×8
+    assert isinstance(net.maxpool, nn.Identity)  # the first stage sees 32×32 pixels; with the published stem, 8×8
+    if name == "resnet18":
+        published = 11_689_512  # torchvision's documentation: 7×7 stem, 1,000 classes
+        count = sum(parameter.numel() for parameter in net.parameters())
+        assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
+        assert logits(net, 3, 32, 32).shape == (2, 10)
 
 
-def test_resnet18_has_the_published_parameters_but_for_stem_and_head() -> None:
-    net = build_net("resnet18", channels=3, image_size=32, num_classes=10)
-    published = 11_689_512  # torchvision's documentation: 7×7 stem, 1,000 classes
-    count = sum(parameter.numel() for parameter in net.parameters())
-    assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
+def weightless(name: str, channels: int = 3, image_size: int = 32) -> Any:
+    return build_on_meta_device(name, channels=channels, image_size=image_size, num_classes=10)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "squeezenet1_1", "densenet121", "googlenet", "resnet18", "swin_t"])
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "squeezenet1_1", "googlenet"])
 def test_torchvision_nets_train_on_grey_images_without_a_warning(name: str) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -242,14 +219,11 @@ def test_a_size_that_a_torchvision_net_cannot_take_is_refused_at_once(
         build_net(name, channels=3, image_size=size, num_classes=10)
 
 
-def test_the_least_size_named_for_a_torchvision_net_works() -> None:
-    assert logits(build_net("squeezenet1_1", channels=3, image_size=17, num_classes=10), 3, 17, 17).shape == (2, 10)
-
-
-def test_vits_are_made_for_the_images_size() -> None:
-    net = build_net("vit_b_16", channels=1, image_size=32, num_classes=3)
-    assert net.encoder.pos_embedding.shape == (1, 4 + 1, 768)
-    assert logits(net, 1, 32, 32).shape == (2, 3)
+def test_the_least_size_that_was_named_works_and_vits_are_made_for_the_images_size() -> None:
+    assert weightless("squeezenet1_1", image_size=17)(torch.empty(2, 3, 17, 17, device="meta")).shape == (2, 10)
+    vit = weightless("vit_b_16", channels=1, image_size=32)
+    assert vit.encoder.pos_embedding.shape == (1, 4 + 1, 768)
+    assert vit(torch.empty(2, 1, 32, 32, device="meta")).shape == (2, 10)
 
 
 def test_width_is_refused_for_a_torchvision_net() -> None:
@@ -263,3 +237,69 @@ def test_building_a_net_of_ours_does_not_load_torchvision() -> None:
         "build_net('tudui', channels=3, image_size=32, num_classes=10); sys.exit('torchvision' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# ---- nets of one's own
+
+
+OWN_NETS = """
+from torch import nn
+from cifar_lit.models.registry import NetSpec
+
+class Own(nn.Sequential):
+    def __init__(self, channels, image_size, num_classes, width=1.0, depth=1):
+        super().__init__(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
+        self.depth = depth
+
+class NoWidth(nn.Module):
+    def __init__(self, channels, image_size, num_classes):
+        super().__init__()
+
+def anything(**settings):
+    return settings
+
+spec = NetSpec(Own, min_size=9, any_size=True)
+"""
+
+
+@pytest.fixture
+def own_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_nets.py").write_text(OWN_NETS)
+    (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    names = ["my_own_nets.Own", "my_own_nets.NoWidth", "my_own_nets.anything", "my_own_nets.spec", "my_own_nets.Ohn"]
+    monkeypatch.setattr(plugins, "_allowed", {*names, "my_broken_nets.Net", "no_nets_here.Net"})
+
+
+def test_a_net_of_ones_own_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETS, "mine", NetSpec(lambda **settings: nn.Flatten(), min_size=4))
+    assert "mine" in net_names() and not takes_any_size("mine")
+    assert isinstance(build_net("mine", channels=3, image_size=4, num_classes=2), nn.Flatten)
+
+
+@pytest.mark.usefixtures("own_nets")
+def test_a_net_in_ones_own_file_is_named_by_its_import_path() -> None:
+    net = build_net("my_own_nets.Own", channels=1, image_size=(8, 9), num_classes=3, options={"depth": 2})
+    assert net.depth == 2 and logits(net, 1, 8, 9).shape == (2, 3)
+    assert not takes_any_size("my_own_nets.Own") and takes_any_size("my_own_nets.spec")
+    assert "" not in sys.path and str(Path.cwd()) not in sys.path
+
+
+@pytest.mark.usefixtures("own_nets")
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
+        ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the least size is 9×9."),
+        ("my_own_nets.NoWidth", {}, "my_own_nets.NoWidth cannot be built with channels, image_size, num_classes, width: "),
+        ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
+        ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
+        ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),
+        ("os.system", {}, "os.system would run code of its module: type it on the command line, or add --trust"),
+        ("my_broken_nets.Net", {}, "my_broken_nets cannot be imported: ModuleNotFoundError: No module named 'no_such_package"),
+    ],
+)
+def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(name: str, options: dict[str, int], text: str) -> None:
+    with pytest.raises((UsageError, Failure)) as refusal:
+        build_net(name, channels=1, image_size=8, num_classes=3, options=options)
+    assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)

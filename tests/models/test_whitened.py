@@ -1,3 +1,5 @@
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -6,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import build_net
+from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.models.whitened import whitening_filters
 
 TINY: dict[str, Any] = {"widths": [8, 12]}
@@ -54,7 +56,7 @@ def test_the_default_net_has_the_layers_of_the_94_record() -> None:
 
 
 def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool: str) -> Tensor:
-    """The facts' description of the net, layer after layer, from its weights, in evaluation mode."""
+    """The net by its description, layer after layer, from its weights, in evaluation mode."""
     maps = activation(F.conv2d(images, net.whiten.weight, net.whiten.bias))
     for group in net.groups:
         maps = F.max_pool2d(F.conv2d(maps, group.convs[0].weight, padding=1), 2)
@@ -74,10 +76,17 @@ def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool
     return pooled @ net.head.weight.T
 
 
-@pytest.mark.parametrize(("activation", "function"), [("gelu", F.gelu), ("silu", F.silu), ("relu", F.relu)])
-@pytest.mark.parametrize(("depth", "residual"), [(1, False), (2, False), (2, True), (3, True), ([3, 1], True)])
-@pytest.mark.parametrize("head_pool", ["max", "avg"])
-def test_the_net_computes_what_the_facts_describe(
+@pytest.mark.parametrize(
+    ("activation", "function", "depth", "residual", "head_pool"),
+    [
+        ("gelu", F.gelu, 1, False, "max"),
+        ("silu", F.silu, 2, False, "avg"),
+        ("relu", F.relu, 2, True, "max"),
+        ("silu", F.silu, 3, True, "max"),
+        ("gelu", F.gelu, [3, 1], True, "avg"),
+    ],
+)
+def test_the_net_computes_what_its_description_says(
     activation: str, function: Any, depth: int | list[int], residual: bool, head_pool: str
 ) -> None:
     net = made(**TINY, activation=activation, depth=depth, residual=residual, head_pool=head_pool, logit_scale=0.25)
@@ -87,8 +96,10 @@ def test_the_net_computes_what_the_facts_describe(
         torch.testing.assert_close(net(images), 0.25 * by_hand(net, images, function, residual, head_pool), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"widths": [8], "depth": 1}, {"widths": [4, 8, 8, 8], "depth": [1, 2, 3, 1]}])
-@pytest.mark.parametrize(("channels", "width"), [(1, 1.0), (3, 0.25), (4, 2.0)])
+@pytest.mark.parametrize(
+    ("options", "channels", "width"),
+    [({}, 1, 0.25), ({"widths": [8], "depth": 1}, 3, 0.25), ({"widths": [4, 8, 8, 8], "depth": [1, 2, 3, 1]}, 4, 2.0)],
+)
 def test_widths_and_depths_are_as_many_as_asked_for(options: dict[str, Any], channels: int, width: float) -> None:
     net = made(size=33, channels=channels, width=width, **options)
     widths = options.get("widths", [64, 256, 256])
@@ -139,7 +150,10 @@ def test_one_net_trains_at_several_sizes() -> None:
 
 
 def test_whitening_weights_and_norm_scales_are_frozen_and_all_else_is_trained() -> None:
-    net = made(**TINY)
+    net = made(**TINY, norm_momentum=0.443)
+    for norm in (norm for group in net.groups for norm in group.norms):  # as in the records
+        assert (norm.eps, norm.momentum, norm.track_running_stats) == (1e-12, 0.443, True)
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and not norm.bias.any()
     net(some_images()).square().sum().backward()
     frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
     norms = {f"groups.{group}.norms.{place}.weight" for group in (0, 1) for place in (0, 1)}
@@ -148,14 +162,6 @@ def test_whitening_weights_and_norm_scales_are_frozen_and_all_else_is_trained() 
         assert (parameter.grad is None) == (name in frozen)
         if name not in frozen:
             assert parameter.grad.abs().sum() > 0, name
-
-
-def test_norms_are_as_in_the_records() -> None:
-    for norm in (norm for group in made(**TINY, norm_momentum=0.443).groups for norm in group.norms):
-        assert (norm.eps, norm.momentum, norm.track_running_stats) == (1e-12, 0.443, True)
-        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
-        assert torch.equal(norm.bias, torch.zeros_like(norm.bias))
-    assert made(**TINY).groups[0].norms[0].momentum == 0.4
 
 
 @pytest.mark.parametrize("widths", [[40, 60], [8, 4]])
@@ -173,18 +179,14 @@ def test_convolutions_start_as_the_identity_on_as_many_channels_as_they_have(wid
                 assert float(rest.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.1)
 
 
-def test_by_default_the_heads_weights_have_deviation_one_and_logits_are_divided_by_the_last_width() -> None:
+def test_the_logit_scale_decides_how_the_head_starts() -> None:
     net = made(widths=[8, 64])
     assert float(net.head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
-    scaled, plain = net.eval(), made(widths=[8, 64], logit_scale=1.0).eval()
-    plain.load_state_dict(scaled.state_dict())
+    scaled, plain = net.eval(), made(widths=[8, 64], logit_scale=1.0)
+    assert float(plain.head.weight.detach().abs().max()) <= 64**-0.5  # as torch's linear layers
+    assert float(plain.head.weight.detach().std()) == pytest.approx((3 * 64) ** -0.5, rel=0.1)
+    plain.eval().load_state_dict(scaled.state_dict())
     torch.testing.assert_close(scaled(some_images()), plain(some_images()) / 64)
-
-
-def test_with_a_logit_scale_the_head_starts_as_torchs_linear_layers_do() -> None:
-    net = made(widths=[8, 64], logit_scale=1 / 9)
-    assert float(net.head.weight.detach().abs().max()) <= 64**-0.5
-    assert float(net.head.weight.detach().std()) == pytest.approx((3 * 64) ** -0.5, rel=0.1)
 
 
 # ---- the first layer
@@ -230,17 +232,14 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
             lambda _module, _inputs, output, name=name: kinds.update({name: output.dtype})
         )
     net.groups.register_forward_pre_hook(lambda _module, inputs: kinds.update({"activated": inputs[0].dtype}))
+    for dtype in (torch.bfloat16, torch.float64):
+        other = made(**TINY).to(dtype)
+        other.initialise(some_images())
+        assert other.whiten.weight.dtype == other(some_images()).dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
         assert net(some_images()).dtype == torch.float32
         assert net(some_images().bfloat16()).dtype == torch.float32
     assert kinds == {"whiten": torch.float32, "activated": torch.bfloat16, "groups": torch.bfloat16, "head": torch.float32}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_of_another_precision_compute_in_it(dtype: torch.dtype) -> None:
-    net = made(**TINY).to(dtype)
-    net.initialise(some_images())
-    assert net.whiten.weight.dtype == net(some_images()).dtype == dtype
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -261,23 +260,62 @@ def test_bfloat16_autocast_changes_statistics_logits_and_gradients_by_rounding_o
         assert float((plain - lowered).norm() / plain.norm()) < limit
 
 
-def test_channels_last_gives_the_same_logits() -> None:
-    net = trained_a_little(made(**TINY, residual=True))
-    with torch.no_grad():
-        expected = net(some_images(seed=9))
-        last = net.to(memory_format=torch.channels_last)(some_images(seed=9).to(memory_format=torch.channels_last))
-    torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_fixed_first_layer_gives_the_same_logits_and_asks_for_no_gradient() -> None:
-    torch.manual_seed(0)
-    trained = build_net("whitened", channels=3, image_size=16, num_classes=4, options={"widths": [8, 8]})
-    fixed = build_net("whitened", channels=3, image_size=16, num_classes=4, options={"widths": [8, 8], "whiten_bias": False})
-    fixed.load_state_dict(trained.state_dict())
-    images = torch.randn(4, 3, 16, 16)
-    assert torch.equal(trained(images), fixed(images))
-    fixed(images).sum().backward()
+    trained, fixed = made(**TINY), made(**TINY, whiten_bias=False)
+    assert torch.equal(trained(some_images()), fixed(some_images()))
+    fixed(some_images()).sum().backward()
     assert {name for name, parameter in fixed.named_parameters() if parameter.grad is None} == {
         *("whiten.weight", "whiten.bias"),
         *(name for name, _ in fixed.named_parameters() if "norms" in name and name.endswith("weight")),
     }
+
+
+# ---- options
+
+
+def test_no_options_are_all_defaults() -> None:
+    defaults = {
+        "widths": [64, 256, 256], "depth": 2, "residual": False, "patch": 2, "stride": 1, "activation": "gelu",
+        "whiten_bias": True, "head_pool": "max", "norm_momentum": 0.4, "logit_scale": None,
+    }  # fmt: skip
+    assert set(defaults) == set(NETS["whitened"].options)
+    assert repr(made(32)) == repr(made(32, **defaults)) == repr(build_net("whitened", channels=3, image_size=32, num_classes=5))
+    assert made(32).logit_scale == made(32, **defaults).logit_scale == 1 / 256
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"widhts": [8]}, "model.net_options of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual"),
+        ({"widths": []}, "widths must be a list of whole numbers above 0, one a group, not []"),
+        ({"widths": 64}, "widths must be a list of whole numbers above 0, one a group, not 64"),
+        ({"widths": [64, 0]}, "widths must be a list of whole numbers above 0, one a group, not [64, 0]"),
+        ({"widths": [64, "128"]}, "widths must be a list"),
+        ({"depth": 0}, "depth must be a whole number above 0, or a list of 3, one a group, not 0"),
+        ({"depth": [2, 2]}, "depth must be a whole number above 0, or a list of 3, one a group, not [2, 2]"),
+        ({"depth": True}, "depth must be a whole number above 0"),
+        ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
+        ({"residual": True, "depth": 1}, "residual goes around the second convolution and those after: set depth above 1"),
+        ({"patch": 0}, "patch must be a whole number of pixels above 0, not 0"),
+        ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
+        ({"stride": -1}, "stride must be a whole number of pixels above 0, not -1"),
+        ({"stride": 3}, "stride 3 would skip pixels: it can be 2 (patch) at most"),
+        ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),
+        ({"head_pool": "mean"}, "head_pool must be one of max, avg, not 'mean'"),
+        ({"norm_momentum": 0}, "norm_momentum must be above 0 and at most 1, not 0"),
+        ({"norm_momentum": "fast"}, "norm_momentum must be above 0 and at most 1, not 'fast'"),
+        ({"logit_scale": 0.0}, "logit_scale must be a number above 0, or null, not 0.0"),
+        ({"logit_scale": float("nan")}, "logit_scale must be a number above 0, or null, not nan"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_in_one_line(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)) as refused:
+        made(32, **options)
+    assert str(refused.value).startswith("model.net_options")
+    assert "\n" not in str(refused.value)
+
+
+def test_building_a_narrow_net_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(32, width=0.001)

@@ -9,7 +9,7 @@ import torch
 from real_runs import SCRIPT, SETTINGS, Done, here, run
 from small_runs import build_dropout
 
-from cifar_lit.models.registry import NETS, Entry
+from cifar_lit.models.registry import NETS, NetSpec
 
 torch.set_num_threads(1)  # nets this small only wait for a second thread, long where the cores are taken
 
@@ -17,7 +17,7 @@ torch.set_num_threads(1)  # nets this small only wait for a second thread, long 
 @pytest.fixture
 def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `build_dropout` known as the net "dropout"; it takes images of any size."""
-    monkeypatch.setitem(NETS, "dropout", Entry(build_dropout, least=8, any_size=True))
+    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8, any_size=True))
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,21 @@
-"""A mirror on this machine that misbehaves as a test wants it to."""
+"""Mirrors on this machine that misbehave as a test wants them to, and the file that they hold."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from cifar_lit.data.download import fetch
+
+CONTENT = random.Random(0).randbytes(100_000)
+MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 @dataclass
@@ -23,13 +31,13 @@ class Mirror:
     stall_after: int = -1  # goes silent after so many bytes
     bytes_per_second: float = 0.0  # 0: as fast as it can
     content_type: str = "application/octet-stream"
-    asked: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
+    requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
     url: str = ""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path.lstrip("/")
         first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.asked.append((path, first))
+        self.requests.append((path, first))
         if self.status or path not in self.files:
             return handler.send_error(self.status or 404)
         content = self.files[path]
@@ -81,3 +89,17 @@ def serving(mirror: Mirror) -> Iterator[Mirror]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+MirrorMaker = Callable[..., Mirror]
+
+
+def get(target: Path, *mirrors: Mirror | str, md5: str = MD5) -> Path:
+    """Fetches a.gz from mirrors, or from addresses."""
+    return fetch("a.gz", [mirror if isinstance(mirror, str) else f"{mirror.url}a.gz" for mirror in mirrors], md5, target)
+
+
+def put_part(target: Path, content: bytes) -> None:
+    """What an earlier transfer left of `target`."""
+    target.parent.mkdir(parents=True)
+    target.with_name("a.gz.part").write_bytes(content)

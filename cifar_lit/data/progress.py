@@ -1,0 +1,57 @@
+"""Progress of long preparations: a live bar on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress(
+    what: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
+) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how far `what` has come and at which rate; yields `advance(amount)`.
+
+    total: 0 where it is not known. unit: of amounts once multiplied by `scale` (bytes with unit "MB" and scale 1e-6).
+    At the end comes one line with amount, seconds and rate, if it took at least `min_seconds`.
+    """
+    started = last_line = time.monotonic()
+    done = 0
+    bar = None
+    task = None
+    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
+    if sys.stderr.isatty() and not silent:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = bar.add_task(what, total=total or None, amount="")
+        bar.start()
+
+    def amount() -> str:
+        rate = done * scale / max(time.monotonic() - started, 1e-6)
+        of = f"/{total * scale:,.0f}" if total else ""
+        return f"{done * scale:,.0f}{of} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
+
+    def advance(count: int) -> None:
+        nonlocal done, last_line
+        done += count
+        if bar is not None and task is not None:
+            bar.update(task, completed=done, amount=amount())
+        elif not silent and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            print(f"{what}: {amount()}", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+    if not silent and time.monotonic() - started >= min_seconds:
+        print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

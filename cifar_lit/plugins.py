@@ -1,0 +1,47 @@
+"""Nets and data sets from one's own file, by their dotted name, such as `my_nets.MyNet`.
+
+An import runs the module's code, and a name may stand in a config.yaml or a model file that came from anyone. So only names that
+the user typed or trusted are imported: `allow_imports` is called for those, and all others are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cifar_lit.errors import Failure, UsageError, first_line, nearest
+
+_allowed: set[str] = set()
+
+
+def allow_imports(paths: Iterable[str]) -> None:
+    """Lets `import_callable` import these dotted names in this process."""
+    _allowed.update(paths)
+
+
+def import_callable(path: str) -> Callable[..., Any]:
+    """What the dotted name `path` stands for; its module is also looked for in the working directory.
+
+    Raises:
+        UsageError: for a name that `allow_imports` was not given, or that is not there.
+        Failure: when the module cannot be imported.
+    """
+    if path not in _allowed:
+        raise UsageError(f"{path} would run code of its module: type it on the command line, or add --trust")
+    module_name, _, name = path.rpartition(".")
+    sys.path.append(str(Path.cwd()))  # at the end, so that no file there takes the place of a module
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from None
+        raise Failure(f"{module_name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.pop()
+    if not hasattr(module, name):
+        raise UsageError(f"{module_name} has no {name!r}.{nearest(name, vars(module))}")
+    target: Callable[..., Any] = getattr(module, name)
+    return target
