@@ -3,7 +3,7 @@
 A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; therefore
 
 - what is typed on the command line is trusted: classes that flags name may be named by files too;
-- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` are taken, unless
+- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and the metrics of `SAFE_PACKAGE` are taken, unless
   `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote: such runs are resumed and tested
   as they were started. jsonargparse asks before each import, also for files that a file points to;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
@@ -37,6 +37,7 @@ SAFE = {
     "strategies": ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"),
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
+SAFE_PACKAGE = "torchmetrics.classification"  # all in it; jsonargparse asks for where a class is defined, too
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _CLASS = re.compile(r"\b[A-Z]\w+\b")
 
@@ -74,7 +75,7 @@ def allow(words: Iterable[str]) -> None:
     known = _known()
     own = {name for name in named if name != "jsonargparse" and not name.startswith("jsonargparse.")}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
-    set_parsing_settings(import_path_allowlist=sorted(known | own))
+    set_parsing_settings(import_path_allowlist=sorted(known | own | {SAFE_PACKAGE}))
     allow_imports(own)
     _allowed_before.update(own - known)
 
