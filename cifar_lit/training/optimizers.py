@@ -41,8 +41,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trainable parameters of `net` in groups, each with its `role`, rate and settings; empty groups are left out.
 
-    sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too) without it: decay
-    on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
+    sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too)
+    without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
 
     muon, which follows airbench94_muon (K. Jordan, 2024):
 
