@@ -33,6 +33,11 @@ def own_modules() -> Iterator[None]:
         sys.path.pop()
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a name of a net or a data set is a dotted one, such as `my_nets.MyNet`."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
 def import_callable(path: str) -> Callable[..., Any]:
     """What the dotted name `path` stands for; its module is also looked for in the working directory.
 

@@ -189,7 +189,7 @@ class RunFolderSetup(Callback):
         if trainer.is_global_zero:
             data = trainer.datamodule  # type: ignore[attr-defined]
             console.start_card(card_rows(self._run, trainer, pl_module, data), "cifar-lit")
-            if self._run.board and not self._run.folder.resumed:
+            if self._run.board in trainer.loggers and not self._run.folder.resumed:  # none of ours in a fast_dev_run
                 self._run.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
 
 

@@ -3,8 +3,8 @@
 A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; therefore
 
 - what is typed on the command line is trusted: classes that flags name may be named by files too;
-- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and the metrics in
-  `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote:
+- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those
+  of `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote:
   such runs are resumed and tested as they were started. jsonargparse asks before each import, also for files that a file points to;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 

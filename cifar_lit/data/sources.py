@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.plugins import import_callable
+from cifar_lit.plugins import import_callable, is_import_path
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class Source:
 def _archive(name: str, files: tuple[str, ...], image_size: int, channels: int, num_classes: int) -> Source:
     """A data set that is downloaded. files: one of these below the root shows that it was."""
 
-    def root(settings: SourceSettings) -> Path:
-        return Path(settings.root or "data").expanduser()
-
     def load(settings: SourceSettings, train: bool) -> ImageSet:
         from cifar_lit.data import archives  # imports torchvision, which the other sources need not wait for
 
-        images: ImageSet = getattr(archives, name)(root(settings), train, (settings.url,) if settings.url else ())
+        images: ImageSet = getattr(archives, name)(_root(settings), train, (settings.url,) if settings.url else ())
         return images
 
     def at_hand(settings: SourceSettings) -> bool:
-        return any((root(settings) / file).exists() for file in files)
+        return any((_root(settings) / file).exists() for file in files)
 
     return Source(load, at_hand, {"image_size": image_size, "channels": channels, "num_classes": num_classes})
+
+
+def _root(settings: SourceSettings) -> Path:
+    return Path(settings.root or "data").expanduser()
 
 
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
@@ -68,7 +69,7 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         raise UsageError("the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…")
     images = folder(
-        Path(settings.root).expanduser(),
+        _root(settings),
         train,
         image_size=settings.image_size,
         channels=settings.channels or 3,
@@ -103,7 +104,7 @@ SOURCES: dict[str, Source] = {
     "cifar10": _archive("cifar10", ("cifar-10-batches-py", "cifar-10-python.tar.gz"), 32, 3, 10),
     "cifar100": _archive("cifar100", ("cifar-100-python", "cifar-100-python.tar.gz"), 32, 3, 100),
     "fashion_mnist": _archive("fashion_mnist", ("FashionMNIST/raw",), 28, 1, 10),
-    "folder": Source(_folder, at_hand=lambda settings: bool(settings.root) and Path(settings.root or "").expanduser().exists()),
+    "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and _root(settings).exists()),
     "shapes": Source(_shapes),
 }
 
@@ -138,7 +139,7 @@ def at_hand(dataset: str, settings: SourceSettings) -> bool:
 def _source(dataset: str) -> Source:
     if dataset in SOURCES:
         return SOURCES[dataset]
-    if "." in dataset:
+    if is_import_path(dataset):
         target = import_callable(dataset)
         return target if isinstance(target, Source) else Source(target)
     raise UsageError(f"no data set is called {dataset!r}.{nearest(dataset, SOURCES)} There are {', '.join(SOURCES)}.")

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models import whitened
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
-from cifar_lit.plugins import import_callable
+from cifar_lit.plugins import import_callable, is_import_path
 
 
 class NetSpec(NamedTuple):
@@ -150,7 +150,7 @@ def _spec(name: str) -> NetSpec | None:
     """The spec of a net, None for torchvision's. Raises UsageError for an unknown name."""
     if name in NETS:  # before anything else: torchvision takes long to import
         return NETS[name]
-    if "." in name:
+    if is_import_path(name):
         target = import_callable(name)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     if name not in net_names():

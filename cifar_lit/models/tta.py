@@ -18,11 +18,20 @@ def check_views(views: str) -> None:
 
 
 def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
-    """Logits (B, classes) of float images (B, C, height, width), averaged over views; at least float32 where there are several.
+    """Logits averaged over views of each image, as in K. Jordan's airbench (2024).
 
-    none: the images as they are. mirror: and left-right mirrored, half each. full: both of these a quarter each, and an eighth
-    each the images moved by one pixel down and right, by one up and left, and the mirrors of these two; what comes in at the
-    edge is reflected. As in K. Jordan's airbench (2024). Raises UsageError for other `views`.
+    Args:
+        net: in evaluation mode.
+        images: float (B, C, height, width).
+        views: none: the images as they are. mirror: and left-right mirrored, half each. full: both of these a quarter each,
+            and an eighth each the images moved by one pixel down and right, by one up and left, and the mirrors of these two;
+            what comes in at the edge is reflected.
+
+    Returns:
+        (B, classes), at least float32 where there are several views.
+
+    Raises:
+        UsageError: for other `views`.
     """
     check_views(views)
     if views == "none":

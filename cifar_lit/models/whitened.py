@@ -26,16 +26,23 @@ BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at onc
 
 @torch.no_grad()
 def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
-    """Filters (2·C·patch², C, patch, patch) that whiten patches of `images`: C·patch² of them, then the same negated.
+    """Filters that whiten the patches at every place of `images`: C·patch² of them, then the same negated.
 
-    images: float (N, C, height, width), N ≥ 1, normalised. patch: side in pixels; the patches are those at every place.
+    The covariance of the patches, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that
+    of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in
+    airbench).
 
-    Their covariance, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that of the largest
-    e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in airbench).
+    Summed in float64 on the images' device and decomposed on the CPU, which is faster for so small a matrix. An eigenvector's
+    sign is free: here its first component is positive, leaving out those that are zero but for rounding, so that the same
+    images give the same filters again.
 
-    Summed in float64 on the images' device and decomposed on the CPU, which is faster for so small a matrix; returned in the
-    images' dtype on their device. An eigenvector's sign is free: here its first component is positive, leaving out those
-    that are zero but for rounding, so that the same images give the same filters again.
+    Args:
+        images: float (N, C, height, width), N ≥ 1, normalised.
+        patch: side of the patches in pixels.
+        eps: added to the eigenvalues.
+
+    Returns:
+        (2·C·patch², C, patch, patch) in the images' dtype on their device.
     """
     _, channels, height, width = images.shape
     size, places = channels * patch**2, (height - patch + 1) * (width - patch + 1)

@@ -177,9 +177,9 @@ def test_damaged_images_fail_by_name_with_the_way_on_also_from_the_cache(root: P
     for _ in range(2):
         with pytest.raises(
             Failure, match=r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(No such file"
-        ) as told:
+        ) as refusal:
             open_set(root)
-        assert "--data.skip_bad true" in str(told.value)
+        assert "--data.skip_bad true" in str(refusal.value)
     assert decodings(capsys) == 8  # once
 
 

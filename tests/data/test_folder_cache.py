@@ -94,8 +94,8 @@ def test_a_cache_that_is_not_whole_is_made_again(root: Path, harm: str, capsys: 
     elif harm == "foreign index":
         index.write_text("[1, 2]")
     else:
-        found = json.loads(index.read_text())
-        index.write_text(json.dumps(found | ({"format": 0} if harm == "other format" else {"files": found["files"][1:]})))
+        values = json.loads(index.read_text())
+        index.write_text(json.dumps(values | ({"format": 0} if harm == "other format" else {"files": values["files"][1:]})))
     assert torch.equal(open_set(root), before) and decodings(capsys) == 7
     assert sorted(path.suffix for path in slot(root).iterdir()) == ["", ".json", ".u8"]
 

@@ -40,7 +40,7 @@ def test_names_are_figures_and_then_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "text"),
     [
         ({"num_classes": 1}, "2 to 110 classes, not 1"),
         ({"num_classes": 111}, "2 to 110 classes, not 111"),
@@ -50,8 +50,8 @@ def test_names_are_figures_and_then_pairs() -> None:
         ({"seed": -1}, "seed of at least 0"),
     ],
 )
-def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, int], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, int], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         shapes(True, **{"count": 10, **wrong})
 
 
