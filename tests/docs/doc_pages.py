@@ -5,6 +5,7 @@ An HTML comment in the line before a block says what it is:
 - `<!-- file: NAME -->`: the file NAME, to be written into the working folder;
 - `<!-- run -->`: commands, whose trainings get the flags of the page's `<!-- settings: … -->` behind their own;
 - `<!-- run: FLAGS -->`: the same with these flags in their place;
+- `<!-- python -->`: statements, which see the names of those before them on the page;
 - `<!-- patch -->`: a change of the package.
 """
 
@@ -24,6 +25,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/predict.py": "classify"}
 TRAINING = ("fit", "train")
+STAYS_OPEN = "tensorboard"  # a program that is not run, as it has no end
 
 
 class Block(NamedTuple):
@@ -53,12 +55,15 @@ class Page:
         return list(_blocks(self.text))
 
     def follow(self, blocks: list[Block]) -> list[Answer]:
-        """Writes the files and runs the commands in their order; each command must succeed."""
-        answers = []
+        """Writes the files, and runs statements and commands in their order; each command must succeed."""
+        answers: list[Answer] = []
+        names: dict[str, object] = {}
         for block in blocks:
             if block.kind == "file":
                 Path(block.value).write_text(block.text)
-            if block.kind == "run":
+            elif block.kind == "python":
+                exec(compile(block.text, "page", "exec"), names)
+            elif block.kind == "run":
                 answers += [self.run(words, block) for words in command_lines(block.text)]
         return answers
 
@@ -79,8 +84,9 @@ def _blocks(text: str) -> Iterator[Block]:
 
 
 def command_lines(text: str) -> list[list[str]]:
-    """The words of each line, without comments."""
-    return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+    """The words of each line that is to be run, without comments."""
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words for words in lines if words and words[0] != STAYS_OPEN]
 
 
 def _command(words: list[str]) -> tuple[str, list[str]]:
