@@ -1,4 +1,4 @@
-"""What this machine has, and whether it has what was asked for."""
+"""What this machine has, and whether it has what a user asks for."""
 
 from __future__ import annotations
 
@@ -7,90 +7,30 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cifar_lit.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     import torch
 
-# ---- From what a user calls a device to what torch calls it, for commands that compute without a Trainer.
-
-DEVICE_KINDS = ("auto", "cpu", "gpu", "cuda", "mps")
-
-
-class Accelerators(NamedTuple):
-    """What a machine has besides its CPU: CUDA or ROCm devices, and whether an Apple GPU."""
-
-    gpus: int
-    mps: bool
-
-    def __str__(self) -> str:
-        cuda = [f"cuda:{number}" for number in range(self.gpus)]
-        return ", ".join(["cpu", *cuda, *(["mps"] if self.mps else [])])
-
-
-def detect_accelerators() -> Accelerators:
-    """What torch finds on this machine."""
-    import torch
-
-    return Accelerators(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.backends.mps.is_available())
-
-
-def resolve_device(name: str, machine: Accelerators | None = None) -> str:
-    """torch's name of a device: "cpu", "cuda", "cuda:1" or "mps".
-
-    name: auto (the first GPU, else Apple's, else the CPU), cpu, gpu (Apple's where there is no other), cuda, mps; gpu:1 and
-    cuda:1 are the second one. machine: this one if not given. Raises UsageError, with what the machine has, for what it has not.
-    """
-    machine = machine or detect_accelerators()
-    found = re.fullmatch(rf"({'|'.join(DEVICE_KINDS)})(?::(\d+))?", name)
-    kind, number = (found[1], found[2]) if found else ("", None)
-    if number is None and kind in ("auto", "gpu", "cuda") and machine.gpus:
-        return "cuda"
-    if number is not None and kind in ("gpu", "cuda") and int(number) < machine.gpus:
-        return f"cuda:{int(number)}"
-    if number in (None, "0") and kind in ("auto", "gpu", "mps") and machine.mps and not (kind == "auto" and number):
-        return "mps"
-    if number is None and kind in ("auto", "cpu"):
-        return "cpu"
-    hint = "" if found else nearest(name, DEVICE_KINDS)
-    raise UsageError(f"this machine has no device {name!r}: it has {machine}.{hint} auto takes the fastest.")
-
-
-# ---- The C library's memory, which on a CPU decides over a fifth of a training step's time.
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
-LARGEST_KEPT = 2**30  # bytes
-
-
-def keep_freed_memory() -> bool:
-    """Lets this process keep the memory that it frees, for the next step; returns whether the C library can be told so.
-
-    By itself, glibc hands large blocks back to the system, as soon as a tensor is freed, and the system clears each of their
-    pages anew when the next step asks for them: a tenth to a third of a step's time on two cores, for tensors of 1 to 50 MB.
-    The process is then as large as it was at its peak until it ends. Blocks above 1 GiB are still handed back. Other
-    libraries (macOS, Windows, musl) are left as they are, and so is an allocator that was loaded before it.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    # glibc before 2.35 refuses a threshold above 32 MiB, and is then left with the most that it takes
-    kept = mallopt(_MMAP_THRESHOLD, LARGEST_KEPT) or mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and kept)
-
-
-LEAST_GAIN = 0.9  # of bf16 in the probe; where it pays it is 1.5 and more, so that noise does not decide
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
+DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands that compute without a Trainer
+MIN_BF16_GAIN = 0.9  # in the probe; where bf16 pays it is 1.5 and more, so that noise does not decide
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The accelerators that torch can use here.
+    """The devices that torch can use here.
 
-    gpus: name and memory in bytes of each CUDA or ROCm device. mps: an Apple GPU. bf16: matrix work in bfloat16 pays
-    on the CPU (AVX512-BF16, AMX). cuda_build: whether torch was built for GPUs at all.
+    Args:
+        cpu: the processor's name.
+        threads: how many of its threads this process may use.
+        bf16: matrix work in bfloat16 is in its hardware (AVX512-BF16, AMX).
+        gpus: name and memory in bytes of each CUDA or ROCm device.
+        gpu_bf16: they compute in bfloat16.
+        mps: there is an Apple GPU.
+        cuda_build: torch was built for GPUs at all.
     """
 
     cpu: str
@@ -103,32 +43,41 @@ class Machine:
 
     def __str__(self) -> str:
         if self.gpus:
-            names = ", ".join(f"{number} {name}" for number, (name, _) in enumerate(self.gpus))
-            return f"GPUs {names}"
+            return f"GPUs {', '.join(f'{number} {name}' for number, (name, _) in enumerate(self.gpus))}"
         return "an Apple GPU (mps)" if self.mps else f"no GPU, a CPU with {self.threads} threads"
+
+    @property
+    def devices(self) -> list[str]:
+        """torch's names of all devices."""
+        return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
+
+    def kind(self, accelerator: str) -> str:
+        """gpu (CUDA or ROCm), mps or cpu, whichever an accelerator means here; what there is not stays as it is called."""
+        if accelerator in ("auto", "gpu", "cuda") and self.gpus:
+            return "gpu"
+        if accelerator in ("auto", "gpu", "mps") and self.mps:
+            return "mps"
+        return "cpu" if accelerator == "auto" else accelerator
 
 
 def detect_machine() -> Machine:
     """This machine, as torch sees it."""
     import torch
 
-    gpus: list[tuple[str, int]] = []
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(number)
-            gpus.append((found.name, found.total_memory))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return Machine(
-        cpu=cpu_name(),
+        cpu=_cpu_name(),
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         bf16=_cpu_bf16(),
-        gpus=tuple(gpus),
+        gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
         gpu_bf16=bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
     )
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     """The processor's name, as far as the system tells."""
     import platform
 
@@ -150,39 +99,66 @@ def _cpu_bf16() -> bool:
     return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
 
 
+# ---- devices
+
+
+def resolve_device(name: str, machine: Machine | None = None) -> str:
+    """torch's name of a device, for commands that compute without a Trainer.
+
+    Args:
+        name: auto (the first GPU, else Apple's, else the CPU), cpu, gpu (Apple's where there is no other), cuda or mps; gpu:1 and
+            cuda:1 are the second one.
+        machine: this one if not given.
+
+    Returns:
+        "cpu", "cuda", "cuda:1" or "mps".
+
+    Raises:
+        UsageError: the machine has no such device; it says what the machine has.
+    """
+    if name == "cpu":
+        return name  # without waking GPUs up
+    machine = machine or detect_machine()
+    match = re.fullmatch(rf"({'|'.join(DEVICE_NAMES)})(?::(\d+))?", name)
+    if match and not (match[1] in ("auto", "cpu") and match[2]):
+        kind, number = machine.kind(match[1]), int(match[2] or 0)
+        if kind == "gpu" and number < len(machine.gpus):
+            return f"cuda:{number}" if match[2] else "cuda"
+        if kind == "cpu" or (kind == "mps" and machine.mps and not number):
+            return kind
+    hint = "" if match else nearest(name, DEVICE_NAMES)
+    raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} auto takes the fastest.")
+
+
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
     """Accelerator and devices as the Trainer takes them, checked against the machine.
 
-    devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
-    Raises UsageError, with what the machine has, for what it does not.
+    Args:
+        machine: what there is.
+        accelerator: one of ACCELERATORS.
+        devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
+
+    Raises:
+        UsageError: the machine lacks some of it; it says what the machine has.
     """
     if accelerator not in ACCELERATORS:
         raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}")
-    wants_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and bool(machine.gpus))
-    if accelerator in ("gpu", "cuda") and not machine.gpus and not (accelerator == "gpu" and machine.mps):
+    kind = machine.kind(accelerator)
+    if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
-        raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
-    if accelerator == "mps" and not machine.mps:
-        raise UsageError(f"this machine has {machine}, not Apple's: leave --accelerator out, or use --accelerator cpu")
+        reason = ", not Apple's" if kind == "mps" else build
+        raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
     chosen = _parse_devices(devices)
-    if chosen == "auto":
-        return accelerator, chosen
-    if not wants_gpu and accelerator in ("auto", "cpu"):
-        if machine.mps and accelerator == "auto":
-            return accelerator, chosen
-        if isinstance(chosen, list):
-            raise UsageError(
-                f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it"
-            )
-        if chosen == -1:
-            raise UsageError(f"--devices -1 means every GPU, but this machine has {machine}: use --devices 1")
-        return accelerator, chosen
-    if not wants_gpu:
-        return accelerator, chosen
-    missing = [number for number in chosen if number >= len(machine.gpus)] if isinstance(chosen, list) else []
-    if missing or (isinstance(chosen, int) and chosen > len(machine.gpus)):
-        what = f"there is no GPU {missing[0]}" if missing else f"--devices {chosen} asks for more GPUs than there are"
-        raise UsageError(f"{what}: this machine has {machine}")
+    if kind == "cpu" and isinstance(chosen, list):
+        raise UsageError(f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it")
+    if kind == "cpu" and chosen == -1:
+        raise UsageError(f"--devices -1 means every GPU, but this machine has {machine}: use --devices 1")
+    if kind == "gpu":
+        missing = [number for number in chosen if number >= len(machine.gpus)] if isinstance(chosen, list) else []
+        if missing:
+            raise UsageError(f"there is no GPU {missing[0]}: this machine has {machine}")
+        if isinstance(chosen, int) and chosen > len(machine.gpus):
+            raise UsageError(f"--devices {chosen} asks for more GPUs than there are: this machine has {machine}")
     return accelerator, chosen
 
 
@@ -213,21 +189,25 @@ def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
         return len(devices)
     if devices not in ("auto", -1):
         return int(devices)
-    return max(1, len(machine.gpus)) if accelerator in ("auto", "gpu", "cuda") else 1
+    return len(machine.gpus) if machine.kind(accelerator) == "gpu" else 1
+
+
+# ---- precision
 
 
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """The fastest precision that trains as well as float32, with the reason, for when none was asked for."""
-    if accelerator in ("gpu", "cuda", "auto") and machine.gpus:
+    kind = machine.kind(accelerator)
+    if kind == "gpu" and machine.gpus:
         return ("bf16-mixed", "this GPU computes in bf16") if machine.gpu_bf16 else ("32-true", "this GPU has no bf16")
-    if accelerator in ("cpu", "auto") and not (machine.mps and accelerator == "auto"):
-        if not machine.bf16:
-            return "32-true", "this CPU has no bf16"
-        gain = probe_bf16()
-        if gain < LEAST_GAIN:
-            return "32-true", f"bf16 is no faster on this CPU: {gain:.2f} × in a probe"
-        return "bf16-mixed", f"{gain:.1f} × as fast as float32 in a probe"
-    return "32-true", "the safe choice here"
+    if kind != "cpu":
+        return "32-true", "the safe choice here"
+    if not machine.bf16:
+        return "32-true", "this CPU has no bf16"
+    gain = probe_bf16()
+    if gain < MIN_BF16_GAIN:
+        return "32-true", f"bf16 is no faster on this CPU: {gain:.2f} × in a probe"
+    return "bf16-mixed", f"{gain:.1f} × as fast as float32 in a probe"
 
 
 def probe_bf16() -> float:
@@ -263,7 +243,27 @@ def probe_bf16() -> float:
     return best[False] / best[True]
 
 
-# ---- memory that is free
+# ---- The C library's memory, which on a CPU decides over a fifth of a training step's time.
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
+MAX_KEPT_BLOCK = 2**30  # bytes
+MAX_OLD_THRESHOLD = 32 * 2**20  # bytes: glibc before 2.35 refuses a higher one
+
+
+def keep_freed_memory() -> bool:
+    """Lets this process keep the memory that it frees, for the next step; returns whether the C library can be told so.
+
+    By itself, glibc hands large blocks back to the system, as soon as a tensor is freed, and the system clears each of their
+    pages anew when the next step asks for them: a tenth to a third of a step's time on two cores, for tensors of 1 to 50 MB.
+    The process is then as large as it was at its peak until it ends. Blocks above 1 GiB are still handed back. Other
+    libraries (macOS, Windows, musl) are left as they are, and so is an allocator that was loaded before it.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, MAX_KEPT_BLOCK) or mallopt(_MMAP_THRESHOLD, MAX_OLD_THRESHOLD)
+    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and kept)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -151,7 +151,7 @@ class Run:
         card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options)
         classifier = Classifier(loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
         tensors: dict[str, Tensor] = {}
-        if learned := learn_novelty(classifier.look, data.train_images.images, *data.split):
+        if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):
             tensors, card = learned[0], replace(card, novelty=learned[1])
         save_weights(self.folder.path / "model.safetensors", weights, card, tensors)
         (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with

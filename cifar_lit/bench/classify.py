@@ -62,7 +62,7 @@ def _enlarge(source: str, side: int, target: Path) -> None:
 
 
 def _measure(settings: Namespace, classifier: Classifier, folder: str) -> None:
-    files = [file for file in find_images([folder], sys.stdin.buffer) if file.reason is None]
+    files = [file for file in find_images([folder], sys.stdin.buffer) if file.error is None]
     if not files:
         raise UsageError(f"{folder} holds no pictures")
     sides: dict[str, Callable[[], None]] = {

@@ -12,8 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
 from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.export import TIMED_BATCHES, Exported, Sample, check_request, export
-from cifar_lit.inference.export_formats import CALIBRATION_IMAGES
+from cifar_lit.inference.export import CALIBRATION_IMAGES, TIMED_BATCHES, Exported, Sample, check_request, export
 from cifar_lit.runs.model_file import load_model_file
 
 WHAT = (

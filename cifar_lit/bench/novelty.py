@@ -91,7 +91,7 @@ def measure(folder: Path, settings: Namespace, device: str) -> dict[str, Any]:
     ).test_images
     train, (known, held_out, source) = data.train_images, choose(*data.split)
     started = time.perf_counter()
-    learn_novelty(classifier.look, train.images, *data.split)
+    learn_novelty(classifier.logits_and_embeddings, train.images, *data.split)
     seconds = time.perf_counter() - started
     methods = methods_of(_seen(classifier, train, known), train.labels[known])
     parts = (
@@ -168,4 +168,4 @@ def _some(images: ImageSet, count: int) -> Tensor:
 
 
 def _seen(classifier: Classifier, images: ImageSet, chosen: Tensor) -> Seen:
-    return Seen(*classifier.look(images.images[chosen].permute(0, 3, 1, 2)))
+    return Seen(*classifier.logits_and_embeddings(images.images[chosen].permute(0, 3, 1, 2)))

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from cifar_lit.cli.class_table import ClassTable
 from cifar_lit.cli.errors import parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import atomic_write
 from cifar_lit.hardware import keep_freed_memory
-from cifar_lit.runs.run_folder import atomic_write, display_path
+from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +35,13 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 100_000_000  # decoded as RGBA, as many take 0.4 GB, and for a moment about three times that
 EXPLAINED = "explained"
-_TABLES = {"--csv": ".csv", "--jsonl": ".jsonl"}
+_ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
 _VALUED = ("--top", "--sheet", "--max-pixels", "--device")
 
 
-def classify(words: list[str]) -> int:
+def classify(argv: list[str]) -> int:
     """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
-    settings = _settings(words)
+    settings = _settings(argv)
     share_cores()
     from cifar_lit.hardware import resolve_device
     from cifar_lit.inference.classify import find_images
@@ -48,7 +52,7 @@ def classify(words: list[str]) -> int:
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
         raise UsageError("the list on standard input is empty: give it a path a line")
-    _check_pictures(settings, files)
+    _check_targets(settings, files)
     try:
         with pixel_limit(settings.max_pixels):
             failed = _run(settings, classifier, files)
@@ -57,8 +61,7 @@ def classify(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if failed:
-        line = f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why"
-        print(line, file=sys.stderr, flush=True)
+        _note(f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why")
     return 1 if failed else 0
 
 
@@ -70,7 +73,7 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _settings(words: list[str]) -> Namespace:
+def _settings(argv: list[str]) -> Namespace:
     parser = ArgumentParser(
         prog="cifar-lit classify",
         description="Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
@@ -78,30 +81,19 @@ def _settings(words: list[str]) -> Namespace:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
-    parser.add_argument(
-        "paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin"
-    )
-    parser.add_argument("--top", type=int, default=3, help="how many classes a row names")
-    parser.add_argument(
-        "--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help="write CSV, to stdout if no file is named"
-    )
-    parser.add_argument(
-        "--jsonl", type=str, nargs="?", const="-", default=None, metavar="FILE.jsonl", help="a JSON object a line, likewise"
-    )
-    parser.add_argument("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
-    parser.add_argument(
-        "--explain",
-        type=str,
-        nargs="?",
-        const=EXPLAINED,
-        default=None,
-        metavar="FOLDER",
-        help=f"draw where each class was found, as --explain=FOLDER, or in {EXPLAINED}/",
-    )
-    parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
-    parser.add_argument("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
-    settings = parsed(parser, _arranged(words))
+    add = parser.add_argument
+    add("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
+    add("paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin")
+    add("--top", type=int, default=3, help="how many classes a row names")
+    csv = "write CSV, to stdout if no file is named"
+    add("--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help=csv)
+    add("--jsonl", type=str, nargs="?", const="-", default=None, metavar="FILE.jsonl", help="a JSON object a line, likewise")
+    add("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
+    explain = f"draw where each class was found, as --explain=FOLDER, or in {EXPLAINED}/"
+    add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
+    add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
+    add("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
+    settings = parsed(parser, _sorted_argv(argv))
     if not settings.paths:
         raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
     if settings.top < 1 or settings.max_pixels < 1:
@@ -111,119 +103,155 @@ def _settings(words: list[str]) -> Namespace:
     return settings
 
 
-def _arranged(words: list[str]) -> list[str]:
+def _sorted_argv(argv: list[str]) -> list[str]:
     """The flags, each with its value attached, then the run and the paths, which the parser wants in one piece.
 
     Flags whose value may be left out are given one here, so that the pictures after them are not taken for it.
     """
     flags: list[str] = []
     paths: list[str] = []
-    rest = list(words)
+    rest = list(argv)
     while rest:
-        word = rest.pop(0)
-        if word == "--":
+        arg = rest.pop(0)
+        if arg == "--":
             paths += rest
             break
-        if word in _TABLES:
-            word += f"={rest.pop(0)}" if rest and rest[0].lower().endswith(_TABLES[word]) else "=-"
-        elif word == "--explain":
-            word += f"={EXPLAINED}"
-        elif word in _VALUED and rest:
-            word += f"={rest.pop(0)}"
-        (flags if word.startswith("-") and word != "-" else paths).append(word)
+        if arg in _ROW_FILES:
+            arg += f"={rest.pop(0)}" if rest and rest[0].lower().endswith(_ROW_FILES[arg]) else "=-"
+        elif arg == "--explain":
+            arg += f"={EXPLAINED}"
+        elif arg in _VALUED and rest:
+            arg += f"={rest.pop(0)}"
+        (flags if arg.startswith("-") and arg != "-" else paths).append(arg)
     return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
 
 
-def _check_pictures(settings: Namespace, files: Sequence[ImageFile]) -> None:
+def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
     """Refuses to write over one of the pictures that are to be classified, or into what is no picture."""
     from PIL import Image
 
     if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
         raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
     for flag in ("csv", "jsonl"):
-        if (getattr(settings, flag) or "").lower().endswith(SUFFIXES):
-            raise UsageError(f"--{flag}={getattr(settings, flag)} would write rows into a picture: name a .{flag} file")
+        if (settings[flag] or "").lower().endswith(SUFFIXES):
+            raise UsageError(f"--{flag}={settings[flag]} would write rows into a picture: name a .{flag} file")
     for flag in ("csv", "jsonl", "sheet"):
-        target = Path(getattr(settings, flag) or "-")
+        target = Path(settings[flag] or "-")
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
-    """Classifies, and writes all that is asked for; returns how many files could not be read."""
-    from cifar_lit.inference.classify import classify_files
-    from cifar_lit.inference.contact_sheet import MOST, contact_sheet, save_picture
+    """Classifies, and writes rows, sheet and explanations; returns how many files could not be read."""
+    from cifar_lit.inference.classify import MAX_PICTURES, classify_files, contact_sheet, save_picture
     from cifar_lit.runs.predictions import CsvRows, JsonRows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
-    first: list[Row] = []
+    sheet_rows: list[Row] = []
     with ExitStack() as stack:
         targets: list[tuple[type[CsvRows] | type[JsonRows], str | None]] = [(CsvRows, settings.csv), (JsonRows, settings.jsonl)]
-        opened = [_rows_in(target, kind, top, len(files)) for kind, target in targets if target is not None]
-        writers = [stack.enter_context(writer) for writer in opened]
-        table = not opened
-        if table:
+        row_files = [_row_file(target, kind, top, len(files)) for kind, target in targets if target is not None]
+        writers = [stack.enter_context(row_file) for row_file in row_files]
+        if not row_files:
             writers.append(ClassTable([file.path for file in files], classifier.classes, top).write)
-        explain = _explaining(classifier, Path(settings.explain)) if settings.explain is not None else None
+        explain = _explainer(classifier, Path(settings.explain)) if settings.explain is not None else None
         # a bar would be drawn into rows that appear on the same terminal
-        quiet = sys.stdout.isatty() and (table or "-" in (settings.csv, settings.jsonl))
+        quiet = sys.stdout.isatty() and (not row_files or "-" in (settings.csv, settings.jsonl))
         advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
             if explain:
                 explain([row for row in rows if row.error is None], images)
-            first += rows[: MOST - len(first)]
+            sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
             failed += sum(row.error is not None for row in rows)
             if advance:
                 advance(len(rows))
     if settings.sheet is not None:
-        save_picture(contact_sheet(first), Path(settings.sheet))
-        of = f"the first {len(first):,} of {len(files):,} files" if len(first) < len(files) else f"{len(files):,} files"
-        _note(f"{of} on {display_path(Path(settings.sheet))}")
+        save_picture(contact_sheet(sheet_rows), Path(settings.sheet))
+        first = f"the first {len(sheet_rows):,} of " if len(sheet_rows) < len(files) else ""
+        _note(f"{first}{len(files):,} files on {display_path(Path(settings.sheet))}")
     if settings.explain is not None:
         _note(f"{len(files) - failed:,} pictures in {display_path(Path(settings.explain))}/")
     return failed
 
 
-def _explaining(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row], Tensor], None]:
+def _explainer(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row], Tensor], None]:
     """What draws where the classes of rows were found in their images, into a folder; raises UsageError where it cannot."""
     import torch
 
-    from cifar_lit.inference.contact_sheet import save_picture
-    from cifar_lit.inference.explain import activation_maps, explained
+    from cifar_lit.inference.classify import save_picture
+    from cifar_lit.inference.explain import activation_maps, draw_explanation
 
     activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
 
-    def draw(rows: Sequence[Row], images: Tensor) -> None:
+    def explain(rows: Sequence[Row], images: Tensor) -> None:
         maps = activation_maps(classifier.net, images) if rows else images
         for row, image, activation in zip(rows, images, maps, strict=True):
-            save_picture(explained(row, image, activation), folder / f"{row.index:05}-{Path(row.path or '').stem}.png")
+            save_picture(draw_explanation(row, image, activation), folder / f"{row.index:05}-{Path(row.path or '').stem}.png")
 
-    return draw
+    return explain
 
 
 @contextmanager
-def _rows_in(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
+def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
     """What writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
     if target == "-":
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
-        rows = kind(sys.stdout, top, files=True)
-        yield rows.write
+        yield kind(sys.stdout, top, files=True).write
         return
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = kind(file, top, files=True)
-            yield rows.write
+            yield kind(file, top, files=True).write
     except BrokenPipeError:  # of other rows, on standard output
         raise
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
     _note(f"{count:,} rows in {display_path(path)}")
+
+
+class ClassTable:
+    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row.
+
+    Args:
+        paths: of all rows to come.
+        classes: all names.
+        top: how many a row names.
+    """
+
+    def __init__(self, paths: Sequence[str], classes: Sequence[str], top: int) -> None:
+        self._path_width = max(4, *(cell_len(printable(path)) for path in paths))
+        self._class_width = max(cell_len(printable(name)) for name in classes)
+        self._top, self._started = top, False
+        width = self._path_width + top * (self._class_width + 8) + 82  # a reason has fewer letters than 80
+        self._console = Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Prints rows, under the names of the columns if they are the first."""
+        table = Table(box=None, show_header=not self._started, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        self._started = True
+        table.add_column("file", width=self._path_width, overflow="fold")
+        for name in ["class", "second", "third", *(f"{rank}th" for rank in range(4, self._top + 1))][: self._top]:
+            table.add_column(name, width=self._class_width + 6, no_wrap=True)
+        table.add_column("", overflow="fold")
+        for row in rows:
+            cells = [Text(f"{printable(name):<{self._class_width}} {probability:.3f}") for name, probability in row.top]
+            if row.error is None:
+                cells[0].stylize("bold")
+                cells.append(Text("unlike the training images" if row.unlike else "", "yellow"))
+            else:
+                cells = [*[Text()] * self._top, Text(row.error, "red")]
+            table.add_row(Text(printable(row.path or "")), *cells)
+        self._console.print(table)
+
+
+def printable(text: str) -> str:
+    """A text on one line, with escapes for what is no letter."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _note(line: str) -> None:

@@ -25,17 +25,16 @@ def start_card(rows: Sequence[tuple[str, str]], title: str) -> None:
 
 
 def accuracy_table(classes: Sequence[str], per_class: Sequence[float], counts: Sequence[int]) -> None:
-    """Prints the accuracy of each class, the best first where there are too many to read."""
+    """Prints the accuracy of each class; of more than 30 only the ten best and the ten worst."""
     table = Table(title="test accuracy per class", title_justify="left", title_style="")
     table.add_column("class")
     table.add_column("accuracy", justify="right")
     table.add_column("images", justify="right")
     rows = list(zip(classes, per_class, counts, strict=True))
-    shown = rows
     if len(rows) > 30:
-        ranked = sorted(rows, key=lambda row: -row[1])
-        shown = [*ranked[:10], ("…", 0.0, 0), *ranked[-10:]]
-    for name, accuracy, count in shown:
+        rows.sort(key=lambda row: -row[1])
+        rows[10:-10] = [("…", 0.0, 0)]
+    for name, accuracy, count in rows:
         table.add_row(name, "" if name == "…" else f"{accuracy:.4f}" if count else "no image", "" if name == "…" else str(count))
     rich.get_console().print(table)
 

@@ -1,57 +1,20 @@
-"""`cifar-lit recipes` and `cifar-lit devices`."""
+"""`cifar-lit devices`: what this machine has, every parameter of a net, or a trial of all devices."""
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser, Namespace
-from rich.table import Table
+import os
 
-from cifar_lit.cli import flags
+from jsonargparse import ArgumentParser, Namespace
+from rich.table import Column, Table
+
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import parsed
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError
 
-LIMIT = 30.0  # seconds
-
-
-def list_recipes(words: list[str]) -> None:
-    """Prints every recipe with what it reaches and takes, or the file of the one that is named."""
-    names = flags.recipe_names()
-    wanted = [word for word in words if not word.startswith("-")]
-    if words and words != wanted:
-        unknown = next(word for word in words if word.startswith("-"))
-        if unknown in ("-h", "--help"):
-            print("usage: cifar-lit recipes [NAME]\n\nlists the packaged recipes, or prints the settings of one")
-            return
-        raise UsageError(f"recipes knows no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
-    if wanted:
-        for name in wanted:
-            if name not in names:
-                raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
-            print(flags.recipe_path(name).read_text(), end="")
-        return
-    table = Table(show_lines=True)
-    for column in ("recipe", "what", "reaches", "takes"):
-        table.add_column(column)
-    for name in names:
-        header = flags.recipe_header(flags.recipe_path(name))
-        table.add_row(name, header[0].partition(" — ")[2] or header[0], _field(header, "Reaches"), _field(header, "Takes"))
-    screen = for_tables()
-    screen.print(table)
-    screen.print("start one:  python scripts/train.py --recipe NAME\nits settings:  cifar-lit recipes NAME", highlight=False)
+MAX_SILENCE = 30.0  # seconds
 
 
-def _field(header: list[str], name: str) -> str:
-    """What a recipe's header says after `Name:`, with the indented lines that continue it."""
-    found: list[str] = []
-    for line in header:
-        if found and not line.startswith(" "):
-            break
-        if found or line.startswith(f"{name}:"):
-            found.append(line.removeprefix(f"{name}:").strip())
-    return " ".join(found)
-
-
-def list_devices(words: list[str]) -> None:
+def list_devices(argv: list[str]) -> None:
     """Prints the machine's accelerators with the flags that use them; with --net, every parameter of a net; tries them."""
     parser = ArgumentParser(
         prog="cifar-lit devices",
@@ -67,12 +30,12 @@ def list_devices(words: list[str]) -> None:
     parser.add_argument("--num_classes", type=int, default=10, help="number of classes")
     parser.add_argument("--accelerator", type=str, default="auto", help="where the Trainer would put it")
     parser.add_argument("--check", action="store_true", help="try out every device, and processes together")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="with --check: seconds to wait for a word from a device")
+    parser.add_argument("--limit", type=float, default=MAX_SILENCE, help="with --check: seconds to wait for a word from a device")
     parser.add_argument("--devices", type=str | None, default=None, help="with --check: how many, or which, as in fit")
-    settings = parsed(parser, words)
+    settings = parsed(parser, argv)
     if settings.check and settings.net:
         raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
-    if not settings.check and (settings.devices or settings.limit != LIMIT):
+    if not settings.check and (settings.devices or settings.limit != MAX_SILENCE):
         raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
     if settings.check:
         from cifar_lit.cli.check.command import check
@@ -88,40 +51,32 @@ def _list_machine() -> None:
     from cifar_lit.hardware import choose_precision, detect_machine
     from cifar_lit.runs.results import versions
 
-    found = detect_machine()
-    table = Table()
-    for column in ("accelerator", "what", "memory", "precision by default", "flags"):
-        table.add_column(column)
-    for number, (name, memory) in enumerate(found.gpus):
-        table.add_row(
-            f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choose_precision(found, "gpu")[0], f"--devices {number},"
-        )
-    if len(found.gpus) > 1:
-        table.add_row(
-            "all gpus", f"{len(found.gpus)} together", "", choose_precision(found, "gpu")[0], f"--devices {len(found.gpus)}"
-        )
-    if found.mps:
+    machine = detect_machine()
+    table = Table("accelerator", "what", "memory", "precision by default", "flags")
+    if machine.gpus:
+        precision = choose_precision(machine, "gpu")[0]
+        for number, (name, memory) in enumerate(machine.gpus):
+            table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
+        if (count := len(machine.gpus)) > 1:
+            table.add_row("all gpus", f"{count} together", "", precision, f"--devices {count}")
+    if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
-    bf16 = "computes in bf16" if found.bf16 else "no bf16 in hardware"
-    table.add_row(
-        "cpu", f"{found.cpu}, {found.threads} threads, {bf16}", _memory(), choose_precision(found, "cpu")[0], "--accelerator cpu"
-    )
-    if found.threads > 1:
-        table.add_row(
-            "cpu twice", "two processes (DDP over gloo)", "", choose_precision(found, "cpu")[0], "--accelerator cpu --devices 2"
-        )
-    screen = for_tables()
-    screen.print(table)
-    if not found.gpus:
-        reason = "none is visible to it" if found.cuda_build else "this torch is a build for CPUs only"
-        screen.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
-    screen.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
-    screen.print("try them out, alone and together:  cifar-lit devices --check", highlight=False)
+    precision = choose_precision(machine, "cpu")[0]
+    bf16 = "computes in bf16" if machine.bf16 else "no bf16 in hardware"
+    what = f"{machine.cpu}, {machine.threads} threads, {bf16}"
+    table.add_row("cpu", what, _memory(), precision, "--accelerator cpu")
+    if machine.threads > 1:
+        table.add_row("cpu twice", "two processes (DDP over gloo)", "", precision, "--accelerator cpu --devices 2")
+    console = for_tables()
+    console.print(table)
+    if not machine.gpus:
+        reason = "none is visible to it" if machine.cuda_build else "this torch is a build for CPUs only"
+        console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
+    console.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
+    console.print("try them out, alone and together:  cifar-lit devices --check", highlight=False)
 
 
 def _memory() -> str:
-    import os
-
     try:
         return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     except (ValueError, OSError, AttributeError):
@@ -147,17 +102,15 @@ def _list_parameters(settings: Namespace) -> None:
         width=settings.width,
     )
     net = Fabric(accelerator=accelerator, devices=1).to_device(net)
-    table = Table()
-    for column in ("parameter", "shape", "dtype", "count", "device"):
-        table.add_column(column, justify="right" if column == "count" else "left")
-    total = 0
+    table = Table("parameter", "shape", "dtype", Column("count", justify="right"), "device")
     for name, parameter in net.named_parameters():
-        total += parameter.numel()
         shape = "×".join(map(str, parameter.shape))
-        table.add_row(name, shape, str(parameter.dtype).removeprefix("torch."), f"{parameter.numel():,}", str(parameter.device))
-    screen = for_tables()
-    screen.print(table)
-    screen.print(
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        table.add_row(name, shape, dtype, f"{parameter.numel():,}", str(parameter.device))
+    total = sum(parameter.numel() for parameter in net.parameters())
+    console = for_tables()
+    console.print(table)
+    console.print(
         f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n{named(total)}\n"
         "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
         "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",

@@ -1,11 +1,13 @@
-"""jsonargparse's errors, cut to the one line that matters, with the nearest right name."""
+"""What went wrong as one line and an exit code: known failures, and jsonargparse's errors with the nearest right name."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -13,7 +15,8 @@ from cifar_lit.cli.flags import SHORT
 from cifar_lit.distributed.launcher import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
-# ---- Known failures as one line and an exit code.
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 _LOST_PEER = (
@@ -29,7 +32,7 @@ _LOST_PEER = (
 def explain_error(error: BaseException) -> tuple[str, int]:
     """What to print (nothing when empty) and the exit code for anything that ended a command."""
     line, code = _explain(error)
-    line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)  # names out of files must not move a terminal's cursor
+    line = _CONTROL.sub(lambda match: repr(match[0])[1:-1], line)  # names out of files must not move a terminal's cursor
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank != "0" and line:
         line = "" if is_lost_peer(error) or code >= 128 else f"[rank {rank}] {line}"
@@ -55,7 +58,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
             f"cifar-lit: {text}; stopped before it reached {reached}. Checkpoints of before are intact: "
             "lower --lr, or try --precision 32-true"
         ), 1
-    if kind == "OutOfMemoryError" or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         return "cifar-lit: out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net", 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
@@ -76,21 +79,46 @@ def _interruption(error: BaseException) -> tuple[str, int]:
     return (f"cifar-lit: stopped. Go on with:\n  {hint}" if hint else "cifar-lit: stopped"), getattr(error, "exit_code", 1)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch had no memory, on whatever device."""
+    return isinstance(error, RuntimeError) and (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error))
+
+
+@contextmanager
+def explain_out_of_memory(data: ImageData) -> Iterator[None]:
+    """Turns torch's want of memory into a Failure that names the batch sizes of `data` and what to try."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
+        raise Failure(
+            f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
+            "--data.eval_batch_size, or choose a smaller --net"
+        ) from error
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
 
 
+# ---- the parser's errors
+
+UNTRUSTED = (
+    "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
+)
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
-def parsed(parser: ArgumentParser, words: list[str], further: Iterable[str] = ()) -> Namespace:
+def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
     """What a parser, made with `exit_on_error=False`, reads from a command line.
 
     further: flags that can be typed beside the parser's, for the nearest right name. Raises UsageError with one line.
     """
     try:
-        return parser.parse_args(words)
+        return parser.parse_args(argv)
     except ArgumentError as error:
         raise UsageError(explain_parser_error(str(error), {*long_flags(parser), *further})) from error
 
@@ -107,10 +135,7 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
     message: the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes.
     """
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
-        return (
-            f"a configuration file names {match[1]}, whose code would run: leave it out, or give --trust if you know where "
-            "the file comes from"
-        )
+        return UNTRUSTED.format(match[1])
     if match := re.match(r"unrecognized arguments: (\S+)", message):
         flag = match[1].partition("=")[0]
         # compared without the dashes, which would make any two flags look alike
@@ -130,18 +155,18 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
 def _wrong_value(key: str, message: str) -> str:
     short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
     name = f"{short} ({key})" if short else key
-    given = re.search(r"(?:Given value|Got value): (.*)", message)
-    value = given[1].strip() if given else "that"
+    typed = re.search(r"(?:Given value|Got value): (.*)", message)
+    value = typed[1].strip() if typed else "that"
     if match := re.search(r"dot import path string: (\S+)", message):
         return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
     if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
         return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
     choices = [choice for group in re.findall(r"Literal\[(.*?)\]", message) for choice in re.findall(r"'([^']+)'", group)]
     choices = list(dict.fromkeys(choices))
-    wanted = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
+    kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
     if choices:
-        choices = ["true", "false", *choices] if _TYPES["bool"] in wanted else choices
+        choices = ["true", "false", *choices] if _TYPES["bool"] in kinds else choices
         return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
     if "list[" in message:
-        wanted.append("a list of them" if wanted else "a list")
-    return f"{name} must be {' or '.join(dict.fromkeys(wanted)) or 'something else'}, not {value}"
+        kinds.append("a list of them" if kinds else "a list")
+    return f"{name} must be {' or '.join(dict.fromkeys(kinds)) or 'something else'}, not {value}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from rich.console import Console
 from rich.table import Table
 
-from cifar_lit.cli.console import say
+from cifar_lit.cli.console import for_tables, say
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.run_folder import display_path
@@ -22,25 +20,23 @@ DESCRIPTION = (
 CHECKED = 1000
 
 
-def export(words: list[str]) -> None:
+def export(argv: list[str]) -> None:
     """Exports a net and prints how the file compares with it; raises UsageError or Failure where it is not kept."""
     parser = ArgumentParser(prog="cifar-lit export", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("run", type=str, help="a run folder, or its model.safetensors")
-    parser.add_argument("--to", type=str, required=True, help="onnx, torch-export or safetensors")
-    parser.add_argument("--out", type=str | None, default=None, help="the file; beside the run's model.safetensors if not given")
-    parser.add_argument("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
-    parser.add_argument(
-        "--data-dir", type=str | None, default=None, help="where the run's images are, if no longer where they were"
-    )
-    parser.add_argument("--images", type=int, default=CHECKED, help="test images to check on, evenly spread; 0 for all")
-    settings = parsed(parser, words)
+    add = parser.add_argument
+    add("run", type=str, help="a run folder, or its model.safetensors")
+    add("--to", type=str, required=True, help="onnx, torch-export or safetensors")
+    add("--out", type=str | None, default=None, help="the file; beside the run's model.safetensors if not given")
+    add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
+    add("--data-dir", type=str | None, default=None, help="where the run's images are, if no longer where they were")
+    add("--images", type=int, default=CHECKED, help="test images to check on, evenly spread; 0 for all")
+    settings = parsed(parser, argv)
     if settings.images < 0:
         raise UsageError("--images is a number of test images, or 0 for all")
 
     from cifar_lit.cli.run_images import RunData
-    from cifar_lit.inference.export import Sample, check_request, default_path
+    from cifar_lit.inference.export import CALIBRATION_IMAGES, Sample, check_request, default_path
     from cifar_lit.inference.export import export as export_net
-    from cifar_lit.inference.export_formats import CALIBRATION_IMAGES
     from cifar_lit.runs.model_file import load_model_file
 
     check_request(settings.to, settings.quantize)
@@ -58,29 +54,30 @@ def export(words: list[str]) -> None:
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     images, labels, what = data.load_or_draw(settings.images)
     say(f"checking on {what}")
-    done = export_net(net, settings.to, path, Sample(images, labels), calibration.images if calibration else None)
+    exported = export_net(net, settings.to, path, Sample(images, labels), calibration.images if calibration else None)
+    result = exported.check
 
     table = Table()
-    columns = ("", "PyTorch", f"{settings.to} {settings.quantize or ''}".strip())
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, done.size)))
-    if done.check.accuracy:
-        table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in done.check.accuracy))
-    for batch, seconds in done.seconds.items():
+    table.add_column("")
+    table.add_column("PyTorch", justify="right")
+    table.add_column(f"{settings.to} {settings.quantize or ''}".strip(), justify="right")
+    table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, exported.size)))
+    if result.accuracy:
+        table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))
+    for batch, seconds in exported.seconds.items():
         table.add_row(f"batch of {batch}", *(f"{1e3 * value:.2f} ms" for value in seconds))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-    found = done.check
+    for_tables().print(table)
     say(
-        f"decisions agree on {found.agreeing:,} of {found.images:,} · largest difference of a probability {found.difference:.1e}",
+        f"decisions agree on {result.agreeing:,} of {result.images:,} · "
+        f"largest difference of a probability {result.difference:.1e}",
         *([f"calibrated on {calibration.what}"] if calibration else []),
         f"wrote {display_path(path)}",
-        *_next(settings.to, path),
+        *_usage(settings.to, path),
     )
 
 
-def _next(to: str, path: Path) -> list[str]:
-    """How the file is used."""
+def _usage(to: str, path: Path) -> list[str]:
+    """The lines that say how the file is used."""
     file = display_path(path)
     lines = {
         "onnx": [

@@ -17,9 +17,9 @@ from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
 from cifar_lit.cli import sharding, trust
-from cifar_lit.cli.errors import long_flags, parsed
+from cifar_lit.cli.errors import explain_out_of_memory, long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
-from cifar_lit.cli.tuner import device_of, memory_told, search
+from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.launcher import advice, is_first_process
@@ -219,7 +219,7 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
-            with memory_told(self.datamodule):
+            with explain_out_of_memory(self.datamodule):
                 super()._run_subcommand(subcommand)
         except Interrupted as interruption:
             interruption.resume = self._resume_line()

@@ -1,33 +1,38 @@
 """The command line as typed, turned into what LightningCLI takes: short flags, recipe first, then configs, then flags.
 
-Pure functions of the words, without torch, so that a typing error is answered at once.
+Pure functions of the arguments, without torch, so that a typing error is answered at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 import yaml
 
 from cifar_lit.errors import UsageError, nearest
 
-SHORT = {
-    "devices": "trainer.devices",
-    "accelerator": "trainer.accelerator",
-    "nodes": "trainer.num_nodes",
-    "precision": "trainer.precision",
-    "epochs": "trainer.max_epochs",
-    "dataset": "data.dataset",
-    "data-dir": "data.root",
-    "batch-size": "data.batch_size",
-    "net": "model.net",
-    "lr": "model.lr",
-    "seed": "seed_everything",
-    "checkpoint-every": "checkpoint_every",
-    "rank-timeout": "rank_timeout",
+# Short flags: the long one that LightningCLI knows, and a value for the example that a missing one is answered with.
+_SHORT = {
+    "devices": ("trainer.devices", "2"),
+    "accelerator": ("trainer.accelerator", "gpu"),
+    "nodes": ("trainer.num_nodes", "2"),
+    "precision": ("trainer.precision", "bf16-mixed"),
+    "epochs": ("trainer.max_epochs", "10"),
+    "dataset": ("data.dataset", "folder"),
+    "data-dir": ("data.root", "PATH"),
+    "batch-size": ("data.batch_size", "128"),
+    "net": ("model.net", "resnet18"),
+    "lr": ("model.lr", "0.1"),
+    "seed": ("seed_everything", "1"),
+    "checkpoint-every": ("checkpoint_every", "10m"),
+    "rank-timeout": ("rank_timeout", "60"),
 }
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")
+_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR"} | {name: value for name, (_, value) in _SHORT.items()}
+SHORT = {name: long for name, (long, _) in _SHORT.items()}
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")  # that LightningCLI is not given
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -37,9 +42,16 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 class Command:
     """A training command: its name, and the pieces that LightningCLI's line is built from.
 
-    resume: "" for the newest run, a path, or None when nothing is to be resumed. trust: configuration files may name any class.
-    auto: which of "batch" and "lr" are to be found before the training. job: what a new run's folder records of the
-    scheduler's job that it belongs to, None outside one.
+    Args:
+        name: one of TRAINING.
+        recipe: a packaged recipe, or the path of a YAML file.
+        configs: files of further settings, the strongest last.
+        logs: the folder for run folders, None for what the settings say.
+        resume: "" for the newest run, a path, or None when nothing is to be resumed.
+        trust: configuration files may name any class.
+        auto: which of "batch" and "lr" are to be searched for before the training.
+        flags: all others, as LightningCLI takes them.
+        job: what a new run's folder records of the scheduler's job that it belongs to, None outside one.
     """
 
     name: str
@@ -55,7 +67,7 @@ class Command:
     @property
     def asks_only(self) -> bool:
         """Whether nothing is to be run: help or a printed configuration is wanted."""
-        return any(flag.split("=")[0] in ("-h", "--help", "--print_config") or flag.startswith("--print_") for flag in self.flags)
+        return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
     def without(self, flag: str) -> list[str]:
         """The flags but for one long one and its values."""
@@ -67,15 +79,19 @@ class Command:
                 kept.append(word)
         return kept
 
-    def value(self, flag: str) -> str | None:
-        """The last value given for a long flag, None when it is not on the line."""
-        found = None
-        for position, word in enumerate(self.flags):
-            if word == f"--{flag}" and position + 1 < len(self.flags):
-                found = self.flags[position + 1]
+    def values(self, flag: str) -> list[str]:
+        """All values given for a long flag, in order."""
+        values = []
+        for word, following in zip_longest(self.flags, self.flags[1:]):
+            if word == f"--{flag}" and following is not None:
+                values.append(following)
             elif word.startswith(f"--{flag}="):
-                found = word.partition("=")[2]
-        return found
+                values.append(word.partition("=")[2])
+        return values
+
+    def value(self, flag: str) -> str | None:
+        """The last value given for a long flag, which is the one that counts; None when it is not on the line."""
+        return next(reversed(self.values(flag)), None)
 
 
 def recipe_names() -> list[str]:
@@ -86,102 +102,102 @@ def recipe_names() -> list[str]:
 def recipe_path(name: str) -> Path:
     """The YAML file of a packaged recipe, or of one's own when `name` is a path.
 
-    Raises UsageError when there is none.
+    Raises:
+        UsageError: there is no such recipe.
     """
-    packaged = RECIPES / f"{name}.yaml"
-    if packaged.is_file() and "/" not in name:
-        return packaged
-    own = _at_home(name)
-    if own.suffix in (".yaml", ".yml"):
-        if own.is_file():
-            return own
+    own = _expand_home(name)
+    if own.suffix not in (".yaml", ".yml"):
+        return packaged_recipe(name)
+    if not own.is_file():
         raise UsageError(f"there is no recipe file {name}")
+    return own
+
+
+def packaged_recipe(name: str) -> Path:
+    """The YAML file of a packaged recipe; raises UsageError when there is none of this name."""
     names = recipe_names()
-    raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+    if name not in names:
+        raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+    return RECIPES / f"{name}.yaml"
 
 
-def _at_home(path: str) -> Path:
+def _expand_home(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise UsageError(f"{path} begins with a home that is not on this machine: write the path out") from None
 
 
-def parse(name: str, words: list[str]) -> Command:
-    """Sorts the words of a training command.
+def parse(name: str, argv: list[str]) -> Command:
+    """The training command `name` with its arguments.
 
-    Raises UsageError for a flag without its value, and for a word that belongs to no flag.
+    Raises:
+        UsageError: a flag without its value, a word that belongs to no flag, or a --config file that there is not.
     """
     command = Command(name)
-    rest = list(words)
-    previous_takes_value = False
+    rest = deque(argv)
+    value_may_follow = False  # a flag of LightningCLI's with its value as the next word
     while rest:
-        word = rest.pop(0)
-        flag, given, value = word.partition("=")
-        if not word.startswith("-") or _is_number(word):
-            if not previous_takes_value:
+        word = rest.popleft()
+        if not _is_flag(word):
+            if not value_may_follow:
                 raise UsageError(f"{word!r} belongs to no flag; flags begin with --, see --help")
             command.flags.append(word)
-            previous_takes_value = False
+            value_may_follow = False
             continue
-        previous_takes_value = False
+        flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
+        value_may_follow = False
         if key == "debug":
-            continue  # for whoever tells of a failure
-        if key == "trust" and not given:
+            pass  # `main` looks for it
+        elif key == "trust" and not equals:
             command.trust = True
-            continue
-        if key in ("auto-batch", "auto-lr") and not given:
+        elif key in ("auto-batch", "auto-lr") and not equals:
             command.auto.add(key.removeprefix("auto-"))
-            continue
-        if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
-            has_path = not given and bool(rest) and not rest[0].startswith("-")
-            command.resume = value if given else rest.pop(0) if has_path else ""
-        elif key in SHORT or key in ("recipe", "config", "logs"):
-            if not given:
-                if not rest or (rest[0].startswith("-") and not _is_number(rest[0])):
+        elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
+            if not equals and rest and not rest[0].startswith("-"):
+                value = rest.popleft()
+            command.resume = value
+        elif key in _EXAMPLES:
+            if not equals:
+                if not rest or _is_flag(rest[0]):
                     raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-                value = rest.pop(0)
-            _store(command, key, value)
+                value = rest.popleft()
+            _set(command, key, value)
         else:
             command.flags.append(word)
-            previous_takes_value = not given
+            value_may_follow = not equals
     return command
 
 
-_EXAMPLES = {
-    "devices": "2", "accelerator": "gpu", "nodes": "2", "precision": "bf16-mixed", "epochs": "10", "dataset": "folder",
-    "data-dir": "PATH", "batch-size": "128", "net": "resnet18", "lr": "0.1", "seed": "1", "recipe": "quickstart",
-    "config": "my.yaml", "logs": "DIR", "checkpoint-every": "10m",
-    "rank-timeout": "60",
-}  # fmt: skip
-
-
-def _is_number(word: str) -> bool:
+def _is_flag(word: str) -> bool:
+    """Whether a word begins as flags do, and is no negative number."""
     try:
         float(word)
     except ValueError:
-        return False
-    return True
+        return word.startswith("-")
+    return False
 
 
-def _store(command: Command, key: str, value: str) -> None:
-    if key == "recipe":
-        command.recipe = value
+def _set(command: Command, key: str, value: str) -> None:
+    """Stores the value of a flag that `parse` knows; of a repeated one the last counts, but for --config."""
+    if key in SHORT:
+        command.flags.append(f"--{SHORT[key]}={value}")
     elif key == "config":
-        if not _at_home(value).is_file():
+        if not _expand_home(value).is_file():
             raise UsageError(f"there is no configuration file {value}")
         command.configs.append(value)
-    elif key == "logs":
-        command.logs = value
     else:
-        command.flags.append(f"--{SHORT[key]}={value}")
+        setattr(command, key, value)
 
 
 def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:
     """The line for LightningCLI: sub-command, base configuration (recipe or run), configs, flags.
 
-    base: the weakest settings, None when only the configs and the defaults count.
+    Args:
+        command: what was typed.
+        base: the weakest settings, None when only the configs and the defaults count.
+        subcommand: LightningCLI's: fit, validate, test or predict.
     """
     line = [subcommand]
     if base:
@@ -195,15 +211,11 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
 
 def recipe_header(path: Path) -> list[str]:
     """The comment on top of a recipe, line by line without the comment signs."""
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return lines
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
 def recipe_settings(path: Path) -> dict[str, object]:
     """The settings of a recipe as nested plain values."""
-    found = yaml.safe_load(path.read_text())
-    return found if isinstance(found, dict) else {}
+    settings = yaml.safe_load(path.read_text())
+    return settings if isinstance(settings, dict) else {}

@@ -1,4 +1,4 @@
-"""From the words of a command line to the command, and from its failure to one line and an exit code."""
+"""From a command line to the command, and from its failure to one line and an exit code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import platform
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from cifar_lit.cli import flags
-from cifar_lit.distributed import job, rendezvous
-from cifar_lit.distributed import launcher as launched
 from cifar_lit.errors import UsageError, nearest
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -52,9 +51,9 @@ Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, 
 Recipes are weaker than --config files, and these are weaker than flags.
 """
 
-# Commands that are not the Trainer's: the function that takes the words after the name, and may return an exit code.
+# Commands that are not the Trainer's: the function that takes the arguments after the name, and may return an exit code.
 OWN = {
-    "recipes": "cifar_lit.cli.devices:list_recipes",
+    "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
     "bench": "cifar_lit.bench.commands:bench",
     "classify": "cifar_lit.cli.classify:classify",
@@ -66,60 +65,86 @@ OWN = {
 }
 
 
-def dispatch(words: list[str], default: str) -> int:
-    """Runs a command line, `default` being the command when none is named; returns the exit code.
+def main(argv: list[str] | None = None, default: str = "fit") -> int:
+    """Runs a command line; what goes wrong is one line on stderr, with --debug after its traceback.
 
-    What goes wrong is one line on stderr (with --debug the traceback): exit code 2 for what was typed, 1 for what
-    failed, 128 and the signal's number for an interruption.
+    Args:
+        argv: the arguments, without the program's name; this process's own if not given.
+        default: the command when none is named.
+
+    Returns:
+        The exit code: 0, 2 for what was typed, 1 for what failed, 128 and the signal's number for an interruption.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return _run(words, default)
+        return _run(argv, default)
     except (SystemExit, Exception, KeyboardInterrupt) as error:
-        return _tell(error, "--debug" in words)
+        return _report(error, "--debug" in argv)
     except BaseException as error:
         if getattr(error, "exit_code", None) is None:
             raise
-        return _tell(error, "--debug" in words)
+        return _report(error, "--debug" in argv)
 
 
-def _run(words: list[str], default: str) -> int:
-    if (default == "fit" and not words) or words[:1] in (["--help"], ["-h"], ["help"]):
+def _run(argv: list[str], default: str) -> int:
+    if (default == "fit" and not argv) or argv[:1] in (["--help"], ["-h"], ["help"]):
         print(OVERVIEW, end="")
         return 0
-    if words[:1] == ["--version"]:
+    if argv[:1] == ["--version"]:
         from cifar_lit import __version__
 
         print(f"cifar-lit {__version__}")
         return 0
-    name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (default, words)
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
     if name in OWN:
+        _allow_own_runs(rest)
         module, _, function = OWN[name].partition(":")
         code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
         return code or 0
     if name not in flags.TRAINING:
         known = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
-    command = flags.parse(name, rest)
+    _train(flags.parse(name, rest), rest)
+    return 0
+
+
+def _allow_own_runs(argv: list[str]) -> None:
+    """Lets the nets and data sets from files of the user's own be imported that the runs on a line were trained with."""
+    for word in argv:
+        try:
+            path = Path(word)
+            config = (path if path.is_dir() else path.parent) / "config.yaml"
+            if path.exists() and config.is_file():
+                from cifar_lit.cli.trust import allow_own_run
+
+                allow_own_run(config)
+        except (UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
+            continue
+
+
+def _train(command: flags.Command, argv: list[str]) -> None:
+    """Runs fit, train, validate, test or predict, as one of the processes that a launcher may have started."""
+    from cifar_lit.distributed import job, launcher, rendezvous
+
     if command.recipe:
-        flags.recipe_path(command.recipe)
-    launched.apply_torchrun(command, os.environ)
-    launched.apply_slurm(command, os.environ)
+        flags.recipe_path(command.recipe)  # a typing error is answered before seconds of imports
+    launcher.apply_torchrun(command, os.environ)
+    launcher.apply_slurm(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()
     quieten()
     rendezvous.meet_anew(os.environ)
-    job.go_on(command, rest, os.environ, os.getppid(), platform.node())
+    job.go_on(command, argv, os.environ, os.getppid(), platform.node())
     catch_signals()
     from cifar_lit.cli.fit import TrainingCLI
     from cifar_lit.distributed.join import leave
 
     TrainingCLI(command)
     leave("", 0)
-    return 0
 
 
-def _tell(error: BaseException, debug: bool) -> int:
+def _report(error: BaseException, debug: bool) -> int:
     """Prints what went wrong and returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing left to save: one that comes now ends it quietly
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
@@ -127,6 +152,7 @@ def _tell(error: BaseException, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     from cifar_lit.cli.errors import explain_error, is_lost_peer
+    from cifar_lit.distributed import job
     from cifar_lit.distributed.join import leave
 
     if debug:

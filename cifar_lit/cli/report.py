@@ -131,7 +131,7 @@ def passed(classifier: Classifier, images: ImageSet, what: str) -> tuple[Tensor,
     found = []
     with progress(f"looking at the {what}", len(images)) as advance:
         for part in images.images.split(AT_ONCE):
-            found.append(classifier.look(part.permute(0, 3, 1, 2)))
+            found.append(classifier.logits_and_embeddings(part.permute(0, 3, 1, 2)))
             advance(len(part))
     logits, embeddings = zip(*found, strict=True)
     return torch.cat(logits), torch.cat(embeddings)

@@ -12,13 +12,13 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit import __version__
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.serve_requests import Limits
+from cifar_lit.inference.serve.images import Limits
 from cifar_lit.runs.run_folder import weights_file
 
 if TYPE_CHECKING:
-    from cifar_lit.inference.serve_net import Facts
+    from cifar_lit.inference.serve.net import ModelInfo
 
-WHAT = """Serves a run's net over HTTP, with a page at / for trying it.
+DESCRIPTION = """Serves a run's net over HTTP, with a page at / for trying it.
 
 POST /predict takes one image as the body (Content-Type: image/jpeg or the like), a form with files (multipart/form-data), or
 JSON: {"image": "<base64>"} or {"images": ["<base64>", …]}. One image is answered with {"label", "probability", "top": [{"label",
@@ -27,42 +27,41 @@ the picture as the net sees it. GET /health says what is served. Whatever is wro
 Try it with: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
-def serve(words: list[str]) -> None:
+def serve(argv: list[str]) -> None:
     """Runs the service until Ctrl-C or SIGTERM; raises UsageError and Failure when it cannot be started."""
-    usual = Limits()
-    parser = ArgumentParser(prog="cifar-lit serve", description=WHAT, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
-    parser.add_argument(
-        "--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--accelerator", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
-    parser.add_argument("--max-mb", type=float, default=usual.body / 1e6, help="largest body of a request, in MB")
-    parser.add_argument("--max-pixels", type=int, default=usual.pixels, help="of one image, as its header says")
-    parser.add_argument("--max-images", type=int, default=usual.images, help="in one request")
-    parser.add_argument("--decode-seconds", type=float, default=usual.decode_seconds, help="for one image to be decoded")
-    parser.add_argument("--body-seconds", type=float, default=usual.body_seconds, help="for a request to arrive as a whole")
-    settings = parsed(parser, words)
+    default = Limits()
+    parser = ArgumentParser(prog="cifar-lit serve", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("run", type=str, help="folder of a run that ended, or its model.safetensors")
+    add("--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--accelerator", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
+    add("--max-mb", type=float, default=default.body / 1e6, help="largest body of a request, in MB")
+    add("--max-pixels", type=int, default=default.pixels, help="of one image, as its header says")
+    add("--max-images", type=int, default=default.images, help="in one request")
+    add("--decode-seconds", type=float, default=default.decode_seconds, help="for one image to be decoded")
+    add("--body-seconds", type=float, default=default.body_seconds, help="for a request to arrive as a whole")
+    settings = parsed(parser, argv)
     limits = _limits(settings)
     file = weights_file(settings.run)
     try:
-        from cifar_lit.inference.serve import serve as run
+        from cifar_lit.inference.serve.service import serve as run_service
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "cifar_lit":
             raise
         raise Failure(f'serve needs {error.name}, which is not installed: pip install "cifar-lit[serve]"') from None
-    with _bound(settings.host, settings.port) as listening:
-        host, port = listening.getsockname()[:2]
+    with _listen(settings.host, settings.port) as sock:
+        host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
-        def ready(facts: Facts) -> None:
-            size = "×".join(map(str, (facts.channels, *facts.size)))
-            print(f"serving {facts.net} ({size}, {len(facts.classes)} classes) on {facts.device}")
+        def on_ready(info: ModelInfo) -> None:
+            size = "×".join(map(str, (info.channels, *info.size)))
+            print(f"serving {info.net} ({size}, {len(info.classes)} classes) on {info.device}")
             if not local:
                 print(f"open to every machine that reaches {host}: there is no password and no encryption")
             print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
 
-        run(str(file), listening, local, settings.accelerator, limits, __version__, ready)
+        run_service(str(file), sock, local, settings.accelerator, limits, __version__, on_ready)
     print("stopped", flush=True)
 
 
@@ -79,23 +78,23 @@ def _limits(settings: Namespace) -> Limits:
     )
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises UsageError or Failure when there can be none."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be from 0 to 65535, not {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError):
         raise UsageError(
             f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too"
         ) from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a service that just ended leaves its port behind
-        found.bind(address)
-        found.listen(512)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a service that just ended leaves its port behind
+        sock.bind(address)
+        sock.listen(512)
     except OSError as error:
-        found.close()
+        sock.close()
         if error.errno == errno.EADDRINUSE:
             raise Failure(f"port {port} is in use: choose another with --port, or --port 0 for a free one") from None
         if error.errno == errno.EADDRNOTAVAIL:
@@ -103,7 +102,7 @@ def _bound(host: str, port: int) -> socket.socket:
         if error.errno == errno.EACCES:
             raise UsageError(f"port {port} may not be used without more rights: choose one above 1023 with --port") from None
         raise
-    return found
+    return sock
 
 
 def _url(host: str, port: int) -> str:

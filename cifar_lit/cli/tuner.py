@@ -1,15 +1,15 @@
-"""`--auto-batch` and `--auto-lr`: the largest batch that fits, and a learning rate, found before the training starts.
+"""`--auto-batch` and `--auto-lr`: the largest batch that fits, and a learning rate, before the training starts.
 
-Lightning's Tuner cannot do it here: its searches count on automatic optimization, and on one batch a training step.
+Not Lightning's Tuner, as of 2.6: `scale_batch_size` enlarges the batch until a step runs out of memory, where a CPU has long
+begun to swap or had the process killed; `lr_find` gives every parameter group one and the same rate, where ours may differ a
+thousandfold, and judges it by the loss of the batch just trained on, whose chance hides the fall when batches are small.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,42 +17,38 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from cifar_lit.cli.errors import explain_out_of_memory, is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import Accelerators, Machine, count_devices, resolve_device
+from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.classifier import WHITENING_IMAGES, ImageClassifier
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 
-SMALLEST, LARGEST = 16, 4096  # images; above that no device of ours takes less time for an image, and accuracy falls
-RESERVE = 0.1  # of the free memory that is kept for the images themselves and what else comes
-LEAST_STEPS = 20  # an epoch keeps at least so many, as far as SMALLEST allows
-MOST_IMAGES = 20_000  # of the range test, at most, but for its fewest steps
-FEWEST_STEPS, MOST_STEPS = 60, 300  # of the range test
-LOWEST, HIGHEST = 1e-3, 1e2  # times the configured rate
-PROBE = 512  # images that the loss is taken on: always the same ones, or a small batch's chance would hide its fall
+SIZES = [2**power for power in range(4, 13)]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
+RESERVE = 0.1  # of the free memory, for the images themselves and what else comes
+MIN_EPOCH_STEPS = 20  # that the largest batch leaves an epoch, where the smallest does
+MIN_STEPS, MAX_STEPS = 60, 300  # of the range test
+MAX_IMAGES = 20_000  # of the range test, but for its fewest steps
+MIN_FACTOR, MAX_FACTOR = 1e-3, 1e2  # of the configured rate, between which it looks
+PROBE_IMAGES = 512  # that the loss is taken on: the same ones after every step
 WINDOW = 0.25  # decades of the rate over which a fall is measured, to either side
-CLEAR = 0.02  # of the first loss, that it must fall by in all: less is chance
+MIN_FALL = 0.02  # of the first loss, in all: less is chance
 BLOWN_UP = 4.0  # times the lowest loss: the test ends
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch had no memory, on whatever device."""
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
     """The one device that the Trainer would take; raises UsageError for several."""
     if count_devices(machine, accelerator, devices) > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
-    name = f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator
-    return torch.device(resolve_device(name, Accelerators(len(machine.gpus), machine.mps)))
+    return torch.device(resolve_device(f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator, machine))
 
 
 class Trial:
-    """Steps of a copy of a model, which is as it was afterwards.
+    """Steps of a copy of a model, which itself stays as it is.
 
-    precision: the Trainer's; mixed ones compute under autocast. Other ones are tried as float32, which takes no less memory.
+    precision: the Trainer's; mixed ones compute under autocast, others are tried as float32, which takes no less memory.
     """
 
     def __init__(self, model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
@@ -61,49 +57,42 @@ class Trial:
         if isinstance(self.net, WhitenedNet):
             self.net.initialise(data.plain_images(WHITENING_IMAGES).to(device))
             self.net.whitened.fill_(True)
-        h = model.hparams
-        settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
+        settings = {name: model.hparams[name] for name in GROUP_SETTINGS}
         products = "float32" if device.type == "cpu" and "bf16" not in precision else "bfloat16"
-        self.optimizer: Optimizer = build_optimizer(self.net, h["optimizer"], h["lr"], **settings, products=products)
-        kinds = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        self.autocast: Callable[[], AbstractContextManager] = nullcontext
-        if precision in kinds:
-            self.autocast = lambda: torch.autocast(device.type, kinds[precision])
+        self.optimizer: Optimizer = build_optimizer(self.net, settings.pop("optimizer"), **settings, products=products)
+        self.autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of a batch on the device."""
-        with self.autocast():
-            return F.cross_entropy(self.net(images).float(), labels, label_smoothing=self.smoothing)
+        """The mean loss of images, float (B, C, H, W), with labels, int64 (B,)."""
+        with self.autocast:
+            logits = self.net(images.to(self.device))
+        return F.cross_entropy(logits.float(), labels.to(self.device), label_smoothing=self.smoothing)
 
-    def step(self, images: Tensor, labels: Tensor) -> float:
-        """One optimizer step; returns the loss before it."""
-        loss = self.loss(images.to(self.device), labels.to(self.device))
+    def step(self, images: Tensor, labels: Tensor) -> None:
+        """One optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        self.loss(images, labels).backward()
         self.optimizer.step()
-        return float(loss.detach())
 
 
-def largest_batch(trial: Trial, shape: list[int], most: int) -> int:
-    """The largest power of two, from SMALLEST to the lesser of `most` and LARGEST, of images (C, H, W) that a step takes.
+def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
+    """The largest of SIZES, but for the smallest no larger than `limit`, whose images (C, H, W) a step has memory for.
 
-    A GPU is tried until it refuses; of a CPU, which would first swap and then kill, the memory is reckoned from what a small
-    batch keeps for the way back. Raises Failure when not even the smallest fits.
+    A GPU is tried until it refuses. Of a CPU the memory is reckoned from what a small batch keeps for the backward pass.
+    Raises Failure when not even the smallest fits.
     """
-    sizes = [
-        2**power for power in range(int(math.log2(SMALLEST)), int(math.log2(LARGEST)) + 1) if 2**power <= max(most, SMALLEST)
-    ]
+    sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
     if trial.device.type == "cuda":
-        fitting = list(_tried(trial, shape, sizes))
+        fitting = list(_fitting(trial, shape, sizes))
     else:
-        each = 2 * _kept_bytes(trial, shape, SMALLEST) / SMALLEST  # gradients take about as much again
-        fitting = [size for size in sizes if size * each < (1 - RESERVE) * available_memory()]
+        bytes_per_image = 2 * _kept_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
+        fitting = [size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)]
     if not fitting:
-        raise Failure(f"not even {SMALLEST} images fit into the memory of {trial.device.type}: choose a smaller --net")
+        raise Failure(f"not even {SIZES[0]} images fit into the memory of {trial.device.type}: choose a smaller --net")
     return fitting[-1]
 
 
-def _tried(trial: Trial, shape: list[int], sizes: list[int]) -> Iterator[int]:
+def _fitting(trial: Trial, shape: list[int], sizes: list[int]) -> Iterator[int]:
     free, _ = torch.cuda.mem_get_info(trial.device)
     reserve = torch.empty(int(free * RESERVE), dtype=torch.uint8, device=trial.device)
     for size in sizes:
@@ -122,7 +111,7 @@ def _tried(trial: Trial, shape: list[int], sizes: list[int]) -> Iterator[int]:
 
 
 def _kept_bytes(trial: Trial, shape: list[int], size: int) -> int:
-    """Bytes that autograd keeps between the way there and the way back, weights not counted."""
+    """Bytes that autograd keeps between forward and backward pass, weights not counted."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in trial.net.parameters()}
     kept: dict[int, int] = {}
 
@@ -133,58 +122,45 @@ def _kept_bytes(trial: Trial, shape: list[int], size: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trial.loss(
-            torch.zeros(size, *shape, device=trial.device), torch.zeros(size, dtype=torch.int64, device=trial.device)
-        ).backward()
+        trial.loss(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64)).backward()
     trial.optimizer.zero_grad(set_to_none=True)
     return sum(kept.values())
-
-
-def available_memory() -> int:
-    """Bytes that programs can still get, as Linux reckons; 4 GiB where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 4 << 30
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 4 << 30)
 
 
 def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
     """A learning rate by a range test (L. N. Smith 2017, Cyclical Learning Rates for Training Neural Networks, section 3.3).
 
-    The rate rises from LOWEST to HIGHEST times `lr`, by the same factor each step; of the loss over the logarithm of the rate,
-    the place where it falls fastest is taken, as fast.ai and Lightning do. images: float (N, C, H, W), normalised; labels
+    All groups' rates rise by the same factor each step, of `batch` images, from MIN_FACTOR times what is configured, `lr`; where
+    the loss falls fastest over the rate's logarithm is taken, as fast.ai does. images: float (N, C, H, W), normalised; labels:
     int64 (N,). Raises Failure when the loss does not fall clearly at any rate.
     """
-    base = [float(group["lr"]) for group in trial.optimizer.param_groups]
-    steps = min(max(FEWEST_STEPS, len(images) // batch), MOST_STEPS)
-    factors = torch.logspace(math.log10(LOWEST), math.log10(HIGHEST), steps).tolist()
+    groups = trial.optimizer.param_groups
+    rates = [float(group["lr"]) for group in groups]
+    steps = min(max(MIN_STEPS, len(images) // batch), MAX_STEPS)
+    factors = torch.logspace(math.log10(MIN_FACTOR), math.log10(MAX_FACTOR), steps).tolist()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    probe, expected = images[order[:PROBE]].to(trial.device), labels[order[:PROBE]].to(trial.device)
+    probe = order[:PROBE_IMAGES]
     losses: list[float] = []
     for step, factor in enumerate(factors):
-        for group, rate in zip(trial.optimizer.param_groups, base, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * factor
         rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
         trial.step(images[rows], labels[rows])
         with torch.no_grad():
-            losses.append(float(trial.loss(probe, expected)))
+            losses.append(float(trial.loss(images[probe], labels[probe])))
         if not losses[-1] <= BLOWN_UP * min(losses):  # nor when it is not a number
             break
-    reach = max(1, round(WINDOW * steps / math.log10(HIGHEST / LOWEST)))
-    found = steepest([loss for loss in losses if math.isfinite(loss)], reach)
-    if found is None:
-        tried = f"no learning rate from {lr * LOWEST:.2g} to {lr * HIGHEST:.2g} lowers the loss clearly in {steps} steps"
+    reach = max(1, round(WINDOW * steps / math.log10(MAX_FACTOR / MIN_FACTOR)))
+    place = steepest([loss for loss in losses if math.isfinite(loss)], reach)
+    if place is None:
+        tried = f"no learning rate from {lr * MIN_FACTOR:.2g} to {lr * MAX_FACTOR:.2g} lowers the loss clearly in {steps} steps"
         raise Failure(f"{tried}: choose --lr by hand")
-    return float(f"{lr * factors[found]:.2g}")
+    return float(f"{lr * factors[place]:.2g}")
 
 
 def steepest(losses: list[float], reach: int) -> int | None:
-    """Where losses fall fastest before their lowest, measured from `reach` places before to as many after.
-
-    None where they do not fall clearly, by CLEAR of the first at least.
-    """
-    if not losses or min(losses) > (1 - CLEAR) * losses[0]:
+    """Where losses fall fastest before their lowest, from `reach` places before to as many after; None where it is by chance."""
+    if not losses or min(losses) > (1 - MIN_FALL) * losses[0]:
         return None
     lowest = losses.index(min(losses))
     falls = {place: losses[place - reach] - losses[place + reach] for place in range(reach, lowest - reach + 1)}
@@ -192,32 +168,16 @@ def steepest(losses: list[float], reach: int) -> int | None:
 
 
 def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
-    """Sets the batch size of `data` ("batch" in auto) and the rate of `model` ("lr") to what is found, and says so."""
-    images_here, before = len(data.split[0]), model.hparams["lr"]
-    if "batch" in auto:
-        with memory_told(data):
-            found = largest_batch(Trial(model, data, device, precision), data.input_shape, images_here // LEAST_STEPS)
-        print(f"--auto-batch: {found} images ({data.batch_size} were set); --lr stays {before:g}", flush=True)
-        data.batch_size = found
-    if "lr" in auto:
-        count = min(images_here, max(FEWEST_STEPS * data.batch_size, MOST_IMAGES))
-        images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
-        with memory_told(data):
-            found_rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, before)
-        model.hparams["lr"] = found_rate
-        print(f"--auto-lr: {found_rate:g} ({before:g} was set), where the loss falls fastest", flush=True)
-
-
-@contextmanager
-def memory_told(data: ImageData) -> Iterator[None]:
-    """Turns torch's want of memory into a Failure that names the batch sizes and what to try."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
-        raise Failure(
-            f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
-            "--data.eval_batch_size, or choose a smaller --net"
-        ) from error
+    """Sets the batch size of `data` ("batch" in auto) and the learning rate of `model` ("lr"), and prints both."""
+    count, lr = len(data.split[0]), model.hparams["lr"]
+    with explain_out_of_memory(data):
+        if "batch" in auto:
+            size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
+            print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
+            data.batch_size = size
+        if "lr" in auto:
+            count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
+            images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
+            rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
+            print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
+            model.hparams["lr"] = rate

@@ -1,4 +1,4 @@
-"""Files to rows: decoded by other processes where that pays, classified as they come, in their order."""
+"""From paths to image files, from files to rows of predictions, and from rows to a contact sheet."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import SUFFIXES, decode_chunks, decode_files
+from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, decode_files
 from cifar_lit.errors import Failure
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
@@ -25,65 +27,66 @@ PATTERN = re.compile(r"[*?\[]")
 
 
 class ImageFile(NamedTuple):
-    """A file to classify, or with a reason, what there is nothing to classify of."""
+    """A file to classify; with an error, a path that names none."""
 
     path: str
-    reason: str | None = None
+    error: str | None = None
 
 
-def find_images(words: Sequence[str], listed: BinaryIO) -> Iterator[ImageFile]:
-    """The image files that some words mean, in the order of the words.
+def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
+    """The image files that some paths name, in the order of the paths.
 
-    A folder means the images in it and below, known by their suffixes, in natural order (2.png before 10.png); hidden files
-    are not seen. A file means itself, whatever its suffix. A pattern with *, ? or [ means what it fits, and ** any depth. The
-    word - means the paths that `listed` holds, one a line, or with a NUL behind each. Whatever is not there, or holds no image,
-    comes with the reason, so that it is a row among the others.
+    Args:
+        paths: each a file, whatever its suffix; a folder, for the images in it and below, known by their suffixes, in natural
+            order (2.png before 10.png), without hidden ones; a pattern with *, ? or [, where ** means any depth; or - for the
+            paths in `stdin`. They are kept as text that `os` understands: a name need not be UTF-8.
+        stdin: paths, one a line, or with a NUL behind each.
+
+    Returns:
+        Files, among them those that are not there or folders that hold no image, with the error.
     """
-    for word in words:
-        if word == "-":
-            for path in _listed(listed.read()):
-                yield from _meant(path, pattern=False)
+    for path in paths:
+        if path == "-":
+            data = stdin.read()
+            for line in data.split(b"\0" if b"\0" in data else b"\n"):
+                if line:
+                    yield from _files_of(os.fsdecode(line), pattern=False)
         else:
-            yield from _meant(word, pattern=True)
+            yield from _files_of(path, pattern=True)
 
 
-def _listed(data: bytes) -> list[str]:
-    return [os.fsdecode(path) for path in data.split(b"\0" if b"\0" in data else b"\n") if path]
-
-
-def _meant(path: str, pattern: bool) -> Iterator[ImageFile]:
-    if os.path.isdir(path):  # noqa: PTH112 (a path that is no text is kept as it is)
-        found = _below(path, frozenset())
-        first = next(found, None)
-        yield first or ImageFile(path, "the folder holds no JPEG, PNG, WebP, BMP or GIF")
-        yield from found
+def _files_of(path: str, pattern: bool) -> Iterator[ImageFile]:
+    if os.path.isdir(path):  # noqa: PTH112
+        files = _files_below(path, frozenset())
+        yield next(files, ImageFile(path, "the folder holds no JPEG, PNG, WebP, BMP or GIF"))
+        yield from files
     elif pattern and PATTERN.search(path) and not os.path.lexists(path):
-        fitting = sorted(glob.glob(path, recursive=True), key=natural)  # noqa: PTH207
-        if not fitting:
+        matches = sorted(glob.glob(path, recursive=True), key=natural)  # noqa: PTH207
+        if not matches:
             yield ImageFile(path, "no file fits this pattern")
-        for file in fitting:
-            if not os.path.isdir(file):  # noqa: PTH112
-                yield ImageFile(file)
+        for match in matches:
+            if not os.path.isdir(match):  # noqa: PTH112
+                yield ImageFile(match)
             elif "**" not in path:  # ** gives what is in the folder too
-                yield from _below(file, frozenset())
+                yield from _files_below(match, frozenset())
     else:
         yield ImageFile(path)
 
 
-def _below(folder: str, above: frozenset[str]) -> Iterator[ImageFile]:
-    """Images in a folder and below it; a link that leads back to a folder above is not followed."""
-    here = os.path.realpath(folder)
-    if here in above:
+def _files_below(folder: str, parents: frozenset[str]) -> Iterator[ImageFile]:
+    """Images in a folder and below it; a link that leads back to a parent is not followed."""
+    real = os.path.realpath(folder)
+    if real in parents:
         return
     try:
-        with os.scandir(folder) as entries:
-            level = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: natural(entry.name))
+        with os.scandir(folder) as scan:
+            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: natural(entry.name))
     except OSError as error:
         yield ImageFile(folder, f"the folder cannot be read: {error.strerror}")
         return
-    for entry in level:
+    for entry in entries:
         if entry.is_dir():
-            yield from _below(entry.path, above | {here})
+            yield from _files_below(entry.path, parents | {real})
         elif entry.name.lower().endswith(SUFFIXES):
             yield ImageFile(entry.path)
 
@@ -94,37 +97,119 @@ def natural(name: str) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if place % 2 else (-1, part.casefold()) for place, part in enumerate(parts)], name
 
 
+# ---- From files to rows: decoded by other processes where that pays, classified as they come, in their order.
+
 CHUNK = 64  # files that are decoded and then computed at once; four chunks a processor are held in memory
 POOL_FROM = 200  # fewer files are decoded before other processes have started
 
 
 def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int = TOP) -> Iterator[tuple[list[Row], Tensor]]:
-    """The rows of some files after the other, in order, with the images of those that could be read: uint8 (B, C, H, W).
+    """Rows of predictions for files, in order, a chunk at a time; only some chunks are in memory, however many files there are.
 
-    A file that cannot be read has the reason as its row's `error`. Only some chunks are in memory at a time, however many
-    files there are. Raises Failure when a decoding process is ended from outside.
+    Returns:
+        For each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
+        (B, C, H, W).
+
+    Raises:
+        Failure: a decoding process was ended from outside.
     """
     work = partial(decode_files, size=classifier.size, channels=classifier.channels)
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    wanted = [[file.path for file in chunk if file.reason is None] for chunk in chunks]
-    start = 0
+    paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
+    index = 0
     try:
-        for chunk, paths, (pixels, bad) in zip(
-            chunks, wanted, decode_chunks(work, wanted, all_cores=len(files) >= POOL_FROM), strict=True
-        ):
-            shape = (len(paths) - len(bad), *classifier.size, classifier.channels)
-            images = torch.from_numpy(np.frombuffer(bytearray(pixels), np.uint8).reshape(shape)).permute(0, 3, 1, 2)
-            predictions = iter(classifier.predictions(images, top))
-            reasons = iter([bad.get(position) for position in range(len(paths))])
-            rows = []
-            for index, file in enumerate(chunk, start):
-                reason = file.reason or next(reasons)
-                if reason is not None:
-                    rows.append(Row(index, (), path=file.path, error=reason))
-                    continue
-                found = next(predictions)
-                rows.append(Row(index, found.top, path=file.path, novelty=found.novelty, unlike=found.unlike))
+        for chunk, (pixels, errors) in zip(chunks, decode_chunks(work, paths, all_cores=len(files) >= POOL_FROM), strict=True):
+            array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *classifier.size, classifier.channels)
+            images = torch.from_numpy(array).permute(0, 3, 1, 2)
+            predictions = iter(classifier.predict_batch(images, top))
+            position, rows = 0, []  # position: among the files that were given to the decoder
+            for file in chunk:
+                error = file.error
+                if error is None:
+                    error = errors.get(position)
+                    position += 1
+                if error is None:
+                    best = next(predictions)
+                    rows.append(Row(index, best.top, path=file.path, novelty=best.novelty, unlike=best.unlike))
+                else:
+                    rows.append(Row(index, (), path=file.path, error=error))
+                index += 1
             yield rows, images
-            start += len(chunk)
     except BrokenProcessPool as error:
         raise Failure("a decoding process was ended from outside, mostly for want of memory: lower --max-pixels") from error
+
+
+# ---- From rows to a contact sheet.
+
+MAX_PICTURES = 120  # on a sheet; of more none would be recognised
+SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 144, 12, 17, 13  # pixels: of a picture, between pictures, of a line of text, of its letters
+COLUMNS = 8
+BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
+
+
+def contact_sheet(rows: Sequence[Row]) -> Image.Image:
+    """The files of at most `MAX_PICTURES` rows, each with its name, class and probability below; unreadable ones are grey.
+
+    The files are read again, for more pixels than the net was given.
+    """
+    columns = max(min(COLUMNS, len(rows)), 1)
+    lines = 3 if any(row.unlike for row in rows) else 2
+    width, height = SIDE + GAP, SIDE + lines * LINE_HEIGHT + GAP
+    sheet = Image.new("RGB", (columns * width + GAP, -(-len(rows) // columns) * height + GAP), "white")
+    for place, row in enumerate(rows):
+        left, top = GAP + place % columns * width, GAP + place // columns * height
+        sheet.paste(_thumbnail(row), (left, top))
+        draw_caption(sheet, row, left, top + SIDE + 2, SIDE)
+    return sheet
+
+
+def caption(row: Row) -> list[tuple[str, tuple[int, int, int]]]:
+    """The lines below a picture, each with its colour."""
+    name = (Path(row.path or "").name, GREY)
+    if row.error is not None:
+        return [name, (row.error, RED)]
+    label, probability = row.top[0]
+    return [name, (f"{label} {probability:.2f}", BLACK), *([("unlike the training", RED)] if row.unlike else [])]
+
+
+def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) -> None:
+    """Draws the caption of a row, each line cut to a width in pixels."""
+    draw = ImageDraw.Draw(image)
+    for number, (text, colour) in enumerate(caption(row)):
+        draw.text((left, top + number * LINE_HEIGHT), _shortened(text, width), fill=colour, font=_font())
+
+
+def save_picture(image: Image.Image, path: Path) -> None:
+    """Writes a picture in the format of its suffix; raises Failure where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
+
+
+def _thumbnail(row: Row) -> Image.Image:
+    if row.error is None and row.path is not None:
+        try:
+            return Image.fromarray(decode(row.path, (SIDE, SIDE)))
+        except DecodeError:  # gone since it was classified
+            pass
+    return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
+
+
+def _shortened(text: str, width: int) -> str:
+    """A text that is no wider than so many pixels; of a longer one, beginning and end."""
+    plain = "".join(letter if letter.isprintable() else "�" for letter in text)
+    kept, short = len(plain), plain
+    while kept > 1 and _font().getlength(short) > width:
+        kept -= 1
+        short = f"{plain[: (kept + 1) // 2]}…{plain[len(plain) - kept // 2 :]}"
+    return short
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont:
+    """matplotlib's own font, which has far more letters than Pillow's."""
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), FONT_SIZE)

@@ -19,60 +19,63 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.contact_sheet import GAP, LINE, lines_of, write_lines
+from cifar_lit.inference.classify import GAP, LINE_HEIGHT, caption, draw_caption
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
-LEAST_SIDE = 4  # of maps that show a place; later, smaller ones would say little more than the image as a whole
+MIN_MAP_SIDE = 4  # of feature maps that show a place; later, smaller ones would say little more than the image as a whole
 SIDE = 256  # pixels of each of the two pictures
 
 
 def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
-    """How much each place speaks for the likeliest class: float32 (B, H, W) in 0 … 1, on the CPU.
+    """How much each place speaks for the likeliest class.
 
-    images: uint8 (B, C, H, W). The maps are the last in the net of at least 4 × 4 places: their sum over the channels, times the
-    gradient of the class's logit, without what is negative, scaled to the image and to a maximum of 1. One that speaks for the
-    class nowhere is 0 throughout. Raises UsageError for a net without such maps.
+    Of the last feature maps of at least 4 × 4 places: their sum over the channels, times the gradient of the class's logit,
+    without what is negative, scaled to the image and to a maximum of 1.
+
+    Args:
+        net: the net.
+        images: uint8 (B, C, H, W).
+
+    Returns:
+        float32 (B, H, W) in 0 … 1, on the CPU; 0 throughout where nothing speaks for the class.
+
+    Raises:
+        UsageError: the net has no such feature maps.
     """
-    found: list[Tensor] = []
+    features: list[Tensor] = []
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
-        if not isinstance(output, Tensor) or output.ndim != 4 or min(output.shape[2:]) < LEAST_SIDE:
+    def keep_features(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor) or output.ndim != 4 or min(output.shape[2:]) < MIN_MAP_SIDE:
             return None
-        maps = output if output.requires_grad else output.detach().requires_grad_()
-        found[:] = [maps]
-        return maps.clone()  # the next layer may work in place
+        features[:] = [output if output.requires_grad else output.detach().requires_grad_()]
+        return features[0].clone()  # the next layer may work in place
 
-    hooks = [module.register_forward_hook(note) for module in net.net.modules()]
+    hooks = [module.register_forward_hook(keep_features) for module in net.net.modules()]
     try:
         with torch.enable_grad():
             logits = net(images.to(net.mean.device))
     finally:
         for hook in hooks:
             hook.remove()
-    if not found:
+    if not features:
         raise UsageError(f"{net.card.net} has no maps of features that could show a place: leave --explain out")
-    (slopes,) = torch.autograd.grad(logits.max(1).values.sum(), found)
-    raw = F.relu((slopes * found[0].detach()).sum(1, keepdim=True)).float()
+    (gradients,) = torch.autograd.grad(logits.max(1).values.sum(), features)
+    raw = F.relu((gradients * features[0].detach()).sum(1, keepdim=True)).float()
     maps = F.interpolate(raw, size=images.shape[2:], mode="bilinear", align_corners=False)[:, 0].cpu()
     return maps / maps.amax((1, 2), keepdim=True).clamp_min(1e-12)
 
 
-def explained(row: Row, image: Tensor, activation: Tensor) -> Image.Image:
-    """A picture of an image as the net sees it, beside it the same with the places that speak for its class in warm colours.
-
-    image: uint8 (C, H, W). activation: float32 (H, W) in 0 … 1.
-    """
-    pixels = image.permute(1, 2, 0).expand(-1, -1, 3).numpy()
-    seen = Image.fromarray(np.ascontiguousarray(pixels))
-    colours = matplotlib.colormaps["inferno"](activation.numpy())[:, :, :3]
-    scale = SIDE / max(seen.size)
-    size = (max(round(seen.width * scale), 1), max(round(seen.height * scale), 1))
-    warm = Image.fromarray((colours * 255).astype(np.uint8)).resize(size, Image.Resampling.BICUBIC)
-    seen = seen.resize(size, Image.Resampling.BICUBIC)
-    lines = lines_of(row)
-    sheet = Image.new("RGB", (2 * size[0] + 3 * GAP, size[1] + 2 * GAP + len(lines) * LINE), "white")
-    sheet.paste(seen, (GAP, GAP))
-    sheet.paste(Image.blend(seen.convert("L").convert("RGB"), warm, 0.6), (2 * GAP + size[0], GAP))
-    write_lines(sheet, lines, GAP, GAP + size[1] + 2, 2 * size[0] + GAP)
+def draw_explanation(row: Row, image: Tensor, activation: Tensor) -> Image.Image:
+    """An image as the net takes it, uint8 (C, H, W), beside itself under its activation map, float32 (H, W), in warm colours."""
+    net_view = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).expand(-1, -1, 3).numpy()))
+    scale = SIDE / max(net_view.size)
+    width, height = (max(round(side * scale), 1) for side in net_view.size)
+    net_view = net_view.resize((width, height), Image.Resampling.BICUBIC)
+    colours = (matplotlib.colormaps["inferno"](activation.numpy())[:, :, :3] * 255).astype(np.uint8)
+    heat = Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
+    sheet = Image.new("RGB", (2 * width + 3 * GAP, height + 2 * GAP + len(caption(row)) * LINE_HEIGHT), "white")
+    sheet.paste(net_view, (GAP, GAP))
+    sheet.paste(Image.blend(net_view.convert("L").convert("RGB"), heat, 0.6), (2 * GAP + width, GAP))
+    draw_caption(sheet, row, GAP, GAP + height + 2, 2 * width + GAP)
     return sheet

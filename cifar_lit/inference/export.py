@@ -1,21 +1,44 @@
-"""A trained net as a file for other programs: written, run again from the file, and kept only if it answers alike."""
+"""A trained net as a file for other programs: written, run again from the file, and kept only if it answers alike.
+
+In ONNX and torch-export the whole way from pixels to probabilities is in the graph: `images`, uint8 (batch, C, H, W) with any
+batch, of values 0 … 255 as decoders give them, to `probabilities`, float32 (batch, classes).
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.inference.export_check import Check, check, latencies, medians, refuse_disagreement
-from cifar_lit.inference.export_formats import FORMATS, check_packages, onnx_model, quantised, runner_of
-from cifar_lit.runs.model_file import LoadedNet
-from cifar_lit.runs.run_folder import atomic_write
+from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.files import atomic_write
+from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+    from torch.export import ExportedProgram
+
+FORMAT = "cifar-lit export 1"
+METADATA_FILE = "metadata.json"  # in a torch-export archive
+OPSET = 20  # the first with Gelu as one operator, which onnxruntime computes from 1.17 on
+MAX_ONNX_BYTES = 2**31 - 2**20  # one protobuf message ends at 2 GiB
 TIMED_BATCHES = (1, 64)
-QUANTIZE = ("int8",)
+
+Runner = Callable[[Tensor], Tensor]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
 
 
 class Sample(NamedTuple):
@@ -26,26 +49,24 @@ class Sample(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A file that was kept.
-
-    size: its bytes. check: how it answered. seconds: for each of the timed batches the medians of the net and of the file.
-    """
+    """A file that was kept."""
 
     path: Path
-    size: int
+    size: int  # bytes
     check: Check
-    seconds: dict[int, tuple[float, float]]
+    seconds: dict[int, tuple[float, float]]  # for each of the timed batches the medians of the net and of the file
 
 
 def check_request(to: str, quantize: str | None) -> None:
     """Raises UsageError for a format or a quantisation that does not exist, Failure where its packages are missing."""
     if to not in FORMATS:
         raise UsageError(f"--to knows no {to!r}.{nearest(to, FORMATS)} There are {', '.join(FORMATS)}.")
-    if quantize is not None and quantize not in QUANTIZE:
-        raise UsageError(f"--quantize knows {', '.join(QUANTIZE)} only, not {quantize!r}")
+    if quantize not in (None, "int8"):
+        raise UsageError(f"--quantize knows int8 only, not {quantize!r}")
     if quantize is not None and to != "onnx":
         raise UsageError(f"--quantize {quantize} is made and run by onnxruntime: use it with --to onnx")
-    check_packages(to, FORMATS[to].packages)
+    if missing := [package for package in FORMATS[to].packages if find_spec(package) is None]:
+        raise Failure(f'--to {to} needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[export]"')
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
@@ -59,26 +80,356 @@ def default_path(model: Path, to: str, quantize: str | None) -> Path:
 
 
 def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Tensor | None = None) -> Exported:
-    """Writes a net to `path` in one of `FORMATS`, runs the file on the sample, and keeps it only if it answers alike.
+    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike.
 
-    net: on the CPU, in evaluation mode. calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
-    A file that was at `path` before stays as it was unless the new one is kept. Raises Failure when the net cannot be
-    written, the file answers otherwise, or the disk does not take it.
+    A file that was at `path` before stays as it was unless the new one is kept.
+
+    Args:
+        net: on the CPU, in evaluation mode.
+        to: one of `FORMATS`.
+        path: of the file.
+        sample: what it is checked on.
+        calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
+
+    Raises:
+        Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
     """
-    kind, plain = FORMATS[to], runner_of(net)
+    file_format, net_runner = FORMATS[to], runner_of(net)
     try:
         with atomic_write(path) as partial:
             if calibration is None:
-                kind.write(net, partial)
+                file_format.write(net, partial)
             else:
                 partial.write_bytes(quantised(onnx_model(net), calibration).SerializeToString())
-            file = kind.open(partial)
-            found = check(plain, file, sample.images, sample.labels)
-            refuse_disagreement(found, int8=calibration is not None)
+            file_runner = file_format.open(partial)
+            result = check(net_runner, file_runner, sample.images, sample.labels)
+            refuse_disagreement(result, int8=calibration is not None)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
     seconds = {}
     for batch in TIMED_BATCHES:
-        before, after = medians(latencies([plain, file], sample.images[torch.arange(batch) % len(sample.images)]))
-        seconds[batch] = before, after
-    return Exported(path, path.stat().st_size, found, seconds)
+        images = sample.images[torch.arange(batch) % len(sample.images)]
+        net_times, file_times = latencies([net_runner, file_runner], images)
+        seconds[batch] = statistics.median(net_times), statistics.median(file_times)
+    return Exported(path, path.stat().st_size, result, seconds)
+
+
+# ---- Whether an exported file answers as the net that it was made from, and how fast.
+
+CHECKED_BATCHES = (1, 7, 256)
+MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what rounding in another order makes of deep nets
+MIN_AGREEMENT = 0.95  # of the decisions, in int8
+MAX_ACCURACY_LOSS = 0.02  # in int8
+
+
+class Check(NamedTuple):
+    """A file beside its net over the same images."""
+
+    images: int  # how many
+    difference: float  # the largest of any probability
+    agreeing: int  # images on which both decide alike
+    accuracy: tuple[float, float] | None  # fraction right, of the net and of the file; None where no labels are known
+
+    @property
+    def agreement(self) -> float:
+        """The fraction of images on which both decide alike."""
+        return self.agreeing / self.images
+
+
+def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> Check:
+    """Runs both over uint8 images (N, C, H, W), the file's first in batches of 1 and of 7, which must come out as all others.
+
+    labels: int64 (N,), or None. Fewer images than a batch are repeated to fill it.
+    """
+    expected = torch.cat([net(batch) for batch in images.split(CHECKED_BATCHES[-1])])
+    answers = torch.cat([file(batch) for batch in images.split(CHECKED_BATCHES[-1])])
+    difference = _difference(answers, expected)
+    for batch in CHECKED_BATCHES:
+        places = torch.arange(batch) % len(images)
+        difference = max(difference, _difference(file(images[places]), expected[places]))
+    before, after = expected.argmax(1), answers.argmax(1)
+    accuracy = None
+    if labels is not None:
+        accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
+    return Check(len(images), difference, int((before == after).sum()), accuracy)
+
+
+def _difference(answers: Tensor, expected: Tensor) -> float:
+    """The largest difference, infinite where the shapes differ or something is no number."""
+    if answers.shape != expected.shape or not bool(answers.isfinite().all()):
+        return float("inf")
+    return float((answers - expected).abs().max())
+
+
+def refuse_disagreement(result: Check, int8: bool) -> None:
+    """Raises Failure where a file does not answer as its net within the limits above; in float these leave only rounding."""
+    if not int8:
+        if not result.difference <= MAX_DIFFERENCE:
+            raise Failure(
+                f"the file does not answer as the net: a probability differs by {result.difference:.2g}, more than "
+                f"{MAX_DIFFERENCE:g}, so it was not kept; another --to, or another version of torch or onnxruntime may do"
+            )
+        return
+    loss = result.accuracy[0] - result.accuracy[1] if result.accuracy else 0.0
+    if result.difference == float("inf") or result.agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS:
+        raise Failure(
+            f"int8 changes too much of this net: {result.agreement:.1%} of the decisions agree (at least {MIN_AGREEMENT:.0%} "
+            f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
+            "not kept: leave --quantize out"
+        )
+
+
+def latencies(
+    runners: Sequence[Runner], images: Tensor, seconds: float = 1.0, min_turns: int = 5, max_turns: int = 100
+) -> list[list[float]]:
+    """The seconds that each runner takes for `images`, run in turn, so that a disturbance meets all; the first turn warms up.
+
+    Returns:
+        A list of turns for each runner: at least `min_turns`, then as many as start within `seconds`, at most `max_turns`.
+    """
+    times: list[list[float]] = [[] for _ in runners]
+    started = time.perf_counter()
+    for turn in range(max_turns + 1):
+        if turn > min_turns and time.perf_counter() - started > seconds:
+            break
+        for runner, own_times in zip(runners, times, strict=True):
+            before = time.perf_counter()
+            runner(images)
+            own_times.append(time.perf_counter() - before)
+    return [own_times[1:] for own_times in times]
+
+
+# ---- The formats: how each is written, and how what was written is run again.
+
+
+class Format(NamedTuple):
+    """How a net is written to a file, and how the file is run."""
+
+    suffix: str
+    packages: tuple[str, ...]  # that it needs beside torch
+    write: Callable[[LoadedNet, Path], object]
+    open: Callable[[Path], Runner]
+
+
+class Probabilities(nn.Module):
+    """A loaded net with the softmax that makes its logits float32 probabilities (B, classes)."""
+
+    def __init__(self, net: LoadedNet) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Of uint8 images (B, C, H, W)."""
+        logits: Tensor = self.net(images)
+        return logits.float().softmax(1)
+
+
+def runner_of(net: LoadedNet) -> Runner:
+    """The net itself, as PyTorch computes it."""
+    return _without_gradients(Probabilities(net).eval())
+
+
+def _without_gradients(module: nn.Module) -> Runner:
+    def run(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            probabilities: Tensor = module(images)
+        return probabilities
+
+    return run
+
+
+def metadata(net: LoadedNet) -> dict[str, str]:
+    """What a user of an exported file must know, as texts: lists and numbers are JSON."""
+    card = net.card
+    channels, height, width = card.input_shape
+    colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
+    return {
+        "format": FORMAT,
+        "net": card.net,
+        "classes": json.dumps(card.classes, ensure_ascii=False),
+        "image_size": json.dumps([height, width]),
+        "channels": str(channels),
+        "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
+        "output": f"probabilities: float32 (batch, {len(card.classes)}), in the order of classes",
+        "card": json.dumps(asdict(card), ensure_ascii=False),
+    }
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Keeps what exporters print, log and warn from the console; what they raise goes through."""
+    disabled = logging.root.manager.disable
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+def traced(net: LoadedNet) -> ExportedProgram:
+    """The graph of a net, from uint8 images of any batch to probabilities; raises Failure for a net that cannot be traced."""
+    from torch.export import Dim, export
+
+    example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
+    try:
+        with silenced(), torch.no_grad():
+            return export(Probabilities(net).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
+    except Exception as error:  # of many kinds, all internal to torch
+        reason = first_line(error)
+        raise Failure(f"torch cannot trace the net {net.card.net}: {reason}; --to safetensors keeps its weights") from error
+
+
+def _write_torch_export(net: LoadedNet, path: Path) -> None:
+    """Writes what `torch.export.load` reads, with `metadata.json` among its extra files."""
+    program = traced(net)
+    with silenced(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)})
+
+
+def _open_torch_export(path: Path) -> Runner:
+    with silenced(), path.open("rb") as file:
+        return _without_gradients(torch.export.load(file).module())
+
+
+def onnx_model(net: LoadedNet) -> ModelProto:
+    """A net as an ONNX model with its metadata; raises Failure for one that ONNX cannot express or hold."""
+    size = sum(tensor.nbytes for tensor in net.state_dict().values())
+    if size > MAX_ONNX_BYTES:
+        raise Failure(f"the net takes {size / 2**30:.1f} GiB, and one ONNX file holds less than 2: use --to torch-export")
+    program = traced(net)
+    try:
+        with silenced():
+            exported = torch.onnx.export(
+                program, (), dynamo=True, opset_version=OPSET, verbose=False,
+                input_names=["images"], output_names=["probabilities"],
+            )  # fmt: skip
+    except Exception as error:
+        raise Failure(f"torch cannot write the net {net.card.net} as ONNX: use --to torch-export") from error
+    assert exported is not None
+    model: ModelProto = exported.model_proto
+    _tidy(model)
+    model.producer_name = "cifar-lit"
+    for name, value in metadata(net).items():
+        model.metadata_props.add(key=name, value=value)
+    return model
+
+
+def _tidy(model: ModelProto) -> None:
+    """Names the free dimension, and drops the exporter's notes, among them paths of this machine's source files."""
+    free = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        del value.metadata_props[:]
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_param == free:
+                dimension.dim_param = "batch"
+    for part in (*model.graph.node, *model.graph.initializer, *model.functions, model.graph, model):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+def open_onnx(path: Path) -> Runner:
+    """Runs an ONNX file by onnxruntime on the CPU, on as many threads as torch uses."""
+    import onnxruntime
+
+    options: Any = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
+
+
+FORMATS: dict[str, Format] = {
+    "onnx": Format(
+        ".onnx",
+        ("onnx", "onnxscript", "onnxruntime"),
+        lambda net, path: path.write_bytes(onnx_model(net).SerializeToString()),  # the weights inside
+        open_onnx,
+    ),
+    "torch-export": Format(".pt2", (), _write_torch_export, _open_torch_export),
+    "safetensors": Format(  # as a run's own model.safetensors: what `cifar_lit.load` takes
+        ".safetensors",
+        (),
+        lambda net, path: save_weights(path, net.net.state_dict(), net.card),
+        lambda path: runner_of(load_model_file(path)),
+    ),
+}
+
+# ---- 8-bit ONNX: weights and the activations between them as int8, their ranges taken from training images.
+
+LAYERS = ("Conv", "Gemm", "MatMul")
+CALIBRATION_IMAGES = 512
+CALIBRATION_BATCH = 64
+MAX_FLOAT_FRACTION = 0.05  # of all weights: a layer at either end that holds more is not left in float
+
+
+def quantised(model: ModelProto, images: Tensor) -> ModelProto:
+    """The model with quantise and dequantise operators around its layers (QDQ), its metadata kept.
+
+    The least and greatest value of each activation over the images are its range, as percentiles and entropy gained nothing on
+    CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's 8-bit products overflow
+    on. The first and the last layer stay in float where they hold few weights: there rounding costs most, of pixels and of
+    logits, and saves least.
+
+    Args:
+        model: in float.
+        images: uint8 (N, C, H, W), of training.
+
+    Raises:
+        Failure: nothing is left to quantise, or onnxruntime cannot.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    with TemporaryDirectory() as folder:
+        plain, prepared, ready = (str(Path(folder) / f"{name}.onnx") for name in ("plain", "prepared", "ready"))
+        Path(plain).write_bytes(model.SerializeToString())
+        try:
+            with silenced():
+                # folds what can be folded into the layers; shapes are known from the exporter
+                quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+                layers, kept = _layers(onnx.load(prepared))
+                if layers:
+                    quantize_static(
+                        prepared, ready, _Batches(images), quant_format=QuantFormat.QDQ, per_channel=True,
+                        activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
+                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=kept,
+                    )  # fmt: skip
+                    result: ModelProto = onnx.load(ready)
+        except Exception as error:
+            raise Failure(f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out") from error
+    if not layers:
+        raise Failure("this net has no layer that int8 would pay for: leave --quantize out")
+    del result.metadata_props[:]
+    result.metadata_props.extend(model.metadata_props)
+    result.metadata_props.add(key="quantized", value=f"int8 weights and activations, calibrated on {len(images)} training images")
+    result.producer_name = model.producer_name
+    return result
+
+
+def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
+    """The names of the layers that are quantised, and of those that are kept in float."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+
+    def weights(node: NodeProto) -> int:
+        return sum(sizes.get(name, 0) for name in node.input)
+
+    layers = [node for node in model.graph.node if node.op_type in LAYERS]
+    most = MAX_FLOAT_FRACTION * sum(map(weights, layers))
+    ends = {node.name: node for node in (*layers[:1], *layers[-1:])}
+    kept = [name for name, node in ends.items() if weights(node) <= most]
+    return [node.name for node in layers if node.name not in kept], kept
+
+
+class _Batches:
+    """Calibration images as onnxruntime asks for them; it takes any object with `get_next`."""
+
+    def __init__(self, images: Tensor) -> None:
+        self._batches: Iterator[Tensor] = iter(images.split(CALIBRATION_BATCH))
+
+    def get_next(self) -> dict[str, Any] | None:
+        """The next batch by input name, None after the last."""
+        batch = next(self._batches, None)
+        return None if batch is None else {"images": batch.contiguous().numpy()}

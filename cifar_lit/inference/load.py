@@ -16,19 +16,21 @@ from cifar_lit.data.decode import decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.models.embedding import logits_and_embeddings
-from cifar_lit.runs import model_file as weights
-from cifar_lit.runs.model_file import LoadedNet
+from cifar_lit.runs.model_file import LoadedNet, load_model_file
 
 BATCH = 256  # images that are computed at once
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a net makes of one image.
+    """The prediction for one image.
 
-    label: the class with the highest probability. probability: its, in 0 … 1. top: the likeliest classes with their
-    probabilities, the best first. novelty: how far the image is from those of the training, 0 … 2. unlike: whether that is
-    further than 95 % of images that were held out then. Both are None where the weights do not say how to tell.
+    Args:
+        label: the class with the highest probability.
+        probability: its probability, in 0 … 1.
+        top: the likeliest classes with their probabilities, the best first.
+        novelty: distance from the training images, 0 … 2; None where the weights have no novelty data.
+        unlike: whether that is further than 95 % of the images that were held out then; None likewise.
     """
 
     label: str
@@ -39,75 +41,67 @@ class Prediction:
 
 
 class Classifier:
-    """A trained net with its classes.
+    """A trained net with its class names, in the order of its logits, and its card: settings, image size, mean and std.
 
-    net: from uint8 images (B, C, H, W) to float32 logits (B, classes). classes: their names, in the order of the logits.
-    card: what the net was trained for: its name and settings, image size, mean and std.
+    Args:
+        net: from uint8 images (B, C, H, W) to float32 logits (B, classes).
+        device: where it computes; images may lie anywhere.
     """
 
     def __init__(self, net: LoadedNet, device: str = "cpu") -> None:
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
+        self.channels, height, width = net.card.input_shape  # 3 channels for RGB, 1 for grey
+        self.size = (height, width)
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.card.input_shape))
         return f"Classifier({self.card.net}, {shape}, {len(self.classes)} classes: {', '.join(self.classes[:10])})"
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """(H, W) of the images that the net takes."""
-        return self.card.input_shape[1], self.card.input_shape[2]
-
-    @property
-    def channels(self) -> int:
-        """3 for RGB, 1 for grey."""
-        return self.card.input_shape[0]
-
-    @property
-    def tells_novelty(self) -> bool:
-        """Whether the weights say how to tell images that are unlike those of the training."""
-        return bool(self.net.novelty and self.card.novelty)
-
     def __call__(self, images: Tensor) -> Tensor:
         """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
-        return self.look(images)[0]
+        return self.logits_and_embeddings(images)[0]
 
-    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def logits_and_embeddings(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """float32 logits (B, classes) and embeddings (B, features), on the CPU, of uint8 images (B, C, H, W)."""
-        device = self.net.mean.device
-        parts = [logits_and_embeddings(self.net, part.to(device)) for part in images.split(BATCH)] if len(images) else []
-        if not parts:
+        if not len(images):
             return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
+        device = self.net.mean.device
+        parts = [logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(BATCH)]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
 
     def predict(self, images: Any, top: int = 3) -> list[Prediction]:
         """A prediction for each image, in order; one image by itself gives a list of one.
 
-        images: paths, PIL images, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C) or
-            (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. PIL images may be of any
-            mode, as files may. All are scaled to the net's size, their middle cut out where the proportions differ.
-        top: how many classes `Prediction.top` names.
+        Args:
+            images: paths, PIL images, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C) or
+                (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. PIL images may be of any
+                mode, as files may. All are scaled to the net's size, their middle cut out where the proportions differ.
+            top: how many classes `Prediction.top` names.
 
-        Raises DecodeError for a file that is no readable image, ValueError for an array that is no image.
+        Raises:
+            DecodeError: a file is no readable image.
+            ValueError: an array is no image.
+            Failure: the net's logits are not finite.
         """
-        return self.predictions(self.prepare(images), top)
+        return self.predict_batch(self.prepare(images), top)
 
-    def predictions(self, images: Tensor, top: int = 3) -> list[Prediction]:
-        """A prediction for each of uint8 images (B, C, H, W) of the net's size; raises Failure where the net gives no numbers."""
-        logits, embeddings = self.look(images)
+    def predict_batch(self, images: Tensor, top: int = 3) -> list[Prediction]:
+        """`predict` for uint8 images (B, C, H, W) that are of the net's size already."""
+        logits, embeddings = self.logits_and_embeddings(images)
         if not logits.isfinite().all():
             raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
         probabilities, order = logits.softmax(1).topk(min(top, len(self.classes)), dim=1)
         distances: list[float | None] = [None] * len(images)
-        if self.tells_novelty and len(images):
+        if self.net.novelty and self.card.novelty and len(images):
             distances = novelty(embeddings, self.net.novelty, self.card.novelty).tolist()
-        found = []
-        for values, places, distance in zip(probabilities.tolist(), order.tolist(), distances, strict=True):
-            best = tuple((self.classes[place], value) for place, value in zip(places, values, strict=True))
+        predictions = []
+        for values, labels, distance in zip(probabilities.tolist(), order.tolist(), distances, strict=True):
+            best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
             unlike = None if distance is None else distance > self.card.novelty["threshold"]
-            found.append(Prediction(best[0][0], best[0][1], best, distance, unlike))
-        return found
+            predictions.append(Prediction(*best[0], best, distance, unlike))
+        return predictions
 
     def prepare(self, images: Any) -> Tensor:
         """uint8 images (N, C, H, W) of the net's size from what `predict` takes."""
@@ -115,23 +109,24 @@ class Classifier:
             images = list(images)
         elif not isinstance(images, Sequence) or isinstance(images, str):
             images = [images]
-        arrays = [self._array(image) for image in images]
+        arrays = [self._prepare_one(image) for image in images]
         empty = np.zeros((0, *self.size, self.channels), np.uint8)
         return torch.from_numpy(np.stack(arrays) if arrays else empty).permute(0, 3, 1, 2)
 
-    def _array(self, image: Any) -> np.ndarray:
+    def _prepare_one(self, image: Any) -> np.ndarray:
         """One image as uint8 (H, W, C) of the net's size, by the same steps as a file."""
         if isinstance(image, str | Path):
             return decode(image, self.size, self.channels)
         if not isinstance(image, Image.Image):
-            image = Image.fromarray(_pixels(image))
+            image = Image.fromarray(_to_uint8(image))
         return pixels_of(image, self.size, self.channels)
 
 
-def _pixels(image: Any) -> np.ndarray:
-    """uint8 (H, W) or (H, W, 1 … 4) of an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
+def _to_uint8(image: Any) -> np.ndarray:
+    """uint8 (H, W) or (H, W, 3 … 4) of an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
     if isinstance(image, Tensor):
-        array = image.detach().cpu().movedim(0, -1).numpy() if image.ndim == 3 else image.detach().cpu().numpy()
+        image = image.detach().cpu()
+        array = (image.movedim(0, -1) if image.ndim == 3 else image).numpy()
     else:
         array = np.asarray(image)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or not array.size:
@@ -148,7 +143,12 @@ def _pixels(image: Any) -> np.ndarray:
 def load(path: str | Path, device: str = "cpu") -> Classifier:
     """The classifier of a run folder, or of its `model.safetensors` alone.
 
-    device: where it computes, such as "cuda"; images may lie anywhere.
-    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    Args:
+        path: the folder or the file.
+        device: where it computes, such as "cuda".
+
+    Raises:
+        UsageError: there is no such file.
+        Failure: it is damaged, or was not written by this program.
     """
-    return Classifier(weights.load_model_file(path), device)
+    return Classifier(load_model_file(path), device)

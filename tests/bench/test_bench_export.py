@@ -11,7 +11,7 @@ import yaml
 
 from cifar_lit.bench.commands import bench
 from cifar_lit.data.shapes import class_names
-from cifar_lit.inference.export_check import latencies
+from cifar_lit.inference.export import latencies
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
@@ -19,9 +19,9 @@ from cifar_lit.runs.model_file import ModelCard, save_weights
 def test_each_form_has_its_figures_beside_the_nets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, least=1))
-    monkeypatch.setattr("cifar_lit.inference.export_check.LEAST_AGREEMENT", 0.0)  # of a net that is not trained
-    monkeypatch.setattr("cifar_lit.inference.export_check.MOST_LOSS", 1.0)
+    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda *args: latencies(*args, 0, min_turns=1))
+    monkeypatch.setattr("cifar_lit.inference.export.MIN_AGREEMENT", 0.0)  # of a net that is not trained
+    monkeypatch.setattr("cifar_lit.inference.export.MAX_ACCURACY_LOSS", 1.0)
     torch.manual_seed(0)
     net = build_net("fashion_cnn", channels=3, image_size=16, num_classes=4)
     card = ModelCard("fashion_cnn", 1.0, [3, 16, 16], list(class_names(4)), [0.5] * 3, [0.25] * 3)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 import subprocess
 import sys
@@ -11,9 +10,9 @@ import pytest
 from command_line import Typed, draw_folder, typed
 
 import cifar_lit
-from cifar_lit.bench.commands import bench
 
 ROOT = Path(__file__).parent.parent.parent
+ENV = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
 def test_the_command_that_a_training_ends_with_classifies_and_marks(
@@ -24,9 +23,9 @@ def test_the_command_that_a_training_ends_with_classifies_and_marks(
     command = next(line.split() for line in answer.out.splitlines() if line.startswith("  cifar-lit classify "))
     assert command[-1] == "PICTURES"
     pictures = draw_folder(run.parent.parent / "pictures", {"cat": 2, "dog": 1})
-    found = typed(*command[1:-1], pictures, "--csv")
-    assert (found.code, found.err) == (0, "")
-    rows = list(csv.DictReader(found.out.splitlines()))
+    classified = typed(*command[1:-1], pictures, "--csv")
+    assert (classified.code, classified.err) == (0, "")
+    rows = list(csv.DictReader(classified.out.splitlines()))
     assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png", "0.png"]
     assert all(row["unlike"] in ("yes", "no") and float(row["novelty"]) >= 0 for row in rows)
     settings = cifar_lit.load(run).card.novelty
@@ -35,8 +34,8 @@ def test_the_command_that_a_training_ends_with_classifies_and_marks(
 
 def test_scripts_predict_is_classify(run: Path) -> None:
     pictures = draw_folder(Path("pictures"), {"cat": 1})
-    words = [sys.executable, ROOT / "scripts" / "predict.py", run, pictures, "--jsonl", "missing.png"]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False)
+    line = [sys.executable, ROOT / "scripts" / "predict.py", run, pictures, "--jsonl", "missing.png"]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, env=ENV, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["cifar-lit: 1 of 2 could not be classified; their rows say why"]
     same = typed("classify", run, pictures, "missing.png", "--jsonl")
@@ -46,29 +45,5 @@ def test_scripts_predict_is_classify(run: Path) -> None:
 def test_a_reader_that_has_read_enough_is_no_failure(run: Path) -> None:
     pictures = draw_folder(Path("pictures"), {"cat": 30})
     line = f"{sys.executable} -m cifar_lit classify {shlex.quote(str(run))} {' '.join([str(pictures)] * 30)} | head -n 1"
-    done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    )
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, env=ENV)
     assert done.stdout.split()[:2] == ["file", "class"] and done.stderr == ""
-
-
-def test_ways_to_tell_novelty_are_measured_on_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench(["novelty", str(run), "--other", "shapes", "--count", "40", "--accelerator", "cpu", "--json", "n.json"])
-    found = json.loads(Path("n.json").read_text())
-    (entry,) = found["runs"].values()
-    assert (entry["known"], entry["held_out"], entry["test"], entry["source"]) == (160, 40, 40, "validation")
-    assert len(entry["methods"]) == 5
-    assert all(0 <= value <= 1 for method in entry["methods"].values() for value in method.values())
-    assert str(run) not in Path("n.json").read_text()
-    assert "relative Mahalanobis" in capsys.readouterr().out
-
-
-def test_classify_is_measured_against_decoding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pictures = draw_folder(Path("pictures"), {"cat": 12})
-    bench(["classify", str(run), str(pictures), "--rounds", "2", "--enlarge", "100", "--json", "c.json"])
-    found = json.loads(Path("c.json").read_text())
-    assert found["settings"]["folder"] == "12 files" and found["settings"]["enlarge"] == 100
-    speeds = found["images_per_second"]
-    assert 0 < speeds["classify"]["median"] < speeds["decoding alone"]["median"]
-    assert 0 < found["ratio"]["median"] < 1 and found["seconds_as_started"] > 0
-    assert "classify / decoding alone" in capsys.readouterr().out

@@ -1,3 +1,5 @@
+"""The commands: which there are, what each says of itself, and how soon."""
+
 from __future__ import annotations
 
 import re
@@ -10,74 +12,72 @@ from command_line import started, typed
 
 import cifar_lit
 from cifar_lit.cli import flags, main
+from cifar_lit.cli.main import OWN
 from cifar_lit.models.registry import build_net
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WITHOUT_TORCH = """
 import sys
 from cifar_lit.cli import main
-code = main(sys.argv[1:])
-heavy = [name for name in ("torch", "torchvision", "lightning", "tensorboard") if name in sys.modules]
-print(code, heavy)
+lines = ["--help", "--version", "recipes", "recipes quickstart", "trian", "fit --recipe quikstart", "train --epochs"]
+codes = [main(line.split()) for line in lines]
+print(codes, [name for name in ("torch", "torchvision", "lightning", "tensorboard") if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--help"], 0),
-        (["--version"], 0),
-        (["recipes"], 0),
-        (["recipes", "quickstart"], 0),
-        (["trian"], 2),
-        (["fit", "--recipe", "quikstart"], 2),
-        (["train", "--epochs"], 2),
-    ],
-)
-def test_what_needs_no_torch_is_answered_without_importing_it(words: list[str], code: int) -> None:
-    answer = started("-c", WITHOUT_TORCH, *words, seconds=20)
-    assert answer.out.splitlines()[-1] == f"{code} []", answer.err
+def rows(table: str) -> list[list[str]]:
+    """The cells of a printed table."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+
+
+def test_what_needs_no_torch_is_answered_without_importing_it() -> None:
+    answer = started("-c", WITHOUT_TORCH)
+    assert answer.out.splitlines()[-1] == "[0, 0, 0, 0, 2, 2, 2] []", answer.err
 
 
 def test_help_names_every_command_and_short_flag() -> None:
     answer = typed("--help", default="fit")
     assert answer.code == 0
-    for name in (*flags.TRAINING, "recipes", "devices"):
+    for name in (*flags.TRAINING, *OWN):
         assert re.search(rf"^  {name} ", answer.out, re.MULTILINE), name
     for flag in (*flags.SHORT, *flags.OWN):
         assert re.search(rf"--{flag}\b", answer.out), flag
     assert answer == typed("-h", default="fit") == typed("help", default="fit") == typed(default="fit")
 
 
-def test_version_is_the_packages() -> None:
-    assert typed("--version").out == f"cifar-lit {cifar_lit.__version__}\n"
-
-
 def test_the_console_script_is_main_and_python_m_and_the_scripts_answer_alike() -> None:
     (script,) = entry_points(group="console_scripts", name="cifar-lit")
-    assert script.load() is main
-    expected = typed("--version")
+    assert script.load() is main  # also when the module of that name has been imported
+    answer = typed("--version")
+    assert answer.out == f"cifar-lit {cifar_lit.__version__}\n"
     for program in (["-m", "cifar_lit"], [SCRIPTS / "train.py"], [SCRIPTS / "test.py"]):
-        assert started(*program, "--version", seconds=20) == expected
+        assert started(*program, "--version") == answer
 
 
 # ---- recipes
 
 
-def test_recipes_lists_each_packaged_recipe_with_what_it_is() -> None:
+def test_recipes_fit_100_columns_and_name_the_rest_where_it_is() -> None:
     answer = typed("recipes")
     assert answer.code == 0
-    names = [line.split("│")[1].strip() for line in answer.out.splitlines() if line.startswith("│")]
-    assert [name for name in names if name] == flags.recipe_names()
-    assert "quickstart" in flags.recipe_names()
-    assert "python scripts/train.py --recipe NAME" in answer.out
+    assert [row[0] for row in rows(answer.out)] == flags.recipe_names()
+    assert {"quickstart", "laptop", "tudui", "lenet"} <= set(flags.recipe_names())
+    assert all(len(row) == 4 and all(row) for row in rows(answer.out))
+    assert max(map(len, answer.out.splitlines())) <= 100
+    assert "python scripts/train.py --recipe NAME" in answer.out and "cifar-lit recipes NAME" in answer.out
 
 
 @pytest.mark.parametrize("name", flags.recipe_names())
-def test_recipes_name_prints_its_file(name: str) -> None:
+def test_recipes_name_prints_a_header_of_one_form_and_the_settings(name: str) -> None:
     answer = typed("recipes", name)
     assert answer.out == flags.recipe_path(name).read_text()
-    assert yaml.safe_load(answer.out)["model"]
+    title, *header = flags.recipe_header(flags.recipe_path(name))
+    fields = dict(re.split(r": +", field, maxsplit=1) for field in header[:5])
+    assert title.startswith(f"{name} — ")
+    assert list(fields) == ["Score", "Time", "Hardware", "Date", "Command"]
+    assert re.match(r"\d\d\.\d (± 0\.\d )?% \(n = \d+\)|not measured|as tudui", fields["Score"])
+    assert fields["Command"].startswith(f"python scripts/train.py --recipe {name}")
+    assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data"}
 
 
 # ---- devices
@@ -87,74 +87,53 @@ def test_devices_names_the_processor_and_the_flags_that_use_it() -> None:
     answer = typed("devices")
     assert answer.code == 0
     assert re.search(r"│ cpu .*--accelerator cpu", answer.out)
-    assert "torch " in answer.out
-    assert "lightning " in answer.out
+    assert "torch " in answer.out and "lightning " in answer.out
 
 
 @pytest.mark.parametrize("name", ["lenet", "whitened"])
-@pytest.mark.parametrize(
-    ("words", "shape"),
-    [
-        ([], {"channels": 3, "image_size": 32, "num_classes": 10, "width": 1.0}),
-        (
-            ["--channels=1", "--image_size=28", "--num_classes=7", "--width=2"],
-            {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0},
-        ),
-    ],
-)
-def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(
-    words: list[str], shape: dict[str, int], name: str
-) -> None:
-    answer = typed("devices", "--net", name, "--accelerator", "cpu", *words)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.out.splitlines() if line.startswith("│")]
-    net = build_net(name, **shape)
-    expected = [
-        [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}", "cpu"]
-        for parameter, tensor in net.named_parameters()
-    ]
-    assert rows == expected
-    total = sum(tensor.numel() for tensor in net.parameters())
-    assert f"{name}: {total:,} parameters" in answer.out
+def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(name: str) -> None:
+    shape = {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
+    for argv, net in (
+        ([], build_net(name, channels=3, image_size=32, num_classes=10)),
+        ([f"--{setting}={value}" for setting, value in shape.items()], build_net(name, **shape)),  # type: ignore[arg-type]
+    ):
+        answer = typed("devices", "--net", name, "--accelerator", "cpu", *argv)
+        assert rows(answer.out) == [
+            [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}", "cpu"]
+            for parameter, tensor in net.named_parameters()
+        ]
+        assert f"{name}: {sum(tensor.numel() for tensor in net.parameters()):,} parameters" in answer.out
 
 
 # ---- LightningCLI's own
 
 
-def test_a_printed_configuration_is_yaml_that_holds_recipe_and_flags() -> None:
-    words = ["fit", "--lr", "0.25", "--recipe", "small.yaml", "--devices", "2"]
-    answer = typed(*words, "--print_config=skip_default")
+def test_a_printed_configuration_is_yaml_that_holds_recipe_and_flags_and_can_be_run_from() -> None:
+    argv = ["fit", "--lr", "0.25", "--recipe", "small.yaml", "--epochs", "1"]
+    answer = typed(*argv, "--print_config=skip_default")
     assert (answer.code, answer.err) == (0, "")
     settings = yaml.safe_load(answer.out)
-    assert settings["model"]["lr"] == 0.25
-    assert settings["model"]["net"] == "lenet"
-    assert settings["data"]["count"] == 200
-    assert settings["trainer"]["max_epochs"] == 2
-    assert str(settings["trainer"]["devices"]) == "2"
-    whole = yaml.safe_load(typed(*words, "--print_config").out)
-    assert whole["model"].items() > settings["model"].items()
+    assert (settings["model"]["lr"], settings["model"]["net"], settings["data"]["count"]) == (0.25, "lenet", 200)
+    assert settings["trainer"]["max_epochs"] == 1
+    whole = typed(*argv, "--print_config").out
+    assert yaml.safe_load(whole)["model"].items() > settings["model"].items()
     assert not Path("lightning_logs").exists()
-
-
-def test_a_printed_configuration_can_be_run_from() -> None:
-    Path("own.yaml").write_text(typed("fit", "--recipe", "small.yaml", "--print_config").out)
-    answer = typed("train", "--config", "own.yaml", "--epochs", "1")
-    assert answer.code == 0, answer.err
-    assert "run lightning_logs/small-1" in answer.out.splitlines()
+    Path("own.yaml").write_text(whole)
+    assert "run lightning_logs/small-1" in typed("train", "--config", "own.yaml").out.splitlines()
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_help_of_a_command_names_the_settings_of_trainer_model_and_data(command: str) -> None:
     answer = typed(command, "--help")
     assert answer.code == 0
-    for flag in (
-        "--trainer.max_epochs",
-        "--trainer.precision",
-        "--model.net",
-        "--model.lr",
-        "--data.dataset",
-        "--data.batch_size",
-        "--logs",
-    ):
-        assert re.search(rf"{re.escape(flag)}\b", answer.out), flag
-    assert "--print_config" in answer.out
+    names = ("trainer.max_epochs", "trainer.precision", "model.net", "model.lr", "data.dataset", "data.batch_size")
+    for flag in (*names, "logs", "print_config"):
+        assert re.search(rf"--{re.escape(flag)}\b", answer.out), flag
     assert not Path("lightning_logs").exists()
+
+
+def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error() -> None:
+    answer = started("-W", "error", "-m", "cifar_lit", "train", "--recipe", "small.yaml")
+    assert (answer.code, answer.err) == (0, "")
+    assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
+    assert Path("lightning_logs/small-1/metrics.json").is_file()

@@ -39,40 +39,32 @@ def test_the_last_whole_checkpoint_takes_the_place_of_a_damaged_one_and_both_are
     assert read_checkpoint(last)["global_step"] == read_checkpoint(run / "checkpoints/last.ckpt")["global_step"]
 
 
-def test_a_checkpoint_that_was_asked_for_by_name_is_not_replaced_by_another(unfinished: Path) -> None:
+def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) -> None:
     last = unfinished / "checkpoints/last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
-    line = "cifar-lit: …last.ckpt is cut short or damaged (its end is missing): use another checkpoint"
-    refused(typed("--resume", last), line, 1)
-
-
-def test_where_no_checkpoint_is_whole_the_newest_is_named(unfinished: Path) -> None:
+    line = "cifar-lit: …last.ckpt is cut short or damaged ({}): use another checkpoint"
+    refused(typed("--resume", last), line.format("its end is missing"), 1)  # it was named itself
     for path in (unfinished / "checkpoints").iterdir():
         path.write_bytes(b"")
-    refused(typed("--resume"), "cifar-lit: …last.ckpt is cut short or damaged (the file is empty): use another checkpoint", 1)
-    assert sorted(path.name for path in unfinished.iterdir() if path.name.startswith(".")) == []
+    refused(typed("--resume"), line.format("the file is empty"), 1)
+    assert not list(unfinished.glob(".*"))
 
 
-def test_a_run_without_its_last_checkpoint_goes_on_from_the_previous_one(unfinished: Path) -> None:
+def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_half_written_goes(unfinished: Path) -> None:
     (unfinished / "checkpoints/last.ckpt").rename(unfinished / "checkpoints/previous.ckpt")
-    answer = typed("--resume")
-    assert (answer.code, answer.err) == (0, "")
-
-
-def test_what_a_killed_process_left_half_written_goes_and_everything_else_stays(unfinished: Path) -> None:
     left = [unfinished / f"checkpoints/last.ckpt{PART}", unfinished / f"metrics.json{PART}"]
     own = [unfinished / "notes.part", unfinished / "checkpoints/mine.ckpt"]
     for path in (*left, *own):
         path.write_text("text")
-    assert typed("--resume").code == 0
+    answer = typed("--resume")
+    assert (answer.code, answer.err) == (0, "")
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in own)
 
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
     imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunLock"
-    code = f"{imports}; RunLock(Path({str(unfinished)!r}))"
-    hold = f"{code}.acquire(); print('held', flush=True); time.sleep(60)"
+    hold = f"{imports}; RunLock(Path({str(unfinished)!r})).acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         line = f"cifar-lit: process {other.pid} on {socket.gethostname()} is writing …small-1: wait until it ends, or …"
@@ -112,11 +104,9 @@ def test_an_interval_that_cannot_be_meant_is_refused_before_anything_is_made(her
     assert not Path("lightning_logs").exists()
 
 
-def small_disk(folder: Path, kilobytes: int) -> list[str]:
-    """The start of a command that runs with an empty file system of that size at `folder`, which only it sees."""
-    mount = (
-        f'mount -t tmpfs -o size={kilobytes}k none "{folder}" && "$@"; code=$?; cp -r "{folder}/." "{folder}-copy"; exit $code'
-    )
+def small_disk(folder: Path, size: int) -> list[str]:
+    """The start of a command that runs with an empty file system of `size` KiB at `folder`, which only it sees."""
+    mount = f'mount -t tmpfs -o size={size}k none "{folder}" && "$@"; code=$?; cp -r "{folder}/." "{folder}-copy"; exit $code'
     return ["unshare", "-Urm", "sh", "-c", mount, "sh"]
 
 

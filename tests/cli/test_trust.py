@@ -40,28 +40,20 @@ def test_a_class_that_a_file_names_is_not_imported_without_trust(here: Path, own
     refused(typed("--recipe", "small.yaml", "--config", "own.yaml"), REFUSED.format(own), 2)
 
 
-def test_what_is_typed_is_trusted(here: Path, own: str) -> None:
+def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(here: Path) -> None:
+    words = ("--recipe", "small.yaml", "--epochs", "1", "--config", "own.yaml")
+    harmless = "class_path: lightning.pytorch.callbacks.LearningRateMonitor"
+    stopping = "class_path: EarlyStopping, init_args: {monitor: val/loss}"
+    (here / "own.yaml").write_text(f"trainer: {{callbacks: [{{{harmless}}}, {{{stopping}}}]}}")
+    assert typed(*words).code == 0
+    (here / "own.yaml").write_text("trainer: {callbacks: [{class_path: LambdaCallback}]}")
+    refused(typed(*words), REFUSED.format("lightning.pytorch.callbacks.LambdaCallback"), 2)
+    assert typed(*words[:4], "--trainer.callbacks=LambdaCallback").code == 0
+
+
+def test_what_is_typed_is_trusted_and_its_run_is_tested_as_it_was_started(here: Path, own: str) -> None:
     assert typed("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
     assert (here / "ran").exists()
-
-
-def test_lightnings_harmless_classes_may_be_named_by_files(here: Path) -> None:
-    (here / "own.yaml").write_text(
-        "trainer:\n  max_epochs: 1\n  callbacks:\n  - class_path: EarlyStopping\n    init_args: {monitor: val/loss}\n"
-        "  - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n"
-    )
-    assert typed("--recipe", "small.yaml", "--config", "own.yaml").code == 0
-
-
-def test_others_of_lightnings_run_on_the_users_word_only(here: Path) -> None:
-    words = ("--recipe", "small.yaml", "--epochs", "1")
-    (here / "own.yaml").write_text("trainer:\n  callbacks:\n  - class_path: LambdaCallback\n")
-    refused(typed(*words, "--config", "own.yaml"), REFUSED.format("lightning.pytorch.callbacks.LambdaCallback"), 2)
-    assert typed(*words, "--trainer.callbacks=LambdaCallback").code == 0
-
-
-def test_a_run_of_ones_own_with_a_class_of_ones_own_is_tested_as_it_was_started(here: Path, own: str) -> None:
-    assert typed("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
     checkpoint = "lightning_logs/small-1/checkpoints/last.ckpt"
     assert typed("test", "--ckpt_path", checkpoint).code == 0
     path = here / "lightning_logs/small-1/config.yaml"
@@ -80,6 +72,22 @@ def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(
     for words in (["test", "--ckpt_path", "copy/checkpoints/best.ckpt"], ["--resume", "copy"]):
         refused(typed(*words), REFUSED.format(own), 2)
     assert not (here / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["model: {net: own.Net}", "model.net: own.Net", "data:\n  dataset: own.Net", "model.net: own.py:Net"]
+)
+def test_a_net_or_data_set_of_ones_own_is_imported_only_if_typed_or_trusted(here: Path, text: str) -> None:
+    (here / "own.yaml").write_text(text)
+    name = text.rpartition(": ")[2].rstrip("}")
+    group, key = ("data", "dataset") if "dataset" in text else ("model", "net")
+    refusal = REFUSED.format(name).replace("…", "the file comes from")
+    for argv in (["--config", "own.yaml"], ["--config", "own.yaml", "--model.net=other.Net"]):
+        refused(typed("--recipe", "small.yaml", *argv), refusal, 2)
+    for argv in (["--config", "own.yaml", "--trust"], ["--config", "own.yaml", f"--{group}.{key}", name]):
+        assert "whose code would run" not in typed("--recipe", "small.yaml", *argv).err
+    (here / "part.yaml").write_text(f"{key}: {name}")
+    refused(typed("--recipe", "small.yaml", f"--{group}=part.yaml"), refusal, 2)
 
 
 @pytest.mark.parametrize(

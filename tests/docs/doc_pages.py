@@ -64,13 +64,13 @@ class Page:
             elif block.kind == "python":
                 exec(compile(block.text, "page", "exec"), names)
             elif block.kind == "run":
-                answers += [self.run(words, block) for words in command_lines(block.text)]
+                answers += [self.run(words, block.value) for words in command_lines(block.text)]
         return answers
 
-    def run(self, words: list[str], block: Block) -> Answer:
+    def run(self, words: list[str], flags: str = "") -> Answer:
         """Runs one command as in a process of its own: nothing is allowed to be imported because an earlier one was."""
         command, rest = _command(words)
-        settings = shlex.split(block.value) if block.value else self.settings
+        settings = shlex.split(flags) if flags else self.settings
         plugins._allowed.clear()
         answer = run_command(command, *rest, *(settings if command in TRAINING else []))
         assert answer.code == 0, f"{shlex.join(words)}\n{answer.err}"

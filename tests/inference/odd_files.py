@@ -25,18 +25,13 @@ BLACK_AND_WHITE = tuple((luma,) * 3 for luma in (0, 255, 0, 255))
 
 @dataclass(frozen=True)
 class OddFile:
-    """A file and what is to come of it.
-
-    name: of the file. what: in words, for a table. make: its bytes. quarters: the RGB of the picture's four quarters, top left,
-    top right, bottom left, bottom right, that decoding is to give about; None where there is nothing to see. reason: a part
-    of the reason for which it is refused, None where it is readable.
-    """
+    """A file and what is to come of it."""
 
     name: str
-    what: str
+    what: str  # in words, for a table
     make: Callable[[], bytes]
-    quarters: tuple[tuple[int, ...], ...] | None = QUARTERS
-    reason: str | None = None
+    quarters: tuple[tuple[int, ...], ...] | None = QUARTERS  # about what decoding is to give; None where nothing is to be seen
+    reason: str | None = None  # a part of the reason for which it is refused; None where it is readable
 
     @property
     def readable(self) -> bool:
@@ -181,6 +176,13 @@ def zeroed(data: bytes, share: float) -> bytes:
 def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
     """A PNG of far more pixels than its bytes would let one think."""
     return png(width, height, 1, 0, b"")
+
+
+def scan_bomb(side: int = 4_000, scans: int = 3_000) -> bytes:
+    """A progressive JPEG whose last scan is there again and again: small, of few pixels, and minutes to decode."""
+    data = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * scans + data[-2:]
 
 
 CUT = "cut short"

@@ -7,32 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from fitted import fitted_run
 from PIL import Image
 
 from cifar_lit.cli.export import export
 from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.export_check import latencies
 from cifar_lit.runs.model_file import load_model_file, save_weights
-
-torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fitted_run(tmp_path_factory.mktemp("command") / "shapes-1")
 
 
 @pytest.fixture
-def run(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(fitted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> Path:
     """A run folder in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda runners, images: latencies(runners, images, 0, least=1))
-    shutil.copytree(fitted, "runs/shapes-1")
+    shutil.copytree(fitted_run, "runs/shapes-1")
     return Path("runs/shapes-1")
 
 
@@ -40,7 +29,7 @@ def with_data(run: Path, **data: object) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"data": data}))
 
 
-def sorted_classes(run: Path) -> tuple[str, ...]:
+def sort_classes(run: Path) -> tuple[str, ...]:
     """Gives the run's net classes in the order of a folder's."""
     net = load_model_file(run)
     card = replace(net.card, classes=sorted(net.classes))
@@ -48,7 +37,7 @@ def sorted_classes(run: Path) -> tuple[str, ...]:
     return tuple(card.classes)
 
 
-def own_images(root: Path, names: tuple[str, ...], size: int = 16) -> Path:
+def write_images(root: Path, names: tuple[str, ...], size: int = 16) -> Path:
     for part in ("train", "test"):
         for number, name in enumerate(names):
             (root / part / name).mkdir(parents=True)
@@ -58,34 +47,32 @@ def own_images(root: Path, names: tuple[str, ...], size: int = 16) -> Path:
 
 
 def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export([str(run), "--to", "onnx", "--images", "50"])
-    said, err = capsys.readouterr()
-    assert err == ""
-    lines = said.splitlines()
-    assert lines[0] == "checking on 50 test images of shapes"
+    export([str(run), "--to", "torch-export", "--images", "50"])
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert (lines[0], err) == ("checking on 50 test images of shapes", "")
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in cells] == ["file", "accuracy", "batch of 1", "batch of 64"]
     assert cells[1][1] == cells[1][2] != ""
-    assert f"wrote {run}/model.onnx" in lines
+    assert f"wrote {run}/model.pt2" in lines
     assert any(line.startswith("decisions agree on 50 of 50 · largest difference of a probability ") for line in lines)
-    assert (run / "model.onnx").is_file()
+    assert (run / "model.pt2").is_file()
 
 
 def test_int8_is_calibrated_on_training_images_and_lies_beside_the_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export([str(run), "--to", "onnx", "--quantize", "int8"])
-    said = capsys.readouterr().out
-    assert "checking on 80 test images of shapes" in said
-    assert "calibrated on 400 training images of shapes" in said
-    assert f"wrote {run}/model.int8.onnx" in said
+    out = capsys.readouterr().out
+    assert "checking on 80 test images of shapes" in out
+    assert "calibrated on 400 training images of shapes" in out
+    assert f"wrote {run}/model.int8.onnx" in out
 
 
 def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").unlink()
     export([f"{run}/model.safetensors", "--to", "safetensors", "--out", "copy.safetensors", "--images", "20"])
-    said = capsys.readouterr().out
-    assert said.startswith("checking on 20 drawn images, without labels (the images of folder ")
-    assert "--data-dir" in said.splitlines()[0]
-    assert "accuracy" not in said
+    out = capsys.readouterr().out
+    assert out.startswith("checking on 20 drawn images, without labels (the images of folder ")
+    assert "--data-dir" in out.splitlines()[0] and "accuracy" not in out
     assert load_model_file("copy.safetensors").card == load_model_file(run).card
     with pytest.raises(Failure, match="are not here: name their place with --data-dir"):
         export([str(run), "--to", "onnx", "--quantize", "int8"])
@@ -98,50 +85,49 @@ def test_images_that_are_gone_are_not_downloaded(run: Path, dataset: str) -> Non
     with pytest.raises(Failure, match=f"the images of {dataset} that it was trained on are not here in gone"):
         data.load(train=False, count=0)
     drawn = data.load_or_draw(30)
-    assert drawn.images.shape == (30, 3, 16, 16)
-    assert drawn.labels is None
+    assert drawn.images.shape == (30, 3, 16, 16) and drawn.labels is None
 
 
-def test_images_that_moved_are_found_by_data_dir(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_data(run, dataset="folder", root="gone")
-    moved = own_images(Path("moved"), sorted_classes(run))
-    export([str(run), "--to", "torch-export", "--data-dir", str(moved)])
+    moved = write_images(Path("moved"), sort_classes(run))
+    export([str(run), "--to", "safetensors", "--out", "copy.safetensors", "--data-dir", str(moved)])
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
-
-
-def test_a_named_place_with_other_images_is_refused_and_nothing_written(run: Path) -> None:
-    with_data(run, dataset="folder", root="gone")
-    others = own_images(Path("others"), ("cat", "dog"))
+    others = write_images(Path("others"), ("cat", "dog"))
     with pytest.raises(Failure, match="classes of folder are not those of the net"):
         export([str(run), "--to", "onnx", "--data-dir", str(others)])
-    large = own_images(Path("large"), sorted_classes(run), size=24)
+    large = write_images(Path("large"), sort_classes(run), size=24)
     with pytest.raises(Failure, match=r"are 3×24×24, not 3×16×16 as the net takes"):
         export([str(run), "--to", "onnx", "--data-dir", str(large)])
     assert not list(run.glob("model.onnx*"))
 
 
 def test_images_are_spread_evenly_over_the_set(run: Path) -> None:
-    with_data(run, dataset="folder", root=str(own_images(Path("own"), sorted_classes(run))))
+    with_data(run, dataset="folder", root=str(write_images(Path("own"), sort_classes(run))))
     data = RunData(run / "model.safetensors", load_model_file(run).card)
-    found = data.load(train=False, count=4)
-    assert found.labels is not None
-    assert found.labels.tolist() == [0, 1, 2, 3]
+    labels = data.load(train=False, count=4).labels
+    assert labels is not None and labels.tolist() == [0, 1, 2, 3]
     assert len(data.load(train=False, count=0).images) == len(data.load(train=False, count=99).images) == 12
 
 
-def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path) -> None:
-    for words, told in (
-        ([run, "--to", "onxx"], "Did you mean onnx"),
-        ([run, "--to", "safetensors"], "name a place for its checked copy with --out FILE"),
-        ([run, "--to", "onnx", "--out", "no/where.onnx"], "in no folder that exists"),
-        ([run, "--to", "onnx", "--out", run], "is a folder"),
-        ([run, "--to", "safetensors", "--out", run / "model.safetensors"], "is the file that the net comes from"),
-        ([run, "--to", "onnx", "--images", "-1"], "--images"),
-        ([run, "--to", "onnx", "--quantise", "int8"], "Did you mean --quantize"),
-        (["runs/none", "--to", "onnx"], "there is no runs/none"),
-    ):
-        with pytest.raises(UsageError, match=told):
-            export([str(word) for word in words])
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ("RUN --to onxx", "Did you mean onnx"),
+        ("RUN --to onnx --quantize int4", "--quantize knows int8 only"),
+        ("RUN --to torch-export --quantize int8", "with --to onnx"),
+        ("RUN --to safetensors", "name a place for its checked copy with --out FILE"),
+        ("RUN --to onnx --out no/where.onnx", "in no folder that exists"),
+        ("RUN --to onnx --out RUN", "is a folder"),
+        ("RUN --to safetensors --out RUN/model.safetensors", "is the file that the net comes from"),
+        ("RUN --to onnx --images -1", "--images"),
+        ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
+        ("runs/none --to onnx", "there is no runs/none"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path, argv: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        export(argv.replace("RUN", str(run)).split())
 
 
 def test_a_damaged_configuration_is_named(run: Path) -> None:

@@ -1,62 +1,107 @@
+"""What becomes of odd files; run as a script, it writes results/odd-files.md and results/cpu/odd-files.json."""
+
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from odd_files import ODD_FILES, OddFile, write_odd_files
-from odd_table import READ, RESULTS, WHERE, outcomes, page
+from serving import running
+from small_nets import write_net
 
 from cifar_lit.data.decode import SUFFIXES, DecodeError, decode
 from cifar_lit.data.folder import folder
+from cifar_lit.inference.classify import ImageFile, classify_files
+from cifar_lit.inference.load import load
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+COMMANDS = ("classify", "folder", "serve")
+READ, LEFT_OUT, UNSEEN = "read", "left out", "not looked at"
+
+
+def outcomes(work_dir: Path) -> list[dict[str, str]]:
+    """For each odd file its name, what it is, and what `classify`, the `folder` data set and a service make of it.
+
+    That is `read`, or the reason why not; a service's comes with its status. A folder leaves unreadable files out, and does not
+    look at files of other suffixes.
+    """
+    paths = write_odd_files(work_dir / "odd")
+    run = write_net(work_dir / "net", "lenet")
+    rows = [row for chunk, _ in classify_files(load(run), [ImageFile(str(path)) for path in paths]) for row in chunk]
+    plain = next(odd for odd in ODD_FILES if odd.name == "plain.png").make()
+    for part in ("train", "test"):  # a class for each file, with a readable one beside it
+        for number, path in enumerate(paths):
+            class_dir = work_dir / "set" / part / f"{number:03}"
+            class_dir.mkdir(parents=True)
+            (class_dir / "beside.png").write_bytes(plain)
+            (class_dir / path.name).write_bytes(path.read_bytes() if part == "train" else b"")
+    images = folder(work_dir / "set", train=True, image_size=32, skip_bad=True, cache_dir=work_dir / "cache")
+    counts = images.labels.bincount(minlength=len(paths)).tolist()
+    with running(run) as service:
+        answers = [service.predict(path.read_bytes(), {"Content-Type": "application/octet-stream"}) for path in paths]
+    return [
+        {
+            "name": ascii(odd.name)[1:-1],
+            "what": odd.what,
+            "classify": row.error or READ,
+            "folder": UNSEEN if not odd.name.lower().endswith(SUFFIXES) else READ if count == 2 else LEFT_OUT,
+            "serve": READ if answer.status == 200 else f"{answer.status}: {answer.error}",
+        }
+        for odd, row, count, answer in zip(ODD_FILES, rows, counts, answers, strict=True)
+    ]
+
+
+def page(files: list[dict[str, str]]) -> str:
+    """The outcomes as Markdown."""
+    rows = [(f"`{file['name']}`", file["what"], *(file[command] for command in COMMANDS)) for file in files]
+    rows[:0] = [("file", "what it is", *(f"`{command}`" for command in COMMANDS)), ("---",) * 5]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    intro = "What `tests/inference/odd_files.py` makes; written by `python tests/inference/test_odd_files.py`."
+    return f"# Odd files, and what becomes of them\n\n{intro}\n\n{table}\n"
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The odd files by name."""
-    paths = write_odd_files(tmp_path_factory.mktemp("odd"))
-    return {odd.name: path for odd, path in zip(ODD_FILES, paths, strict=True)}
+def odd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_odd_files(tmp_path_factory.mktemp("odd"))[0].parent
 
 
 @pytest.mark.parametrize("odd", ODD_FILES, ids=lambda odd: ascii(odd.name))
-def test_an_odd_file_shows_its_picture_or_is_refused_with_the_reason(odd: OddFile, files: dict[str, Path]) -> None:
+def test_an_odd_file_shows_its_picture_or_is_refused_with_the_reason(odd: OddFile, odd_dir: Path) -> None:
     if odd.reason is not None:
-        with pytest.raises(DecodeError) as caught:
-            decode(files[odd.name], (32, 32))
-        assert odd.reason in caught.value.reason
-        assert "\n" not in caught.value.reason
+        with pytest.raises(DecodeError) as error:
+            decode(odd_dir / odd.name, (32, 32))
+        assert odd.reason in error.value.reason and "\n" not in error.value.reason
         return
-    pixels = decode(files[odd.name], (32, 32)).astype(int)
+    pixels = decode(odd_dir / odd.name, (32, 32)).astype(int)
     assert pixels.shape == (32, 32, 3)
     if odd.quarters is not None:
-        seen = [pixels[y : y + 4, x : x + 4].mean((0, 1)) for y, x in ((6, 6), (6, 22), (22, 6), (22, 22))]
-        assert np.abs(np.array(seen) - np.array(odd.quarters)).max() < 25
+        means = [pixels[y : y + 4, x : x + 4].mean((0, 1)) for y, x in ((6, 6), (6, 22), (22, 6), (22, 22))]
+        assert np.abs(np.array(means) - np.array(odd.quarters)).max() < 25
 
 
-def test_there_are_more_than_forty_kinds_with_names_of_their_own() -> None:
-    assert len({odd.name for odd in ODD_FILES}) == len(ODD_FILES) > 40
-
-
-def test_a_data_set_of_odd_files_has_the_readable_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for part in ("train", "test"):
-        write_odd_files(tmp_path / "set" / part / "odd")
-        (tmp_path / "set" / part / "plain").mkdir()
-        (tmp_path / "set" / part / "plain" / "a.png").write_bytes(
-            next(odd for odd in ODD_FILES if odd.name == "plain.png").make()
-        )
-    images = folder(tmp_path / "set", train=True, image_size=32, skip_bad=True, cache_dir=tmp_path / "cache")
-    readable = sorted(odd.name for odd in ODD_FILES if odd.readable and odd.name.lower().endswith(SUFFIXES))
-    assert len(images) == len(readable) + 1
-    for image, name in zip(images.images, readable, strict=False):
-        assert np.array_equal(image.numpy(), decode(tmp_path / "set" / "train" / "odd" / name, (32, 32))), name
-    assert "are damaged and left out" in capsys.readouterr().err
-
-
-def test_the_committed_table_says_what_becomes_of_them(tmp_path: Path) -> None:
-    found = outcomes(tmp_path)
+def test_classify_folder_and_serve_read_the_readable_ones_as_the_committed_table_says(tmp_path: Path) -> None:
+    files = outcomes(tmp_path)
+    assert len({file["name"] for file in files}) == 80
+    for file, odd in zip(files, ODD_FILES, strict=True):
+        assert [file[command] in (READ, UNSEEN) for command in COMMANDS[::2]] == [odd.readable] * 2, file
+        assert file["folder"] in (UNSEEN, READ if odd.readable else LEFT_OUT), file
+        assert odd.readable or file["serve"][:3] in ("400", "413", "415", "422"), file
     committed = json.loads((RESULTS / "cpu" / "odd-files.json").read_text())["files"]
-    assert [(file["name"], file["what"]) for file in committed] == [(file["name"], file["what"]) for file in found]
-    for now, before in zip(found, committed, strict=True):  # the wording of a reason may be another Pillow's
-        assert [now[place] == READ for place in WHERE] == [before[place] == READ for place in WHERE], now["name"]
+    for file, before in zip(files, committed, strict=True):  # the wording of a reason may be another Pillow's
+        assert (file["name"], file["what"], file["folder"]) == (before["name"], before["what"], before["folder"])
     assert (RESULTS / "odd-files.md").read_text() == page(committed)
+
+
+if __name__ == "__main__":
+    from cifar_lit.bench.report import environment, write_figures
+
+    with tempfile.TemporaryDirectory() as temporary:
+        files = outcomes(Path(temporary))
+    read = sum(file["classify"] == READ for file in files)
+    headline = {"kinds of files that classify reads": read, "kinds that it refuses with the reason": len(files) - read}
+    figures = {"bench": "odd-files", "settings": {}, "environment": environment(), "headline": headline, "unit": {}}
+    write_figures(RESULTS / "cpu" / "odd-files.json", {**figures, "files": files})
+    (RESULTS / "odd-files.md").write_text(page(files))

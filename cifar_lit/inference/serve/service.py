@@ -18,11 +18,9 @@ from litserve.utils import LitAPIStatus, wrap_litserve_start
 from starlette.exceptions import HTTPException
 
 from cifar_lit.errors import Failure
-from cifar_lit.inference.serve_app import Reader, furnish
-from cifar_lit.inference.serve_decode import Decoders, no_signals
-from cifar_lit.inference.serve_net import Facts, NetAPI
-from cifar_lit.inference.serve_protocol import PatientProtocol
-from cifar_lit.inference.serve_requests import Limits
+from cifar_lit.inference.serve.http import TimeoutProtocol, set_up_app
+from cifar_lit.inference.serve.images import DecoderPool, Limits, signals_blocked
+from cifar_lit.inference.serve.net import ModelInfo, NetAPI
 
 STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
 _DIED = "the net's process ended (signal 9 would mean that the machine ran out of memory)"
@@ -30,38 +28,42 @@ _DIED = "the net's process ended (signal 9 would mean that the machine ran out o
 
 def serve(
     path: str,
-    listening: socket.socket,
+    sock: socket.socket,
     local: bool,
     accelerator: str,
     limits: Limits,
     version: str,
-    ready: Callable[[Facts], None],
+    on_ready: Callable[[ModelInfo], None],
 ) -> None:
     """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
-    path: a run's folder or its model.safetensors. listening: a bound socket. local: whether it is bound to this machine alone.
-    accelerator: as for `device_named`. version: told by /health. ready: called when requests are answered.
-    Raises UsageError and Failure when the net cannot be loaded, Failure when it cannot be loaded again after its process died.
+    Args:
+        path: a run's folder or its model.safetensors.
+        sock: a bound socket; `local` if it is bound to this machine alone.
+        accelerator: as for `resolve_device`.
+        on_ready: called when requests are answered.
+
+    Raises:
+        UsageError: there is no such accelerator.
+        Failure: the net cannot be loaded, at first or again after its process died.
     """
-    signal.signal(signal.SIGTERM, _stop_at_once)
+    signal.signal(signal.SIGTERM, _exit)
     with ExitStack() as stack:
-        hear, tell = get_context("spawn").Pipe(duplex=False)
-        api = NetAPI(path, accelerator, tell)
+        receiver, sender = get_context("spawn").Pipe(duplex=False)
+        api = NetAPI(path, accelerator, sender)
         # "cpu" keeps LitServe from looking for GPUs: the net's process picks its device. LitServe's own pages, left out here,
         # would load scripts from elsewhere.
         server = ls.LitServer(api, accelerator="cpu", timeout=False, disable_openapi_url=True)
-        with no_signals():
+        with signals_blocked():
             stack.enter_context(wrap_litserve_start(server))
             stack.callback(_kill, server)
-        facts = _heard(hear, server)
-        decoders = Decoders(max(2, min(4, os.cpu_count() or 1)), facts.size, facts.channels, limits)
+        info = _receive_info(receiver, server)
+        decoders = DecoderPool(max(2, min(4, os.cpu_count() or 1)), info.size, info.channels, limits)
         stack.callback(decoders.close)
-        app = server.app
-        app.state.ready, app.state.reader = True, Reader(facts, decoders, limits)
-        furnish(app, facts, limits, local, version)
-        protocol = type("Protocol", (PatientProtocol,), {"seconds": limits.body_seconds})
+        set_up_app(server.app, info, decoders, limits, local, version)
+        protocol = type("Protocol", (TimeoutProtocol,), {"seconds": limits.body_seconds})
         config = uvicorn.Config(
-            app,
+            server.app,
             http=protocol,
             ws="none",
             lifespan="on",
@@ -71,15 +73,15 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=STOP_SECONDS,
         )
-        service = _Service(config, server, api, hear, lambda: ready(facts))
+        service = _Service(config, server, api, receiver, lambda: on_ready(info))
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # uvicorn hears them first, and tells us when it has ended
-        service.run([listening])
+            signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
+        service.run([sock])
         if service.failure is not None:
             raise service.failure
 
 
-def _stop_at_once(number: int, frame: object) -> None:
+def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
@@ -90,34 +92,34 @@ def _kill(server: ls.LitServer) -> None:
         process.join()
 
 
-def _heard(hear: Connection, server: ls.LitServer) -> Facts:
-    """What the net's process says when it is up; raises what kept it from that."""
-    while not hear.poll(0.1):
-        if not server.inference_workers[0].is_alive() and not hear.poll(0.1):
+def _receive_info(receiver: Connection, server: ls.LitServer) -> ModelInfo:
+    """What the net's process sends when it is up; raises what kept it from that."""
+    while not receiver.poll(0.1):
+        if not server.inference_workers[0].is_alive() and not receiver.poll(0.1):
             raise Failure(f"{_DIED} before it was ready")
-    told: Facts | Exception = hear.recv()
-    if isinstance(told, Exception):
-        raise told
-    return told
+    message: ModelInfo | Exception = receiver.recv()
+    if isinstance(message, Exception):
+        raise message
+    return message
 
 
 class _Service(uvicorn.Server):
     """uvicorn that says when it is ready, and that starts the net's process again when it died."""
 
     def __init__(
-        self, config: uvicorn.Config, server: ls.LitServer, api: NetAPI, hear: Connection, ready: Callable[[], None]
+        self, config: uvicorn.Config, server: ls.LitServer, api: NetAPI, receiver: Connection, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self.failure: Exception | None = None
-        self._server, self._api, self._hear, self._ready = server, api, hear, ready
+        self._server, self._api, self._receiver, self._on_ready = server, api, receiver, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, then says so."""
         await super().startup(sockets)
-        self._watch = asyncio.create_task(self._watched())
-        self._ready()
+        self._watcher = asyncio.create_task(self._watch())
+        self._on_ready()
 
-    async def _watched(self) -> None:
+    async def _watch(self) -> None:
         state: Any = self._server.app.state
         while True:
             await asyncio.sleep(0.2)
@@ -125,13 +127,13 @@ class _Service(uvicorn.Server):
             if state.ready and not alive:
                 state.ready = False
                 self._refuse_waiting()
-                with no_signals():
+                with signals_blocked():
                     self._server.inference_workers[0] = self._server.launch_single_inference_worker(self._api, 0)
-            elif not state.ready and self._hear.poll():
-                told = self._hear.recv()
-                state.ready = isinstance(told, Facts)
+            elif not state.ready and self._receiver.poll():
+                message = self._receiver.recv()
+                state.ready = isinstance(message, ModelInfo)
                 if not state.ready:
-                    self._give_up(told)
+                    self._give_up(message)
             elif not state.ready and not alive:
                 self._give_up(Failure(f"{_DIED}, and again while it was loaded"))
 

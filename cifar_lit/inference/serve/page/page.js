@@ -3,7 +3,7 @@
 const find = (id) => document.getElementById(id);
 const BARS = 10; // classes that are shown
 let limits = null;
-let asked = 0; // pictures so far; an answer to an earlier one comes too late
+let lastRequest = 0; // an answer to an earlier one comes too late
 
 function percent(value) {
   const text = (100 * value).toFixed(1);
@@ -46,7 +46,7 @@ function show(answer, size) {
 }
 
 async function classify(file) {
-  const mine = ++asked;
+  const request = ++lastRequest;
   find("error").hidden = true;
   if (limits && file.size > limits.body) {
     fail(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB; at most ${limits.body / 1e6} MB are taken. Make it smaller.`);
@@ -65,13 +65,13 @@ async function classify(file) {
       body: file,
     });
     const answer = await response.json();
-    if (mine !== asked) return;
+    if (request !== lastRequest) return;
     if (response.ok) show(answer, about.size);
     else fail(sentence(answer.error));
   } catch {
-    if (mine === asked) fail("The service does not answer. Is it still running?");
+    if (request === lastRequest) fail("The service does not answer. Is it still running?");
   } finally {
-    if (mine === asked) document.body.classList.remove("busy");
+    if (request === lastRequest) document.body.classList.remove("busy");
   }
 }
 
@@ -79,7 +79,7 @@ function sentence(text) {
   return text.charAt(0).toUpperCase() + text.slice(1) + ".";
 }
 
-function take(files) {
+function classifyFirst(files) {
   const file = [...files].find((one) => one.type.startsWith("image/")) ?? files[0];
   if (file) classify(file);
 }
@@ -89,19 +89,19 @@ const about = {};
 async function introduce() {
   for (const place of document.querySelectorAll(".here")) place.textContent = location.origin;
   const response = await fetch("/health");
-  const found = await response.json();
-  if (!response.ok) return fail(sentence(found.error));
-  about.size = found.image_size;
-  limits = found.limits;
-  const names = found.classes.slice(0, 10).join(", ") + (found.classes.length > 10 ? ", …" : "");
-  find("about").textContent = `${found.net} knows ${found.classes.length} classes: ${names}.`;
+  const health = await response.json();
+  if (!response.ok) return fail(sentence(health.error));
+  about.size = health.image_size;
+  limits = health.limits;
+  const names = health.classes.slice(0, 10).join(", ") + (health.classes.length > 10 ? ", …" : "");
+  find("about").textContent = `${health.net} knows ${health.classes.length} classes: ${names}.`;
   find("limits").textContent =
     `Limits: ${limits.body / 1e6} MB a request, ${limits.images} images in one, ${(limits.pixels / 1e6).toFixed(0)} million pixels ` +
     `and ${limits.decode_seconds} s of decoding an image; a request must arrive within ${limits.body_seconds} s.`;
 }
 
 find("file").addEventListener("change", (event) => {
-  take(event.target.files);
+  classifyFirst(event.target.files);
   event.target.value = ""; // so that the same file can be chosen again
 });
 addEventListener("dragover", (event) => {
@@ -114,11 +114,11 @@ addEventListener("dragleave", (event) => {
 addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("over");
-  if (event.dataTransfer.files.length) take(event.dataTransfer.files);
+  if (event.dataTransfer.files.length) classifyFirst(event.dataTransfer.files);
   else fail("That was no file. Save the picture first, then drop it here.");
 });
 addEventListener("paste", (event) => {
-  if (event.clipboardData.files.length) take(event.clipboardData.files);
+  if (event.clipboardData.files.length) classifyFirst(event.clipboardData.files);
   else fail("There is no picture in the clipboard. Copy one, then paste it again.");
 });
 introduce().catch(() => fail("The service does not answer. Is it still running?"));

@@ -1,0 +1,36 @@
+"""`cifar-lit recipes`: what each recipe is and reaches, and the file of one."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from cifar_lit.cli import flags
+from cifar_lit.cli.console import for_tables
+from cifar_lit.errors import UsageError
+
+
+def list_recipes(argv: list[str]) -> None:
+    """Prints every recipe in a line, or the files of those that are named: header and settings."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print("usage: cifar-lit recipes [NAME]\n\nlists the packaged recipes, or prints the settings of one")
+        return
+    if unknown := next((word for word in argv if word.startswith("-")), None):
+        raise UsageError(f"recipes knows no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
+    for path in [flags.packaged_recipe(name) for name in argv]:
+        print(path.read_text(), end="")
+    if argv:
+        return
+    table = Table("recipe", "what", "accuracy", "time")
+    for name in flags.recipe_names():
+        header = flags.recipe_header(flags.recipe_path(name))
+        what = header[0].removeprefix(f"{name} — ")
+        table.add_row(name, what, _summary(header, "Score"), _summary(header, "Time"))
+    console = for_tables()
+    console.print(table)
+    console.print("start one:  python scripts/train.py --recipe NAME\nabout one:  cifar-lit recipes NAME", highlight=False)
+
+
+def _summary(header: list[str], field: str) -> str:
+    """What a recipe's header says in a field, up to the details after a semicolon."""
+    value = next(line for line in header if line.startswith(f"{field}:")).partition(":")[2].partition(";")[0].strip()
+    return "–" if value == "not measured" else value

@@ -1,0 +1,150 @@
+"""`--auto-batch` and `--auto-lr`, and what is said when memory runs out."""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import config_of, metrics_of, refused, typed
+from torch import Tensor
+
+from cifar_lit.cli import tuner
+from cifar_lit.cli.errors import explain_out_of_memory
+from cifar_lit.cli.tuner import Trial, device_of, largest_batch, learning_rate, search, steepest
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
+from cifar_lit.training.classifier import ImageClassifier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def images(data: ImageData) -> tuple[Tensor, Tensor]:
+    """Training images, normalised, and their labels."""
+    return data.plain_images(160), data.train_images.labels[data.split[0][:160]]
+
+
+def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet") -> Trial:
+    return Trial(ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5), data, CPU, "32-true")
+
+
+def test_batch_and_rate_are_used_and_recorded_as_if_they_had_been_typed(here: Path) -> None:
+    words = ("--recipe", "small.yaml", "--epochs", "1", "--net", "shapenet", "--model.width", "0.5", "--data.count", "800")
+    answer = typed(*words, "--auto-batch", "--auto-lr")
+    assert answer.code == 0, answer.err
+    config, metrics = config_of(here / "lightning_logs/small-1"), metrics_of(here / "lightning_logs/small-1")
+    assert config["data"]["batch_size"] == metrics["batch_size"] == 32  # 760 images make 20 steps of 32 and no 20 of 64
+    rate = config["model"]["lr"]
+    assert rate != 0.05
+    assert f"--auto-lr: {rate:g} (0.05 was set)" in answer.out
+    assert f"lr {rate:g}" in answer.out  # on the start card
+
+
+def test_a_search_is_for_new_trainings(run: Path) -> None:
+    line = "cifar-lit: --auto-lr is for new trainings: leave it out"
+    refused(typed("test", "--ckpt_path", run / "checkpoints/best.ckpt", "--auto-lr"), line, 2)
+
+
+def test_a_search_does_not_change_the_weights_that_training_starts_from(data: ImageData) -> None:
+    model, own = ImageClassifier("shapenet", [3, 16, 16], 4, lr=0.05, width=0.5), copy(data)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    search({"batch", "lr"}, model, own, CPU, "32-true")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_on_a_cpu_the_largest_batch_follows_from_the_memory_that_is_free(
+    data: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, sizes = trial(data), []
+    for free in (2 * 10**7, 4 * 10**7, 10**12):
+        monkeypatch.setattr(tuner, "available_memory", lambda free=free: free)
+        sizes.append(largest_batch(some, [3, 16, 16], 10**6))
+    assert 16 <= sizes[0] == sizes[1] // 2
+    assert sizes[2] == 4096
+    assert [largest_batch(some, [3, 16, 16], limit) for limit in (3, 63, 64)] == [16, 32, 64]
+    monkeypatch.setattr(tuner, "available_memory", lambda: 10**4)
+    with pytest.raises(Failure, match="not even 16 images fit into the memory of cpu: choose a smaller --net"):
+        largest_batch(some, [3, 16, 16], 10**6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_the_rate_lowers_the_loss_whatever_was_set(data: ImageData, images: tuple[Tensor, Tensor], optimizer: str) -> None:
+    rates = []
+    for lr in (0.02, 0.06):
+        torch.manual_seed(0)
+        rates.append(learning_rate(trial(data, lr, optimizer), *images, 32, lr))
+    assert max(rates) / min(rates) < 4
+    some = trial(data, rates[0], optimizer)
+    before = some.loss(*images).item()
+    for _ in range(30):
+        some.step(*images)
+    assert some.loss(*images).item() < 0.95 * before
+
+
+def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
+    some = Trial(
+        ImageClassifier("shapenet", [3, 16, 16], 4, optimizer="muon", lr=0.02, head_lr=2.0, width=0.5), data, CPU, "32-true"
+    )
+    before = [group["lr"] for group in some.optimizer.param_groups]
+    assert len(set(before)) > 1
+    learning_rate(some, *images, 32, 0.02)
+    factors = {round(group["lr"] / rate, 6) for group, rate in zip(some.optimizer.param_groups, before, strict=True)}
+    assert len(factors) == 1
+
+
+def test_a_small_batchs_chance_does_not_hide_the_fall(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
+    rates = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        rates.append(learning_rate(trial(data, 0.005, "adamw"), *images, 4, 0.005))
+    assert max(rates) / min(rates) < 10
+    assert all(1e-4 < rate < 0.5 for rate in rates)
+
+
+def test_where_no_rate_lowers_the_loss_it_is_said(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
+    line = r"no learning rate from 1e\+27 to 1e\+32 lowers the loss clearly in 60 steps: choose --lr by hand"
+    with pytest.raises(Failure, match=line):
+        learning_rate(trial(data, 1e30, net="lenet"), *images, 32, 1e30)
+
+
+def test_the_rate_is_where_the_loss_falls_fastest_before_its_lowest() -> None:
+    falling = [2.0] * 10 + [1.9, 1.7, 1.4, 1.1, 0.9, 0.8, 0.79] + [0.8, 3.0, 2.0, 1.0]
+    assert steepest(falling, 1) in (12, 13)
+    assert steepest(falling, 3) in (11, 12, 13)
+    assert steepest([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], 1) is None  # by chance
+    assert steepest([], 1) is None
+
+
+def test_a_search_looks_on_the_one_device_that_is_used() -> None:
+    def machine(gpus: int) -> Machine:
+        return Machine("a processor", 2, False, (("a GPU", 10**9),) * gpus)
+
+    for gpus, accelerator, devices, expected in (
+        (0, "auto", "auto", "cpu"), (1, "auto", "auto", "cuda"), (2, "cpu", 1, "cpu"), (2, "gpu", [1], "cuda:1"),
+    ):  # fmt: skip
+        assert str(device_of(machine(gpus), accelerator, devices)) == expected
+    for gpus, accelerator, devices in ((2, "auto", "auto"), (0, "cpu", 2)):
+        with pytest.raises(UsageError, match="find the values with --devices 1"):
+            device_of(machine(gpus), accelerator, devices)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory. Tried to allocate 20.00 GiB", "DefaultCPUAllocator: can't allocate memory"]
+)
+def test_want_of_memory_names_the_batch_sizes_and_what_to_try(data: ImageData, text: str) -> None:
+    kind = torch.OutOfMemoryError if "CUDA" in text else RuntimeError
+    with pytest.raises(Failure) as failure, explain_out_of_memory(data):
+        raise kind(text)
+    sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
+    assert str(failure.value) == (
+        f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
+        "--data.eval_batch_size, or choose a smaller --net"
+    )
+
+
+def test_other_errors_of_torch_stay_what_they_are(data: ImageData) -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"), explain_out_of_memory(data):
+        raise RuntimeError("shapes differ")

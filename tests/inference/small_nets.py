@@ -1,0 +1,59 @@
+"""Run folders with small nets: of random weights, with novelty data, and one that decides with confidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from cifar_lit.data.shapes import shapes
+from cifar_lit.inference.load import load
+from cifar_lit.inference.novelty import learn_novelty
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, save_weights
+
+CLASSES = ["cat", "dog", "eel", "fox"]
+
+
+def write_net(folder: Path, net: str = "shapenet", channels: int = 3, side: int = 32, gain: float = 1.0) -> Path:
+    """A run folder with random weights times `gain`, by which answers differ more from picture to picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    bare = build_net(net, channels=channels, image_size=side, num_classes=len(CLASSES))
+    for parameter in bare.parameters():
+        parameter.data *= gain
+    card = ModelCard(net, 1.0, [channels, side, side], CLASSES, [0.5] * channels, [0.25] * channels)
+    save_weights(folder / "model.safetensors", bare.state_dict(), card)
+    return folder
+
+
+def write_novelty_net(folder: Path) -> Path:
+    """The same with novelty data of 200 images of noise."""
+    net = load_model_file(write_net(folder))
+    images = torch.randint(0, 256, (200, 32, 32, 3), dtype=torch.uint8)
+    learned = learn_novelty(load(folder).logits_and_embeddings, images, torch.arange(100), torch.arange(100, 200))
+    assert learned is not None
+    save_weights(folder / "model.safetensors", net.net.state_dict(), replace(net.card, novelty=learned[1]), learned[0])
+    return folder
+
+
+def write_fitted_net(folder: Path) -> Path:
+    """A run folder with config.yaml whose net was trained on drawn figures by 120 steps of Adam, in a second."""
+    images = shapes(True, image_size=16, num_classes=4, count=400)
+    card = ModelCard("fashion_cnn", 1.0, [3, 16, 16], list(images.classes), [0.5] * 3, [0.25] * 3)
+    torch.manual_seed(0)
+    bare = build_net("fashion_cnn", channels=3, image_size=16, num_classes=4)
+    net, optimizer = LoadedNet(bare, card).train(), torch.optim.Adam(bare.parameters(), lr=3e-3)
+    for step in range(120):
+        batch = torch.arange(50) + 50 * (step % 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images.images[batch].permute(0, 3, 1, 2)), images.labels[batch]).backward()
+        optimizer.step()
+    folder.mkdir(parents=True)
+    save_weights(folder / "model.safetensors", bare.state_dict(), card)
+    data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 400}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    return folder

@@ -1,0 +1,219 @@
+"""Which device computes, whatever command asks; in which precision; and what becomes of freed memory."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from cifar_lit import hardware
+from cifar_lit.errors import UsageError
+from cifar_lit.hardware import (
+    Machine,
+    choose_devices,
+    choose_precision,
+    count_devices,
+    detect_machine,
+    keep_freed_memory,
+    probe_bf16,
+    resolve_device,
+)
+
+CPU = Machine(cpu="a CPU", threads=4, bf16=False)
+CPU_BF16 = Machine(cpu="a CPU", threads=4, bf16=True)
+CPU_BUILD = Machine(cpu="a CPU", threads=4, bf16=False, cuda_build=False)
+MPS = Machine(cpu="an M3", threads=8, bf16=False, mps=True, cuda_build=False)
+
+
+def gpus(count: int, bf16: bool = True) -> Machine:
+    return Machine(cpu="a CPU", threads=4, bf16=False, gpus=(("H200", 140 << 30),) * count, gpu_bf16=bf16)
+
+
+ONE, TWO, EIGHT, OLD = gpus(1), gpus(2), gpus(8), gpus(1, bf16=False)
+
+
+# ---- for the Trainer
+
+
+@pytest.mark.parametrize(
+    ("machine", "accelerator", "devices", "chosen", "count"),
+    [
+        (CPU, "auto", "auto", "auto", 1),
+        (CPU, "auto", 2, 2, 2),
+        (CPU, "cpu", "2", 2, 2),
+        (MPS, "auto", "auto", "auto", 1),
+        (MPS, "gpu", "1", 1, 1),
+        (MPS, "mps", "1", 1, 1),
+        (MPS, "cpu", "2", 2, 2),
+        (ONE, "gpu", "auto", "auto", 1),
+        (ONE, "gpu", "-1", -1, 1),
+        (ONE, "auto", "[0]", [0], 1),
+        (ONE, "auto", "0,", [0], 1),
+        (ONE, "cpu", "2", 2, 2),
+        (TWO, "cuda", "[1]", [1], 1),
+        (TWO, "auto", "0,1", [0, 1], 2),
+        (TWO, "auto", [1, 0], [1, 0], 2),
+        (TWO, "auto", -1, -1, 2),
+        (EIGHT, "gpu", "8", 8, 8),
+        (EIGHT, "gpu", "3, 7", [3, 7], 2),
+        (EIGHT, "auto", "[0, 2, 4]", [0, 2, 4], 3),
+        (CPU, "tpu", "auto", "auto", 1),  # which only the Trainer can look for
+    ],
+)
+def test_what_the_machine_has_is_passed_to_the_trainer(
+    machine: Machine, accelerator: str, devices: Any, chosen: Any, count: int
+) -> None:
+    assert choose_devices(machine, accelerator, devices) == (accelerator, chosen)
+    assert count_devices(machine, accelerator, chosen) == count
+
+
+NO_GPU = "this machine has no GPU, a CPU with 4 threads"
+INSTEAD = "leave --accelerator out, or use --accelerator cpu"
+ADVICE = "use a number (2), ids (0,1) or auto"
+TWO_GPUS = "this machine has GPUs 0 H200, 1 H200"
+CPUS_ONLY = "and this torch is a build for CPUs only"
+
+
+@pytest.mark.parametrize(
+    ("machine", "accelerator", "devices", "line"),
+    [
+        (CPU, "gpu", "auto", f"{NO_GPU}: {INSTEAD}"),
+        (CPU, "cuda", "1", f"{NO_GPU}: {INSTEAD}"),
+        (CPU_BUILD, "gpu", "auto", f"{NO_GPU}, {CPUS_ONLY}: {INSTEAD}"),
+        (MPS, "cuda", "auto", f"this machine has an Apple GPU (mps), {CPUS_ONLY}: {INSTEAD}"),
+        (CPU, "mps", "auto", f"{NO_GPU}, not Apple's: {INSTEAD}"),
+        (TWO, "mps", "auto", f"{TWO_GPUS}, not Apple's: {INSTEAD}"),
+        (CPU, "auto", "0,1", f"--devices 0,1 names GPUs, but {NO_GPU}: --devices 2 runs two processes on it"),
+        (
+            TWO,
+            "cpu",
+            [1],
+            "--devices [1] names GPUs, but this machine has GPUs 0 H200, 1 H200: --devices 2 runs two processes on it",
+        ),
+        (CPU, "auto", "-1", f"--devices -1 means every GPU, but {NO_GPU}: use --devices 1"),
+        (ONE, "gpu", "2", "--devices 2 asks for more GPUs than there are: this machine has GPUs 0 H200"),
+        (ONE, "auto", "[1]", "there is no GPU 1: this machine has GPUs 0 H200"),
+        (TWO, "gpu", "0,2", f"there is no GPU 2: {TWO_GPUS}"),
+        (TWO, "auto", "0", f"--devices 0 leaves nothing to train on: {ADVICE}"),
+        (CPU, "auto", 0, f"--devices 0 leaves nothing to train on: {ADVICE}"),
+        (TWO, "auto", "-2", f"--devices -2 leaves nothing to train on: {ADVICE}"),
+        (TWO, "auto", "two", f"--devices two is not understood: {ADVICE}"),
+        (TWO, "auto", "0;1", f"--devices 0;1 is not understood: {ADVICE}"),
+        (TWO, "auto", "1,1", f"--devices [1, 1] names no device, or one twice: {ADVICE}"),
+        (TWO, "auto", "[]", f"--devices [] names no device, or one twice: {ADVICE}"),
+        (TWO, "auto", "0,-1", f"--devices [0, -1] names no device, or one twice: {ADVICE}"),
+        (CPU, "gpus", "auto", "no accelerator is called 'gpus'. Did you mean gpu?"),
+        (CPU, "CPU", "auto", "no accelerator is called 'CPU'. Did you mean cpu?"),
+    ],
+)
+def test_what_the_machine_lacks_is_answered_with_what_it_has(machine: Machine, accelerator: str, devices: Any, line: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        choose_devices(machine, accelerator, devices)
+    assert str(refusal.value) == line
+
+
+@pytest.mark.parametrize(
+    ("machine", "accelerators", "precision"),
+    [
+        (CPU, ("auto", "cpu"), "32-true"),
+        (CPU_BF16, ("auto", "cpu"), "bf16-mixed"),
+        (MPS, ("auto", "mps", "gpu", "cpu"), "32-true"),
+        (TWO, ("auto", "gpu", "cuda"), "bf16-mixed"),
+        (TWO, ("cpu",), "32-true"),
+        (OLD, ("auto", "gpu"), "32-true"),
+    ],
+)
+@pytest.mark.parametrize("gain", [0.5, 2.0])
+def test_precision_is_bf16_where_the_device_computes_in_it_and_a_cpu_gains_by_it(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, accelerators: tuple[str, ...], precision: str, gain: float
+) -> None:
+    monkeypatch.setattr(hardware, "probe_bf16", lambda: gain)
+    expected = "32-true" if machine is CPU_BF16 and gain < 1 else precision
+    for accelerator in accelerators:
+        chosen, reason = choose_precision(machine, accelerator)
+        assert chosen == expected
+        assert reason  # for the start card
+
+
+def test_the_probe_of_bf16_leaves_threads_and_random_numbers_as_they_are() -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    assert probe_bf16() > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- for commands without a Trainer
+
+
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        (CPU, {"auto": "cpu", "cpu": "cpu"}),
+        (ONE, {"auto": "cuda", "cpu": "cpu", "gpu": "cuda", "cuda:0": "cuda:0"}),
+        (TWO, {"cuda": "cuda", "cuda:1": "cuda:1", "gpu:1": "cuda:1"}),
+        (MPS, {"auto": "mps", "gpu": "mps", "mps": "mps", "gpu:0": "mps", "cpu": "cpu"}),
+    ],
+)
+def test_a_name_is_turned_into_torchs(machine: Machine, names: dict[str, str]) -> None:
+    assert {name: resolve_device(name, machine) for name in names} == names
+    assert all(str(torch.device(name)) == name for name in names.values())
+
+
+@pytest.mark.parametrize(
+    ("machine", "names", "devices"),
+    [
+        (CPU, ["gpu", "cuda", "mps", "cpu:1", "auto:0", "", "cuda:x"], "cpu"),
+        (ONE, ["cuda:1", "mps", "auto:0"], "cpu, cuda:0"),
+        (TWO, ["gpu:2"], "cpu, cuda:0, cuda:1"),
+        (MPS, ["cuda", "gpu:1", "auto:0"], "cpu, mps"),
+    ],
+)
+def test_a_device_that_there_is_not_is_answered_with_those_there_are(machine: Machine, names: list[str], devices: str) -> None:
+    for name in names:
+        with pytest.raises(UsageError) as refusal:
+            resolve_device(name, machine)
+        assert str(refusal.value).startswith(f"this machine has no device {name!r}: it has {devices}.")
+
+
+def test_a_slip_is_answered_with_the_nearest_right_name() -> None:
+    with pytest.raises(UsageError, match=r"no device 'cuba': it has cpu\. Did you mean cuda\? auto takes the fastest\."):
+        resolve_device("cuba", CPU)
+
+
+def test_this_machine_is_seen_and_computes_where_auto_says() -> None:
+    machine = detect_machine()
+    assert machine.threads >= 1 and machine.cpu and "GPU" in str(machine)
+    assert torch.zeros(1, device=resolve_device("auto")).device.type in {name.partition(":")[0] for name in machine.devices}
+
+
+# ---- memory
+
+COUNT_FAULTS = """
+import resource, sys
+from cifar_lit.hardware import keep_freed_memory
+assert sys.argv[1] == "left" or keep_freed_memory()
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parts = [b"x" * count for count in (3_000_000, 20_000_000, 48_000_000)]
+    del parts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([step() for _ in range(4)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_what_a_step_frees_serves_the_next_without_new_pages() -> None:
+    command = [sys.executable, "-c", COUNT_FAULTS]
+    kept, left = (int(subprocess.run([*command, how], capture_output=True, check=True).stdout) for how in ("kept", "left"))
+    assert kept < 10
+    assert left > kept  # some 17,000 where pages are of 4 KiB
+
+
+def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not keep_freed_memory()
