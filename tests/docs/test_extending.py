@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -51,23 +53,30 @@ def test_an_augmentation_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics_of(Path("lightning_logs/quickstart-2"))["val"] != score  # of a training on plain images
 
 
-def test_an_augmentation_in_the_package(working_folder: Path) -> None:
+def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     (patch,) = [block for block in PAGE.section("An augmentation") if block.kind == "patch"]
-    shutil.copytree(Path(cifar_lit.__file__).parent, "cifar_lit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
-    code = (
-        "import torch; from cifar_lit.data.augment import augment_batch; from cifar_lit.data.datamodule import ImageData\n"
-        "augmentation = ImageData(flip='random', grey=0.5).augmentation\n"
-        "plan = augmentation.plan(400, 4, 4, seed=1, epoch=2)\n"
-        "images = torch.randint(256, (400, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))\n"
-        "batch = augment_batch(images, torch.arange(400), plan)\n"
-        "torch.save((plan, (batch == batch[..., :1]).all((1, 2, 3))), 'result.pt')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=working_folder, env={"PYTHONPATH": str(working_folder)})
-    plan, grey = torch.load("result.pt")
+    augment = load_module(Path("cifar_lit/data/augment.py"), monkeypatch)
+    datamodule = load_module(Path("cifar_lit/data/datamodule.py"), monkeypatch)
+    plan = datamodule.ImageData(flip="random", grey=0.5).augmentation.plan(400, 4, 4, seed=1, epoch=2)
+    images = torch.randint(256, (400, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batch = augment.augment_batch(images, torch.arange(400), plan)
+    grey = (batch == batch[..., :1]).all(3).flatten(1).all(1)
     assert 150 < int(grey.sum()) < 250
     assert grey.equal(plan[:, 5] == 1)
     assert plan[:, :5].equal(Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2))  # the other draws are as before
+
+
+def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the package from a changed file, in its place for those that are loaded after it."""
+    name = ".".join(path.with_suffix("").parts)
+    spec = spec_from_file_location(name, path.absolute())
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_metric() -> None:
