@@ -25,6 +25,10 @@ class UsageError(_OneLine, ValueError):
     exit_code = 2
 
 
+class InvalidFileError(ValueError):
+    """A file claims what cannot be so, or asks for more than it holds; the text says which, as half a sentence."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`" Did you mean X?"` for the choice closest to `word`, or an empty string when none is close."""
     options = {choice.lower(): choice for choice in choices}
@@ -36,7 +40,3 @@ def first_line(error: BaseException) -> str:
     """What an exception says first, or its name where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-class InvalidFileError(ValueError):
-    """A file claims what cannot be so, or asks for more than it holds; the text says which, as half a sentence."""

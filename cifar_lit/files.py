@@ -14,11 +14,19 @@ PART = ".cifar-lit-part"  # of what is being written; a name that no other progr
 def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
     """Gives a path to write to; what is there afterwards is synced and takes the place of `path`, or nothing does.
 
-    previous: where the file that `path` was before is kept. Once this has returned, a loss of power takes nothing back.
+    The file has the mode that the umask gives, whatever the library that wrote it set. Once this has returned, a loss of power
+    takes nothing back.
+
+    Args:
+        previous: Where the file that `path` was before is kept.
     """
     partial = path.with_name(path.name + PART)
+    partial.touch()
+    mode = partial.stat().st_mode
     try:
         yield partial
+        if partial.stat().st_mode != mode:
+            partial.chmod(mode)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         if previous is not None:
@@ -28,6 +36,12 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole: readers see the old one or the new one, never a part."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _keep(path: Path, previous: Path) -> None:
@@ -57,7 +71,7 @@ def _sync_folder(folder: Path) -> None:
 
 def remove_partial_files(folder: Path) -> list[Path]:
     """Removes what killed processes left half written in and below `folder`; nobody may be writing there."""
-    found = sorted(folder.rglob(f"*{PART}"))
-    for part in found:
-        part.unlink(missing_ok=True)
-    return found
+    partials = sorted(folder.rglob(f"*{PART}"))
+    for partial in partials:
+        partial.unlink(missing_ok=True)
+    return partials

@@ -19,13 +19,14 @@ from cifar_lit.cli import console
 from cifar_lit.cli.summary import card_rows, print_results
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.novelty import learn_novelty
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
-from cifar_lit.runs.model_file import ModelCard, loaded_net, save_weights
+from cifar_lit.runs.model_file import ModelCard, build_loaded_net, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
-from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, write_text
+from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path
 from cifar_lit.training.callbacks import (
     Clock,
     DisableLightningSignals,
@@ -149,7 +150,7 @@ class Run:
         h, (mean, std) = model.hparams, data.statistics
         weights, options = model.net.state_dict(), dict(h["net_options"] or {})
         card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options)
-        classifier = Classifier(loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
+        classifier = Classifier(build_loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
         tensors: dict[str, Tensor] = {}
         if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):
             tensors, card = learned[0], replace(card, novelty=learned[1])

@@ -25,25 +25,29 @@ def test_a_file_takes_its_place_only_when_it_is_complete(tmp_path: Path) -> None
     assert names(tmp_path) == ["a"]
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file_and_the_one_before_it(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    write(a, "1", b)
-    write(a, "2", b)
-    with pytest.raises(KeyboardInterrupt), atomic_write(a, b) as partial:
-        partial.write_text("3, not yet compl")
-        raise KeyboardInterrupt
-    assert (a.read_text(), b.read_text()) == ("2", "1")
-    assert names(tmp_path) == ["a", "b"]
+def test_a_file_has_the_mode_that_the_umask_gives_whatever_a_library_sets(tmp_path: Path) -> None:
+    mask = os.umask(0o027)
+    try:
+        with atomic_write(tmp_path / "a") as partial:
+            partial.unlink()
+            partial.touch(0o600)
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-def test_what_was_there_before_is_kept_under_another_name_and_no_older_one(tmp_path: Path) -> None:
+def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_breaks_off(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     write(a, "1", b)
     assert names(tmp_path) == ["a"]
-    for number in range(2, 5):
+    for number in (2, 3):
         write(a, str(number), b)
         assert (a.read_text(), b.read_text()) == (str(number), str(number - 1))
-        assert names(tmp_path) == ["a", "b"]
+    with pytest.raises(KeyboardInterrupt), atomic_write(a, b) as partial:
+        partial.write_text("4, not yet compl")
+        raise KeyboardInterrupt
+    assert (a.read_text(), b.read_text()) == ("3", "2")
+    assert names(tmp_path) == ["a", "b"]
 
 
 def test_a_kill_between_the_two_renames_leaves_both_names_and_the_next_write_no_part(tmp_path: Path) -> None:

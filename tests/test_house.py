@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
     "distributed": set(),
     "training": {"models"},
-    "runs": {"models"},
+    "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode"},
 }
 TOP_LEVEL = {"errors", "files", "hardware", "plugins"}

@@ -118,7 +118,7 @@ def _figures(
 
 def _classify(classifier: Classifier, files: list[ImageFile]) -> None:
     with tempfile.TemporaryFile("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = CsvRows(file, min(3, len(classifier.classes)), files=True)
+        writer = CsvRows(file, min(3, len(classifier.classes)))
         for rows, _ in classify_files(classifier, files):
             writer.write(rows)
 

@@ -10,10 +10,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from cifar_lit.bench.report import environment, footer, headline, settings_of, show, significant, write_figures
-from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.export import CALIBRATION_IMAGES, TIMED_BATCHES, Exported, Sample, check_request, export
 from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.runs.run_data import RunData
 
 WHAT = (
     "Exports a run's net as ONNX, as ONNX in int8 and for torch.export, and compares each file with the net in PyTorch (float32, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cifar_lit.bench.summary import machine_text
-from cifar_lit.runs.compare_plot import COLOURS, GREY
+from cifar_lit.runs.compare import COLOURS, GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

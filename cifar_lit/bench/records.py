@@ -15,7 +15,8 @@ import cifar_lit
 from cifar_lit.bench.report import write_figures
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.run_folder import display_path, write_text
+from cifar_lit.files import write_text
+from cifar_lit.runs.run_folder import display_path
 
 CODE = ("data", "models", "training")  # the rooms that a result depends on
 

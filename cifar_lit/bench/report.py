@@ -20,8 +20,8 @@ from rich.table import Table
 
 from cifar_lit.cli.run import versions
 from cifar_lit.errors import Failure
+from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
-from cifar_lit.runs.run_folder import write_text
 
 Value = float | list[float]  # a number, or its lower quartile, median and upper quartile
 

@@ -14,7 +14,8 @@ from cifar_lit.bench.report import shown_spread
 from cifar_lit.bench.summary import machine_text, mean_text, memory_text, percent
 from cifar_lit.bench.words import PassingParser
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.run_folder import display_path, write_text
+from cifar_lit.files import write_text
+from cifar_lit.runs.run_folder import display_path
 
 WHAT = "the results in JSON files (`results/` if none are named) as Markdown, into a file with --write"
 START, END = "<!-- results -->", "<!-- /results -->"

@@ -200,13 +200,13 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
     if target == "-":
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
-        yield kind(sys.stdout, top, files=True).write
+        yield kind(sys.stdout, top).write
         return
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-            yield kind(file, top, files=True).write
+            yield kind(file, top).write
     except BrokenPipeError:  # of other rows, on standard output
         raise
     except OSError as error:

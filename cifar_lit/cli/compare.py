@@ -17,7 +17,8 @@ from rich.table import Table
 from cifar_lit.cli.console import say
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.run_folder import display_path, write_text
+from cifar_lit.files import atomic_write, write_text
+from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
     from cifar_lit.runs.compare import McNemar, RunRecord
@@ -26,7 +27,12 @@ DESCRIPTION = (
     "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
     "of runs on the same test images; several seeds of one recipe and settings as mean ± standard deviation."
 )
-METRICS = ("accuracy", "low", "high", "loss", "val_accuracy", "train_seconds", "images_per_second", "parameters", "epochs")
+# How the console shows the figures: name, title, form. Figures that are not named here follow as they are.
+COLUMNS = (
+    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("loss", "loss", ".4f"),
+    ("val_accuracy", "val accuracy", ".2%"), ("train_seconds", "train s", ",.1f"), ("images_per_second", "images/s", ",.0f"),
+    ("parameters", "parameters", ","), ("epochs", "epochs", "d"),
+)  # fmt: skip
 Pairs = list[tuple[str, str, "McNemar"]]
 
 
@@ -48,19 +54,19 @@ def compare(words: list[str]) -> None:
         raise UsageError(
             f"there is no run in {' '.join(settings.runs)}: name run folders, a pattern of them, or a folder of logs"
         )
-    differences = differing(runs)
-    grouped = groups(runs)
+    differences, grouped, (tests, reasons) = differing(runs), groups(runs), pairs(runs)
     several = any(group["accuracy"]["n"] > 1 for group in grouped)
-    tests, reasons = pairs(runs)
-    rows = [_figures(run) for run in runs]
     if settings.plot:
         _plot(runs, _labels(runs, grouped) if several else [run.name for run in runs], Path(settings.plot).expanduser())
-    _write(settings.csv, lambda: _as_csv(runs, rows, differences))
-    _write(settings.json, lambda: _as_json(runs, rows, differences, grouped, tests))
+    if settings.csv:
+        _write(settings.csv, _as_csv(runs, differences))
+    if settings.json:
+        _write(settings.json, _as_json(runs, differences, grouped, tests))
     if "-" in (settings.csv, settings.json):
         return
-    _show_settings(runs, differences)
-    _show_metrics(runs, rows)
+    if len(runs) > 1:
+        _show_settings(runs, differences)
+    _show_figures(runs)
     if several:
         _show_groups(grouped)
     _show_pairs(tests, reasons)
@@ -68,37 +74,19 @@ def compare(words: list[str]) -> None:
     say(*(f"wrote {display_path(path)}" for path in written))
 
 
-def _figures(run: RunRecord) -> dict[str, Any]:
-    """The figures of a run by the names in `METRICS`, None where it has none."""
-    low, high = run.interval or (None, None)
-    val = run.metrics.get("val")
-    return {
-        "accuracy": run.test.get("accuracy"),
-        "low": low,
-        "high": high,
-        "loss": run.test.get("loss"),
-        "val_accuracy": val.get("accuracy") if isinstance(val, dict) else None,
-        **{name: run.metrics.get(name) for name in METRICS[5:]},
-    }
-
-
 def _labels(runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> list[str]:
     """The name of each run's group with its settings; runs in no group keep their own."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for group in grouped:
         label = " · ".join(
             [group["recipe"], *(f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())]
         )
         count = group["accuracy"]["n"]
-        found |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
-    return [found.get(run.name, run.name) for run in runs]
+        labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
+    return [labels.get(run.name, run.name) for run in runs]
 
 
 # ---- on the console
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
@@ -108,16 +96,13 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
         table.add_column(column, justify="left" if number < left or column == "note" else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    _console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _show_settings(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> None:
-    if len(runs) < 2:
-        return
     if not differences:
         say("no setting differs between these runs", "")
-        return
-    if len(runs) <= len(differences):
+    elif len(runs) <= len(differences):
         rows = [[name, *values] for name, values in differences.items()]
         _table("settings that differ", ["", *(run.name for run in runs)], rows)
     else:
@@ -125,51 +110,44 @@ def _show_settings(runs: Sequence[RunRecord], differences: dict[str, list[str]])
         _table("settings that differ", ["run", *differences], rows)
 
 
-def _show_metrics(runs: Sequence[RunRecord], rows: Sequence[dict[str, Any]]) -> None:
-    columns = [
-        "run",
-        "test accuracy",
-        "95 % interval",
-        "loss",
-        "val accuracy",
-        "train s",
-        "images/s",
-        "parameters",
-        "epochs",
-        "note",
-    ]
-    table = []
-    for run, found in zip(runs, rows, strict=True):
-        interval = "" if found["low"] is None else f"{100 * found['low']:.2f} … {100 * found['high']:.2f}"
-        numbers = [
-            _text(found["accuracy"], ".2%"), interval, _text(found["loss"], ".4f"), _text(found["val_accuracy"], ".2%"),
-            _text(found["train_seconds"], ",.1f"), _text(found["images_per_second"], ",.0f"), _text(found["parameters"], ","),
-            _text(found["epochs"], "d"),
-        ]  # fmt: skip
-        table.append([run.name, *numbers, run.note])
-    kept = [place for place in range(len(columns)) if place < 2 or any(row[place] for row in table)]
-    _table("results", [columns[place] for place in kept], [[row[place] for place in kept] for row in table])
+def _show_figures(runs: Sequence[RunRecord]) -> None:
+    known = {name for name, _, _ in COLUMNS} | {"low", "high"}
+    further = dict.fromkeys(name for run in runs for name in run.figures if name not in known)
+    columns = [*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)]
+    cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
+    for name, title, form in columns:
+        if name == "interval":
+            values = [_interval(*run.interval) if run.interval else "" for run in runs]
+        else:
+            figures = [run.figures.get(name) for run in runs]
+            values = [f"{value:{form}}" if isinstance(value, int | float) else "" for value in figures]
+        if any(values) or name == "accuracy":
+            cells[title] = values
+    if any(run.note for run in runs):
+        cells["note"] = [run.note for run in runs]
+    _table("results", list(cells), list(zip(*cells.values(), strict=True)))
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{100 * low:.2f} … {100 * high:.2f}"
 
 
 def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     names = list(grouped[0]["settings"])
     rows = []
     for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
-        found, seconds = group["accuracy"], group["train_seconds"]
-        deviation = "" if found["std"] is None else f" ± {100 * found['std']:.2f}"
-        interval = "" if found["low"] is None else f"{100 * found['low']:.2f} … {100 * found['high']:.2f}"
+        accuracy, seconds = group["accuracy"], group["train_seconds"]
+        deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
         values = [group["settings"][name] for name in names]
-        time = f"{seconds['mean']:,.1f}" if seconds else ""
-        rows.append([group["recipe"], *values, str(found["n"]), f"{100 * found['mean']:.2f}%{deviation}", interval, time])
+        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy["low"], accuracy["high"])]
+        rows.append([group["recipe"], *values, *figures, f"{seconds['mean']:,.1f}" if seconds else ""])
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
-    _table(
-        "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t", columns, rows, 1 + len(names)
-    )
+    title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
+    _table(title, columns, rows, 1 + len(names))
 
 
 def _show_pairs(tests: Pairs, reasons: Sequence[str]) -> None:
-    for first, second, found in tests:
-        say(pair_line(first, second, found))
+    say(*(pair_line(first, second, test) for first, second, test in tests))
     if tests:
         say("p is McNemar's mid-p: how often chance alone would split those images so unevenly if both were equally good.")
     if len(tests) > 1:
@@ -177,29 +155,23 @@ def _show_pairs(tests: Pairs, reasons: Sequence[str]) -> None:
     say(*reasons)
 
 
-def pair_line(first: str, second: str, found: McNemar) -> str:
+def pair_line(first: str, second: str, test: McNemar) -> str:
     """What McNemar's test says of two runs, in words."""
-    p = f"p = {found.mid:.3f}" if found.mid >= 0.001 else f"p = {found.mid:.1e}" if found.mid > 1e-300 else "p < 1e-300"
-    if found.first == found.second:
-        return f"{first} and {second} are right equally often; {found.first} images are named right by one of them only, each."
-    better, worse = (first, second) if found.first > found.second else (second, first)
-    verdict = "more than chance" if found.mid < 0.05 else "may be chance"
-    counts = (
-        f"{max(found.first, found.second)} images are right with it alone, {min(found.first, found.second)} with the other alone"
-    )
+    p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
+    if test.first == test.second:
+        return f"{first} and {second} are right equally often; {test.first} images are named right by one of them only, each."
+    better, worse = (first, second) if test.first > test.second else (second, first)
+    more, fewer = max(test.first, test.second), min(test.first, test.second)
+    verdict = "more than chance" if test.mid < 0.05 else "may be chance"
+    counts = f"{more} images are right with it alone, {fewer} with the other alone"
     return f"{better} is ahead of {worse}: {counts}; {p}, {verdict}."
-
-
-def _text(value: Any, form: str) -> str:
-    return f"{value:{form}}" if isinstance(value, int | float) else ""
 
 
 # ---- in files
 
 
 def _plot(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
-    from cifar_lit.runs.compare_plot import plot_curves
-    from cifar_lit.runs.run_folder import atomic_write
+    from cifar_lit.runs.compare import plot_curves
 
     try:
         with atomic_write(file) as partial:
@@ -210,46 +182,41 @@ def _plot(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
         raise Failure(f"{error}: leave --plot out") from None
 
 
-def _write(name: str | None, text: Any) -> None:
-    """Writes what `text` returns to the file, or to stdout for -; nothing for None."""
-    if name is None:
-        return
+def _write(name: str, text: str) -> None:
+    """Writes a file, or to stdout for -."""
     if name == "-":
-        print(text(), end="")
+        print(text, end="")
         return
     try:
-        write_text(Path(name).expanduser(), text())
+        write_text(Path(name).expanduser(), text)
     except OSError as error:
         raise Failure(f"cannot write {name}: {error.strerror}. Choose another place.") from None
 
 
-def _as_csv(runs: Sequence[RunRecord], rows: Sequence[dict[str, Any]], differences: dict[str, list[str]]) -> str:
+def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", "recipe", *differences, *METRICS, "note"])
-    for place, (run, found) in enumerate(zip(runs, rows, strict=True)):
+    names = list(dict.fromkeys(name for run in runs for name in run.figures))
+    writer.writerow(["run", "recipe", *differences, *names, "note"])
+    for place, run in enumerate(runs):
         values = [values[place] for values in differences.values()]
-        writer.writerow([run.name, run.recipe, *values, *(found[name] for name in METRICS), run.note])
+        writer.writerow([run.name, run.recipe, *values, *(run.figures.get(name) for name in names), run.note])
     return out.getvalue()
 
 
 def _as_json(
-    runs: Sequence[RunRecord],
-    rows: Sequence[dict[str, Any]],
-    differences: dict[str, list[str]],
-    grouped: Sequence[dict[str, Any]],
-    tests: Pairs,
+    runs: Sequence[RunRecord], differences: dict[str, list[str]], grouped: Sequence[dict[str, Any]], tests: Pairs
 ) -> str:
-    found = {
+    content = {
         "runs": [
             {
                 "run": run.name, "recipe": run.recipe, "seed": run.seed,
-                "settings": {name: run.settings.get(name) for name in differences}, **figures, "note": run.note,
+                "settings": {name: run.settings.get(name) for name in differences}, **run.figures, "note": run.note,
             }
-            for run, figures in zip(runs, rows, strict=True)
+            for run in runs
         ],
         "groups": grouped,
         "pairs": [{"first": first, "second": second, "only_first_right": test.first, "only_second_right": test.second,
                    "p_exact": test.exact, "p_mid": test.mid} for first, second, test in tests],
     }  # fmt: skip
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -34,10 +34,10 @@ def export(argv: list[str]) -> None:
     if settings.images < 0:
         raise UsageError("--images is a number of test images, or 0 for all")
 
-    from cifar_lit.cli.run_images import RunData
     from cifar_lit.inference.export import CALIBRATION_IMAGES, Sample, check_request, default_path
     from cifar_lit.inference.export import export as export_net
     from cifar_lit.runs.model_file import load_model_file
+    from cifar_lit.runs.run_data import RunData
 
     check_request(settings.to, settings.quantize)
     net = load_model_file(settings.run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from html import escape
 from io import BytesIO, StringIO
 from typing import Any, NamedTuple
 
@@ -54,8 +55,8 @@ def expected_calibration_error(bins: list[Bin]) -> float:
 
     After C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, On Calibration of Modern Neural Networks, ICML 2017.
     """
-    images = sum(found.images for found in bins)
-    return sum(found.images / images * abs(found.accuracy - found.confidence) for found in bins if found.images)
+    images = sum(part.images for part in bins)
+    return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)
 
 
 # What is drawn in these colours gets the page's: by name of its variables, and of its text.
@@ -66,11 +67,13 @@ SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large th
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(name: str, lines: Mapping[str, Points], label: str, log: bool = False) -> str:
+def line_chart(name: str, lines: Mapping[str, Points], label: str) -> str:
     """Curves over training steps as `<svg>`.
 
-    name: of the chart, unlike any other's on the page. lines: (step, value) by what they are, at most three. label: what a
-    screen reader says. log: the values' axis is logarithmic.
+    Args:
+        name: Of the chart, unlike any other's on the page.
+        lines: (step, value) by what they are, at most three.
+        label: What a screen reader says.
     """
     figure, axes = _figure()
     for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
@@ -78,8 +81,6 @@ def line_chart(name: str, lines: Mapping[str, Points], label: str, log: bool = F
         axes.plot(steps, values, color=colour, linewidth=1.6, marker="o" if len(points) < 30 else None, markersize=3, label=what)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    if log:
-        axes.set_yscale("log")
     if len(lines) > 1:
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
     return _svg(figure, name, label)
@@ -88,11 +89,11 @@ def line_chart(name: str, lines: Mapping[str, Points], label: str, log: bool = F
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
     figure, axes = _figure()
-    filled = [found for found in bins if found.images]
+    filled = [part for part in bins if part.images]
     width = bins[0].high - bins[0].low
-    axes.bar([found.low for found in filled], [found.accuracy for found in filled], width, align="edge", color=FIRST,
+    axes.bar([part.low for part in filled], [part.accuracy for part in filled], width, align="edge", color=FIRST,
              edgecolor="none", alpha=0.75, label="accuracy of the bin")  # fmt: skip
-    means = [found.confidence for found in filled]
+    means = [part.confidence for part in filled]
     axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="its mean probability")
     axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
@@ -123,22 +124,27 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     box = re.search(r'viewBox="[^"]+"', text)
     assert box is not None
-    described = f'<svg {box[0]} role="img" aria-label="{_escaped(label)}">'
+    described = f'<svg {box[0]} role="img" aria-label="{escape(label)}">'
     text = described + text[text.index(">") + 1 :]
     text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     text = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", text)  # the page's font; how it is told depends on
     text = re.sub(r"font-family: [^;\"]*;?", "", text)  # matplotlib's version
     text = re.sub(r"\s*\n\s*", "\n", text)
-    return re.sub("|".join(OF_PAGE), lambda found: OF_PAGE[found[0]], text)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], text)
 
 
 # ---- Images of a set as small pictures.
 
+GALLERY_SIZE = 24  # images
 THUMBNAIL_PIXELS = 96  # pixels a side of what is shown; CIFAR's are scaled up by whole numbers, so that their pixels are seen
+
+
+class Picture(NamedTuple):
+    """One image of a gallery: its address, what it shows in words, and the lines below it."""
+
+    uri: str
+    alt: str
+    lines: Sequence[str]
 
 
 def thumbnail(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> Image.Image:

@@ -8,13 +8,14 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import display_path, read_metrics
+from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
@@ -103,7 +104,6 @@ def mcnemar(first: int, second: int) -> McNemar:
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
-NONE_TESTED = "no test"
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,22 @@ class RunRecord:
     """What a run's folder says.
 
     name: as the user would type it. settings: of config.yaml by dotted name, plain values; without those of places. metrics:
-    of metrics.json, empty where there is none. curves: the rows of metrics.csv, numbers by column name, None where empty.
-    note: why figures are missing, empty when none are.
+    of metrics.json, empty where there is none. curves: the rows of metrics.csv by column. note: why figures are missing, empty
+    when none are.
     """
 
     path: Path
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    curves: list[dict[str, float | None]] = field(default_factory=list)
+    curves: list[dict[str, float]] = field(default_factory=list)
     note: str = ""
 
     @property
     def test(self) -> dict[str, Any]:
         """The test's figures, empty where there was none."""
-        found = self.metrics.get("test")
-        return found if isinstance(found, dict) and isinstance(found.get("accuracy"), int | float) else {}
+        test = self.metrics.get("test")
+        return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
 
     @property
     def recipe(self) -> str:
@@ -144,55 +144,67 @@ class RunRecord:
         images = self.test.get("images")
         return wilson_interval(round(self.test["accuracy"] * images), images) if images else None
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What is compared, by name, None where it is not known; at the end whatever else the test or the validation counted."""
+        val = self.metrics.get("val")
+        val = val if isinstance(val, dict) else {}
+        low, high = self.interval or (None, None)
+        figures = {"accuracy": self.test.get("accuracy"), "low": low, "high": high, "loss": self.test.get("loss")}
+        figures |= {"val_accuracy": val.get("accuracy")}
+        figures |= {name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")}
+        for prefix, scores in (("", self.test), ("val_", val)):
+            further = {name: value for name, value in scores.items() if name not in ("accuracy", "loss", "images")}
+            figures |= {prefix + name: value for name, value in further.items() if isinstance(value, int | float)}
+        return figures
+
 
 # ---- reading
 
 
-def find_runs(words: Sequence[str]) -> list[Path]:
+def find_runs(names: Sequence[str]) -> list[Path]:
     """The run folders that are named: folders of runs, folders of logs, or patterns such as `logs/laptop-*`; each once.
 
     A folder that holds no run is taken for a run, which its record tells to be broken. Raises UsageError for a name that
     stands for no folder.
     """
-    found: dict[Path, Path] = {}
-    for word in words:
-        path = Path(word).expanduser()
-        names = [] if path.exists() else glob.glob(str(path))  # noqa: PTH207 (a pattern may be absolute)
-        matching = [path] if path.exists() else [Path(name) for name in sorted(names, key=_natural)]
+    runs: dict[Path, Path] = {}
+    for name in names:
+        path = Path(name).expanduser()
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (may be absolute)
+        matching = sorted(matches, key=_natural)
         folders = [folder for folder in matching if folder.is_dir()]
         if not folders:
-            wrong = f"{word} is a file" if matching else f"there is no {word}"
+            wrong = f"{name} is a file" if matching else f"there is no {name}"
             raise UsageError(f"{wrong}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
             inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()), key=_natural)
             for run in inner or [folder]:
-                found.setdefault(run.resolve(), run)
-    return list(found.values())
+                runs.setdefault(run.resolve(), run)
+    return list(runs.values())
 
 
 def _is_run(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in ("config.yaml", "metrics.json", "metrics.csv", ".lock"))
 
 
-def _natural(path: Path | str) -> list[tuple[int, str]]:
+def _natural(path: Path) -> list[tuple[int, str]]:
     """Sorts laptop-2 before laptop-10."""
-    head, _, number = Path(path).name.rpartition("-")
-    return [(0, head), (int(number), "")] if number.isdigit() else [(0, Path(path).name)]
+    head, _, number = path.name.rpartition("-")
+    return [(0, head), (int(number), "")] if number.isdigit() else [(0, path.name)]
 
 
 def read_run(path: Path) -> RunRecord:
     """What a folder says; what is wrong with it is in the record's `note`, never raised."""
     metrics = read_metrics(path)
     try:
-        found = plain_values(path / "config.yaml")
+        config = plain_values(path / "config.yaml")
     except UsageError:
-        found = None
-    settings = flattened(found) if isinstance(found, dict) else {}
+        config = None
+    settings = flattened(config) if isinstance(config, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}
-    record = RunRecord(path, display_path(path), settings, metrics, _read_curves(path / "metrics.csv"))
-    if note := _note(record):
-        record = RunRecord(record.path, record.name, record.settings, record.metrics, record.curves, note)
-    return record
+    record = RunRecord(path, display_path(path), settings, metrics, read_curves(path))
+    return replace(record, note=_note(record))
 
 
 def _note(run: RunRecord) -> str:
@@ -205,22 +217,7 @@ def _note(run: RunRecord) -> str:
         return "still running, or killed" if (run.path / ".lock").exists() else "did not end"
     if not run.settings:
         return "its config.yaml is missing or damaged"
-    return "" if run.test else NONE_TESTED
-
-
-def _read_curves(path: Path) -> list[dict[str, float | None]]:
-    """The rows of a metrics.csv that are whole; none where it cannot be read."""
-    rows: list[dict[str, float | None]] = []
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                try:
-                    rows.append({name: float(value) if value else None for name, value in row.items() if name})
-                except ValueError:  # the line that a running process is writing
-                    continue
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return []
-    return rows
+    return "" if run.test else "no test"
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -265,22 +262,23 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe")]
-    found: dict[tuple[str, ...], list[RunRecord]] = {}
+    members: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in tested:
-        found.setdefault((run.recipe, *(setting_text(run.settings, name) for name in names)), []).append(run)
-    return [
-        {
-            "recipe": key[0],
-            "settings": dict(zip(names, key[1:], strict=True)),
-            "runs": [run.name for run in members],
-            "seeds": [run.seed for run in members],
-            "accuracy": mean_interval([run.test["accuracy"] for run in members]),
-            "train_seconds": mean_interval(seconds)
-            if (seconds := [run.metrics["train_seconds"] for run in members if run.metrics.get("train_seconds")])
-            else None,
-        }
-        for key, members in found.items()
-    ]
+        members.setdefault((run.recipe, *(setting_text(run.settings, name) for name in names)), []).append(run)
+    summaries = []
+    for (recipe, *texts), group in members.items():
+        seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
+        summaries.append(
+            {
+                "recipe": recipe,
+                "settings": dict(zip(names, texts, strict=True)),
+                "runs": [run.name for run in group],
+                "seeds": [run.seed for run in group],
+                "accuracy": mean_interval([run.test["accuracy"] for run in group]),
+                "train_seconds": mean_interval(seconds) if seconds else None,
+            }
+        )
+    return summaries
 
 
 # ---- pairs
@@ -292,7 +290,7 @@ def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
     It must have a row for each test image of metrics.json, or it is of another test.
     """
     try:
-        with (run.path / "predictions.csv").open(newline="") as file:
+        with (run.path / "predictions.csv").open(newline="", encoding="utf-8") as file:
             rows = {int(row["index"]): (row["label"], row["predicted"]) for row in csv.DictReader(file)}
     except (OSError, KeyError, TypeError, ValueError, csv.Error):
         return None
@@ -310,24 +308,95 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     tested = [run for run in runs if run.test]
     if len(tested) < 2:
         return [], []
-    lines = []
-    answers = {run.name: right_answers(run) for run in tested}
-    if missing := [run.name for run in tested if answers[run.name] is None or not run.test.get("fingerprint")]:
-        lines.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
-    usable = [run for run in tested if run.name not in missing]
+    reasons = []
+    answers = {run.name: both for run in tested if run.test.get("fingerprint") and (both := right_answers(run))}
+    if missing := [run.name for run in tested if run.name not in answers]:
+        reasons.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
+    usable = [run for run in tested if run.name in answers]
     if len({run.test["fingerprint"] for run in usable}) > 1:
-        lines.append("runs that were tested on other images than each other are not tested against each other")
+        reasons.append("runs that were tested on other images than each other are not tested against each other")
     if len(usable) > 5:
         best = max(usable, key=lambda run: run.test["accuracy"])
-        wanted = [(best, run) for run in usable if run is not best]
-        lines.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
+        chosen = [(best, run) for run in usable if run is not best]
+        reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
     else:
-        wanted = [(first, second) for place, first in enumerate(usable) for second in usable[place + 1 :]]
-    found = []
-    for first, second in wanted:
-        one, other = answers[first.name], answers[second.name]
-        if first.test["fingerprint"] != second.test["fingerprint"] or one is None or other is None or one[0] != other[0]:
-            continue
-        only = [sum(a and not b for a, b in zip(x, y, strict=True)) for x, y in ((one[1], other[1]), (other[1], one[1]))]
-        found.append((first.name, second.name, mcnemar(*only)))
-    return found, lines
+        chosen = list(combinations(usable, 2))
+    tests = []
+    for first, second in chosen:
+        (labels, right), (other_labels, other_right) = answers[first.name], answers[second.name]
+        if first.test["fingerprint"] == second.test["fingerprint"] and labels == other_labels:
+            only_first = sum(one and not other for one, other in zip(right, other_right, strict=True))
+            only_second = only_first + sum(other_right) - sum(right)
+            tests.append((first.name, second.name, mcnemar(only_first, only_second)))
+    return tests, reasons
+
+
+# ---- curves
+
+# Okabe and Ito's colours, told apart with any colour vision; without the yellow, which is too light on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GREY = "#666666"
+STYLES = ("-", "--", ":", "-.")  # one for each time the colours have been gone through
+SIDE, ROW = 4.6, 3.1  # inches of one panel
+
+
+def curve(run: RunRecord, name: str) -> tuple[list[float], list[float]]:
+    """Epochs that have ended, and the values of one column after each; metrics.csv counts epochs from 0."""
+    rows = [row for row in run.curves if "epoch" in row and name in row]
+    return [row["epoch"] + 1 for row in rows], [row[name] for row in rows]
+
+
+def seconds_per_epoch(run: RunRecord) -> float | None:
+    """The mean over the training, None where it is not known."""
+    seconds, epochs = run.metrics.get("train_seconds"), run.metrics.get("epochs")
+    return seconds / epochs if seconds and epochs else None
+
+
+def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
+    """Draws accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
+
+    labels: what stands in the legend for each run; runs of one label share its colour. Accuracy is of the validation images,
+    of the training images where no run has any. Raises ValueError when no run has a curve.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(labels))
+    accuracy = next((name for name in ("val/accuracy", "train/accuracy") if any(curve(run, name)[0] for run in runs)), None)
+    if accuracy is None:
+        raise ValueError("none of these runs has a curve yet")
+    timed = any(seconds_per_epoch(run) for run in runs)
+    columns = min(len(names), 3 if timed else 2)
+    legend_rows = -(-len(names) // columns)
+    height = 2 * ROW + 0.22 * legend_rows + 0.2
+    figure = Figure(figsize=(SIDE * (1 + timed), height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 1 + timed, sharex="col", sharey="row", squeeze=False)
+    what = {"val/accuracy": "validation accuracy, %", "train/accuracy": "training accuracy, %", "train/loss": "training loss"}
+    lines: dict[str, Any] = {}
+    for row, (name, scale) in enumerate(((accuracy, 100.0), ("train/loss", 1.0))):
+        for run, label in zip(runs, labels, strict=True):
+            epochs, values = curve(run, name)
+            place = names.index(label)
+            style = {
+                "color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)],
+                "linewidth": 1.4, "marker": "o" if len(epochs) == 1 else None, "markersize": 4,
+            }  # fmt: skip
+            for column, unit in enumerate((1.0, seconds_per_epoch(run))[: 1 + timed]):
+                if unit and epochs:
+                    drawn = grid[row][column].plot(
+                        [epoch * unit for epoch in epochs], [scale * value for value in values], **style
+                    )
+                    lines.setdefault(label, drawn[0])
+        grid[row][0].set_ylabel(what[name])
+    for axes in grid.flat:
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlim(left=0)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(color="#999999", labelcolor="#333333")
+    for column, text in enumerate(("epochs", "seconds of training (at each run's mean epoch)")[: 1 + timed]):
+        grid[1][column].set_xlabel(text)
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.savefig(file, format="png")

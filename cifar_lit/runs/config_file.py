@@ -33,7 +33,7 @@ def plain_text(file: Path) -> str:
         if len(content) > MAX_BYTES:
             raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
         text = content.decode()
-        _look(file, yaml.compose(text, yaml.SafeLoader))
+        _check(file, yaml.compose(text, yaml.SafeLoader))
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except yaml.MarkedYAMLError as error:
@@ -47,7 +47,7 @@ def plain_text(file: Path) -> str:
     return text
 
 
-def _look(file: Path, root: yaml.Node | None) -> None:
+def _check(file: Path, root: yaml.Node | None) -> None:
     if root is None:
         return
     _count(file, root, {}, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.runs.run_folder import RunFolder, write_text
+from cifar_lit.files import write_text
+from cifar_lit.runs.run_folder import RunFolder
 
+# The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy",
@@ -31,7 +33,7 @@ class CurveFile(Logger):
     def __init__(self, run: RunFolder, resumed_step: int | None = None) -> None:
         super().__init__()
         self._run, self._resumed_step = run, resumed_step
-        self._ready = False
+        self._columns: list[str] = []  # of the file, none until there is something to write
 
     @property
     def name(self) -> str:
@@ -45,42 +47,54 @@ class CurveFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Appends a row."""
+        """Appends a row; a value of a new name makes a column of its own."""
         path = self._run.path / "metrics.csv"
-        if not self._ready:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(self._kept(path))
-            write_text(path, text.getvalue())  # whole: a kill in the middle would take the earlier curves with it
-            self._ready = True
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, extrasaction="ignore").writerow({**metrics, "step": step})
+        row = {**metrics, "step": step}
+        if not row.keys() <= set(self._columns):
+            rows = _whole_rows(path) if self._columns else self._resumed_rows(path)
+            earlier = [name for kept in rows for name in kept]
+            self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *earlier, *row]))
+            header = dict(zip(self._columns, self._columns, strict=True))
+            write_text(path, self._as_text([header, *rows]))  # whole: a kill in the middle would take the earlier curves with it
+        with path.open("a", newline="", encoding="utf-8") as file:
+            file.write(self._as_text([row]))
 
-    def _kept(self, path: Path) -> list[dict[str, str]]:
-        """The rows up to the resumed step, without what a kill or a full disk cut short, and without a test's."""
-        if self._resumed_step is None or not path.exists():
+    def _as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns).writerows(rows)
+        return text.getvalue()
+
+    def _resumed_rows(self, path: Path) -> list[dict[str, str]]:
+        """The rows up to the resumed step, without those of a test, which is made again."""
+        if self._resumed_step is None:
             return []
-        with path.open(newline="") as file:
-            whole = [line for line in file if line.endswith("\n")]
-        rows = [row for row in csv.DictReader(whole) if not row.get("test/loss")]  # the test is made again
-        return [row for row in rows if int(row["step"] or 0) <= self._resumed_step]
+        rows = [row for row in _whole_rows(path) if not any(name.startswith("test/") for name in row)]
+        return [row for row in rows if int(row.get("step", 0)) <= self._resumed_step]
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""
 
 
-class TensorBoardCurves(TensorBoardLogger):
-    """TensorBoard's event file in the run folder, with a hparams tab that compares runs by their test accuracy.
+def _whole_rows(path: Path) -> list[dict[str, str]]:
+    """The values of each row of a metrics.csv by column, without a row that a kill or a full disk cut short."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = csv.DictReader([line for line in file if line.endswith("\n")])
+        return [{name: value for name, value in row.items() if name and value} for row in rows]
 
-    settings: what the tab shows of this run, plain values; None for what is not to be compared there.
+
+class TensorBoardCurves(TensorBoardLogger):
+    """TensorBoard's event file in the run folder, with a hparams tab that compares runs by what was validated and tested.
+
+    Args:
+        settings: What the tab shows of this run, plain values; None for what is not to be compared there.
     """
 
     def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:
         purge: dict[str, Any] = {} if resumed_step is None else {"purge_step": resumed_step + 1}
         super().__init__(run.logs, name="", version="", default_hp_metric=False, **purge)
         self._run, self._settings = run, settings
-        self._told_settings = False
 
     @property
     def log_dir(self) -> str:
@@ -90,17 +104,20 @@ class TensorBoardCurves(TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Writes scalars; the epoch is left out, as every curve has its own axis."""
+        scores = [name.partition("/")[2] for name in metrics if name.startswith(("val/", "test/"))]
+        if scores and self._settings is not None:
+            self._declare_hparams(self._settings, scores)
+            self._settings = None
         super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Declares the settings once, and the metrics whose scalars the tab is to show beside them."""
-        if self._settings is None or self._told_settings or self._run.resumed:
-            return
-        self._told_settings = True
-        metrics = dict.fromkeys(("test/accuracy", "test/loss", "val/accuracy", "val/loss"), 0)
-        for summary in hparams(self._settings, metrics):
+    def _declare_hparams(self, settings: dict[str, Any], scores: list[str]) -> None:
+        """Tells the tab the settings, and the scalars that it is to show beside them: before the first of them is written."""
+        names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
+        for summary in hparams(settings, dict.fromkeys(names, 0)):
             self.experiment._get_file_writer().add_summary(summary)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing yet: see `_declare_hparams`; settings are in config.yaml, too."""
 
     @rank_zero_only
     def log_images(self, tag: str, image: Tensor, step: int = 0) -> None:

@@ -13,145 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, first_line
+from cifar_lit.errors import Failure, InvalidFileError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.registry import build_net, build_on_meta_device
 from cifar_lit.runs.run_folder import weights_file
-
-# ---- What a `model.safetensors` says of itself, looked at before memory is spent on it: the file may come from anywhere.
-
-LARGEST_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
-LARGEST_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
-LARGEST_WIDTH = 1000.0  # times the hidden widths
-MOST_CLASSES = 100_000
-LONGEST_NAME = 300  # characters of a class or a net
-LARGEST_EXTRA = 1 << 28  # bytes of all tensors that are not the net's
-
-_FLOATS = {"F16", "BF16", "F32", "F64"}
-_EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-
-Claim = tuple[str, tuple[int, ...]]  # a tensor's dtype as safetensors writes it ("F32"), and its shape
-
-
-class InvalidModelError(ValueError):
-    """A file claims what cannot be so, or more than a model of this program needs; the text is half a sentence."""
-
-
-def check_header_length(file: Path) -> None:
-    """Raises InvalidModelError when the first eight bytes claim a header that is longer than the file, or than any of ours."""
-    with file.open("rb") as opened:
-        claimed = int.from_bytes(opened.read(8), "little")
-    if claimed > min(LARGEST_HEADER, max(file.stat().st_size - 8, 0)):
-        raise InvalidModelError(f"its header claims {claimed:,} bytes")
-
-
-def card_values(text: str) -> dict[str, Any]:
-    """The values of a model card from its JSON; raises InvalidModelError for those that no net of ours can have.
-
-    Which values there must be is left to the card itself; what is not known here passes.
-    """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidModelError("its card does not say how to build its net") from None
-    if not isinstance(found, dict):
-        raise InvalidModelError("its card does not say how to build its net")
-    for name, check in _CHECKS.items():
-        if name in found and not check(found[name]):
-            raise InvalidModelError(f"its {name} cannot be {_shortly(found[name])}")
-    if "input_shape" in found:
-        for name in ("mean", "std"):
-            if name in found and len(found[name]) != found["input_shape"][0]:
-                raise InvalidModelError(f"its {name} has {len(found[name])} values for {found['input_shape'][0]} channels")
-    return found
-
-
-def check_tensors(claims: Mapping[str, Claim], name: str, further: str, **settings: Any) -> None:
-    """Raises InvalidModelError unless `claims` are those of the net `name`, which is not given memory.
-
-    further: how the names of tensors begin that may lie beside the net's. settings: of `build_net`. An impossible setting
-    raises InvalidModelError too.
-    """
-    try:
-        net = build_on_meta_device(name, **settings)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
-        raise InvalidModelError(f"its net cannot be built: {first_line(error)[:200]}") from None
-    wanted = net.state_dict()
-    for key, tensor in wanted.items():
-        if key not in claims or not _fits(tensor, claims[key]):
-            raise InvalidModelError(f"its weights are not those of the net {name} that it names")
-    extra = {key: claim for key, claim in claims.items() if key not in wanted}
-    strange = [key for key in extra if not (further and key.startswith(further))]
-    if strange:
-        raise InvalidModelError(f"its weights are not those of the net {name} that it names")
-    if sum(_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in extra.values()) > LARGEST_EXTRA:
-        raise InvalidModelError(f"beside the net it has more than {LARGEST_EXTRA >> 20} MiB")
-
-
-def check_finite(net: nn.Module) -> None:
-    """Raises InvalidModelError when a weight is not finite: every answer of the net would be nonsense."""
-    if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
-        raise InvalidModelError("its weights are not finite numbers: the training diverged")
-
-
-def printable(text: str) -> bool:
-    """Whether a text has no control characters, which a terminal would obey, nor halves of pairs, which it cannot print."""
-    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
-
-
-def _fits(tensor: Tensor, claim: Claim) -> bool:
-    dtype, shape = claim
-    right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
-    return right and tuple(tensor.shape) == tuple(shape)
-
-
-def _number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
-
-
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and printable(value)
-
-
-def _sides(value: Any) -> bool:
-    whole = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
-    return whole and value[0] <= 64 and max(value[1:]) <= LARGEST_SIDE
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_number, value))
-
-
-def _plain(value: Any, depth: int = 0) -> bool:
-    """Whether a setting is a finite number, a short text, a truth value, none, or a short list or object of them."""
-    if isinstance(value, list | dict):
-        inner = list(value.values()) if isinstance(value, dict) else value
-        return depth < 3 and len(inner) <= 1000 and all(_plain(one, depth + 1) for one in inner)
-    return value is None or isinstance(value, bool) or _number(value) or (isinstance(value, str) and len(value) <= LONGEST_NAME)
-
-
-_CHECKS = {
-    "net": _name,
-    "width": lambda value: _number(value) and 0 < value <= LARGEST_WIDTH,
-    "input_shape": _sides,
-    "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MOST_CLASSES and all(map(_name, value)),
-    "mean": _numbers,
-    "std": lambda value: _numbers(value) and min(value, default=0) > 0,
-    "options": lambda value: isinstance(value, dict) and _plain(value),
-}
-
-
-def _shortly(value: Any) -> str:
-    text = json.dumps(value)[:60]
-    return text if len(text) < 60 else f"{text}…"
-
 
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # of the metadata; files of before there were checksums have none
@@ -175,6 +43,13 @@ class ModelCard:
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)
     novelty: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def net_settings(self) -> dict[str, Any]:
+        """What `build_net` takes besides the net's name."""
+        channels, height, width = self.input_shape
+        sizes = {"channels": channels, "image_size": (height, width), "num_classes": len(self.classes)}
+        return {**sizes, "width": self.width, "options": self.options}
 
 
 class LoadedNet(nn.Module):
@@ -203,18 +78,36 @@ class LoadedNet(nn.Module):
         return logits
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
-    """Writes a net's state dict with its card, as a whole or not at all; raises Failure when the disk does not take it.
+def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
+    """The net of a card with a copy of its weights (a state dict), in evaluation mode on the CPU, as its file is loaded."""
+    net = build_net(card.net, **card.net_settings)
+    net.load_state_dict(dict(weights))
+    return LoadedNet(net, card, novelty).eval()
 
-    novelty: the tensors that go with `card.novelty`.
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
+    """Writes a net's state dict with its card, as a whole or not at all; the same values give the same bytes.
+
+    Args:
+        novelty: The tensors that go with `card.novelty`.
+
+    Raises:
+        Failure: The disk does not take it.
     """
     named = {**weights, **{NOVELTY + name: tensor for name, tensor in (novelty or {}).items()}}
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    text = json.dumps(asdict(card))
+    metadata = {"format": FORMAT, "card": text, CHECKSUM: checksum(text, tensors)}
+    content = save(tensors)
+    # The metadata are put into the header here, as safetensors writes them in another order each time.
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8 : 8 + length])}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of eight bytes
     try:
-        with atomic_write(path) as partial:
-            text = json.dumps(asdict(card))
-            save_file(plain, partial, metadata={"format": FORMAT, "card": text, CHECKSUM: checksum(text, plain)})
-    except (SafetensorError, OSError) as error:  # safetensors has an error of its own for a full disk
+        with atomic_write(path) as partial, partial.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(memoryview(content)[8 + length :])
+    except OSError as error:
         raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
 
 
@@ -228,22 +121,12 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
-    """The net of a card with its weights, in float32 on the CPU, in evaluation mode; see `LoadedNet`.
-
-    Raises what `build_net` and `load_state_dict` raise where the two do not fit.
-    """
-    channels, height, width = card.input_shape
-    size, classes = (height, width), len(card.classes)
-    net = build_net(card.net, channels=channels, image_size=size, num_classes=classes, width=card.width, options=card.options)
-    net.load_state_dict(weights)
-    return LoadedNet(net, card, novelty).eval()
-
-
 def load_model_file(path: str | Path) -> LoadedNet:
     """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    Raises:
+        UsageError: There is no such file.
+        Failure: It is damaged or was not written by this program.
     """
     file = weights_file(path)
     try:
@@ -255,26 +138,137 @@ def load_model_file(path: str | Path) -> LoadedNet:
             card = ModelCard(**card_values(metadata["card"]))
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             claims = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-            channels, height, width = card.input_shape
-            settings: dict[str, Any] = {
-                "channels": channels,
-                "image_size": (height, width),
-                "num_classes": len(card.classes),
-                "width": card.width,
-                "options": card.options,
-            }
-            check_tensors(claims, card.net, NOVELTY, **settings)
+            check_tensors(claims, card)
             weights = {name: opened.get_tensor(name) for name in claims}
-            if metadata.get(CHECKSUM, (found := checksum(metadata["card"], weights))) != found:
-                raise InvalidModelError("it is not as it was written: its checksum differs")
+        if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(metadata["card"], weights):
+            raise InvalidFileError("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
-        net = build_net(card.net, **settings)
-        net.load_state_dict(weights)
+        net = build_loaded_net(card, weights, novelty)
         check_finite(net)
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
-    except InvalidModelError as error:
+    except InvalidFileError as error:
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     except (SafetensorError, OSError, RuntimeError) as error:  # of torch, where it maps the file
         raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
-    return LoadedNet(net, card, novelty).eval()
+    return net
+
+
+# ---- What a file says of itself, looked at before memory is spent on it: it may come from anywhere.
+
+MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
+MAX_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
+MAX_CHANNELS = 64
+MAX_WIDTH = 1000.0  # times the hidden widths
+MAX_CLASSES = 100_000
+MAX_NAME = 300  # characters of a class or a net
+MAX_EXTRA = 1 << 28  # bytes of all tensors that are not the net's
+
+_FLOATS = {"F16", "BF16", "F32", "F64"}
+_EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+Claim = tuple[str, tuple[int, ...]]  # a tensor's dtype as safetensors writes it ("F32"), and its shape
+
+
+def check_header_length(file: Path) -> None:
+    """Raises InvalidFileError when the first eight bytes claim a header that is longer than the file, or than any of ours."""
+    with file.open("rb") as opened:
+        claimed = int.from_bytes(opened.read(8), "little")
+    if claimed > min(MAX_HEADER, max(file.stat().st_size - 8, 0)):
+        raise InvalidFileError(f"its header claims {claimed:,} bytes")
+
+
+def card_values(text: str) -> dict[str, Any]:
+    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have.
+
+    Which values there must be is left to the card itself; what is not known here passes.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidFileError("its card does not say how to build its net")
+    for name, check in _CHECKS.items():
+        if name in values and not check(values[name]):
+            raise InvalidFileError(f"its {name} cannot be {_shortly(values[name])}")
+    for name in ("mean", "std"):
+        if "input_shape" in values and name in values and len(values[name]) != values["input_shape"][0]:
+            raise InvalidFileError(f"its {name} has {len(values[name])} values for {values['input_shape'][0]} channels")
+    return values
+
+
+def check_tensors(claims: Mapping[str, Claim], card: ModelCard) -> None:
+    """Raises InvalidFileError unless `claims` are those of the card's net, or of novelty; the net is not given memory."""
+    try:
+        expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
+        raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
+    extra = {name: claim for name, claim in claims.items() if name not in expected}
+    fitting = all(name in claims and _fits(tensor, claims[name]) for name, tensor in expected.items())
+    if not fitting or not all(name.startswith(NOVELTY) for name in extra):
+        raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
+    if sum(_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in extra.values()) > MAX_EXTRA:
+        raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA >> 20} MiB")
+
+
+def check_finite(net: nn.Module) -> None:
+    """Raises InvalidFileError when a weight is not finite: every answer of the net would be nonsense."""
+    if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
+        raise InvalidFileError("its weights are not finite numbers: the training diverged")
+
+
+def printable(text: str) -> bool:
+    """Whether a text has no control characters, which a terminal would obey, nor halves of pairs, which it cannot print."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+def _fits(tensor: Tensor, claim: Claim) -> bool:
+    dtype, shape = claim
+    right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
+    return right and tuple(tensor.shape) == tuple(shape)
+
+
+def _number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and printable(value)
+
+
+def _sides(value: Any) -> bool:
+    whole = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
+    return whole and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
+
+
+def _plain(value: Any, depth: int = 0) -> bool:
+    """Whether a setting is a finite number, a short text, a truth value, none, or a short list or object of them."""
+    if isinstance(value, list | dict):
+        inner = list(value.values()) if isinstance(value, dict) else value
+        return depth < 3 and len(inner) <= 1000 and all(_plain(one, depth + 1) for one in inner)
+    return value is None or isinstance(value, bool) or _number(value) or (isinstance(value, str) and len(value) <= MAX_NAME)
+
+
+_CHECKS = {
+    "net": _name,
+    "width": lambda value: _number(value) and 0 < value <= MAX_WIDTH,
+    "input_shape": _sides,
+    "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(_name, value)),
+    "mean": _numbers,
+    "std": lambda value: _numbers(value) and min(value, default=0) > 0,
+    "options": lambda value: isinstance(value, dict) and _plain(value),
+}
+
+
+def _shortly(value: Any) -> str:
+    text = json.dumps(value)[:60]
+    return text if len(text) < 60 else f"{text}…"

@@ -1,17 +1,9 @@
-"""The rows that say what a net makes of images: of a data set in `predictions.csv`, of files from `cifar-lit classify`.
-
-Both have the same columns, in this order; what a row does not know is empty, or null in JSON:
-
-    index, label                 place in the set or among the files; the class that is true, which is known of a data set only
-    predicted, probability       the likeliest class and its probability
-    class_2, probability_2, …    the next ones
-    path, novelty, unlike, error of files only: the path as given, its distance from the training images, whether that is more
-                                 than nearly all held-out images have (yes or no), and why the file could not be read
-"""
+"""What a net makes of images: of a data set in `predictions.csv` and `probabilities.npy`, of files from `cifar-lit classify`."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,103 +11,23 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cifar_lit.files import atomic_write
 
-TOP = 3  # classes that a row names, unless told otherwise
+ROWS_AT_ONCE = 4096  # of the set, as Python numbers
 
-
-@dataclass(frozen=True)
-class Row:
-    """One image.
-
-    index: its place. top: the likeliest classes with their probabilities, the best first; none where it could not be read.
-    label: the true class. path, novelty, unlike, error: see above.
-    """
-
-    index: int
-    top: Sequence[tuple[str, float]]
-    label: str | None = None
-    path: str | None = None
-    novelty: float | None = None
-    unlike: bool | None = None
-    error: str | None = None
-
-
-def columns(top: int, files: bool) -> tuple[str, ...]:
-    """The names of the columns of rows with `top` classes, of a data set's images or of files."""
-    further = [name for rank in range(2, top + 1) for name in (f"class_{rank}", f"probability_{rank}")]
-    return ("index", "label", "predicted", "probability", *further, *(("path", "novelty", "unlike", "error") if files else ()))
-
-
-def values(row: Row, top: int, files: bool) -> tuple[Any, ...]:
-    """What a row has in each of `columns`, None where it has nothing; probabilities and distances with six digits."""
-    best: list[Any] = [item for name, probability in row.top[:top] for item in (name, round(probability, 6))]
-    best += [None] * (2 * top - len(best))
-    distance = None if row.novelty is None else round(row.novelty, 6)
-    return (row.index, row.label, *best, *((row.path, distance, row.unlike, row.error) if files else ()))
-
-
-class CsvRows:
-    """Writes rows as CSV, the names of the columns first."""
-
-    def __init__(self, file: TextIO, top: int, files: bool) -> None:
-        self._writer, self._top, self._files = csv.writer(file, lineterminator="\n"), top, files
-        self._writer.writerow(columns(top, files))
-
-    def write(self, rows: Iterable[Row]) -> None:
-        """Adds rows."""
-        self._writer.writerows([_cell(value) for value in values(row, self._top, self._files)] for row in rows)
-
-
-class JsonRows:
-    """Writes each row as a JSON object on a line of its own."""
-
-    def __init__(self, file: TextIO, top: int, files: bool) -> None:
-        self._file, self._top, self._files = file, top, files
-
-    def write(self, rows: Iterable[Row]) -> None:
-        """Adds rows."""
-        names = columns(self._top, self._files)
-        for row in rows:
-            named = dict(zip(names, values(row, self._top, self._files), strict=True))
-            self._file.write(json.dumps(named) + "\n")  # ASCII: a path may hold what is no text
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.6f}" if isinstance(value, float) else value
-
-
-def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
-    """Writes one row an image of a data set.
-
-    batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities float32 (B, classes).
-    Returns the number of rows.
-    """
-    count, top = 0, min(TOP, len(classes))
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = CsvRows(file, top, files=False)
-        for batch in batches:
-            best, places = batch["probabilities"].topk(top, dim=1)
-            found = zip(batch["indices"].tolist(), batch["labels"].tolist(), best.tolist(), places.tolist(), strict=True)
-            writer.write(
-                Row(index, [(classes[place], value) for place, value in zip(chosen, probabilities, strict=True)], classes[label])
-                for index, label, probabilities, chosen in found
-            )
-            count += len(places)
-    return count
-
-
-# ---- What a net made of each test image, and what follows from that: the confusion matrix, the worst mistakes.
+# ---- Of a data set: `index,label,predicted,probability`, and the probability of every class in the order of the labels.
+#
+# In files of before, the columns behind `probability` are those of the next likeliest classes. What reads them here needs the
+# first four only.
 
 
 @dataclass(frozen=True)
 class PredictionTable:
-    """The answers to N images.
+    """The predictions for N images.
 
     indices: rows of their set; labels, predicted: classes by number; all int64 (N,). probability: of the predicted class,
     float64 (N,).
@@ -139,11 +51,11 @@ class PredictionTable:
         return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(classes, classes)
 
     def confident_mistakes(self, most: int) -> Tensor:
-        """Places of up to `most` wrong answers, the most probable first."""
+        """Places of up to `most` wrong predictions, the most probable first."""
         return _ranked((~self.hits).nonzero()[:, 0], -self.probability)[:most]
 
     def doubtful_hits(self, most: int) -> Tensor:
-        """Places of up to `most` right answers, the least probable first."""
+        """Places of up to `most` right predictions, the least probable first."""
         return _ranked(self.hits.nonzero()[:, 0], self.probability)[:most]
 
 
@@ -151,14 +63,51 @@ def _ranked(places: Tensor, by: Tensor) -> Tensor:
     return places[by[places].argsort(stable=True)]
 
 
-def table_of(found: Mapping[str, Tensor]) -> PredictionTable:
-    """The outcomes in what a test gathers: `indices`, `labels` (N,) and `probabilities` (N, classes)."""
-    probability, predicted = found["probabilities"].max(1)
-    return PredictionTable(found["indices"], found["labels"], predicted, probability.double())
+def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
+    """The table of what a test gathers: `indices`, `labels` int64 (N,) and `probabilities` (N, classes)."""
+    probability, predicted = predictions["probabilities"].max(1)
+    return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
 
-def read_outcomes(path: Path, classes: Sequence[str]) -> PredictionTable | None:
-    """The outcomes in a `predictions.csv`; None when there is none, or it is of other classes or not whole."""
+def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
+    """Writes a row an image of a data set, in the order of the set, and beside it all probabilities as `probabilities.npy`.
+
+    The array is float32 (N, classes), of the same rows; the table has six digits of them.
+
+    Args:
+        batches: Of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
+
+    Returns:
+        The number of rows.
+    """
+    parts = list(batches)
+    gathered = {name: torch.cat([batch[name] for batch in parts]) for name in ("indices", "labels", "probabilities")}
+    order = gathered["indices"].argsort(stable=True)
+    names = [_csv_line([name]) for name in classes]
+    cells = ",%.6f" * len(classes)
+    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in classes)]
+        file.write(_csv_line(header) + "\n")
+        for rows in order.split(ROWS_AT_ONCE):
+            probabilities = gathered["probabilities"][rows]
+            best, predicted = probabilities.max(1)
+            columns = (gathered["indices"][rows], gathered["labels"][rows], predicted, best, probabilities)
+            for index, label, likeliest, probability, all_of_them in zip(*(column.tolist() for column in columns), strict=True):
+                row = f"{index},{names[label]},{names[likeliest]},{probability:.6f}"
+                file.write(f"{row}{cells % tuple(all_of_them)}\n")
+    with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as array:
+        np.save(array, gathered["probabilities"][order].float().numpy())
+    return len(order)
+
+
+def _csv_line(cells: Sequence[str]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(cells)
+    return line.getvalue()
+
+
+def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
+    """The table in a `predictions.csv`; None when there is none, or it is of other classes or not whole."""
     number = {name: place for place, name in enumerate(classes)}
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -166,13 +115,13 @@ def read_outcomes(path: Path, classes: Sequence[str]) -> PredictionTable | None:
                 (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
                 for row in csv.DictReader(file)
             ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
         return None
     if not rows:
         return None
     indices, labels, predicted, probability = zip(*rows, strict=True)
     return PredictionTable(
-        torch.tensor(indices), torch.tensor(labels), torch.tensor(predicted), torch.tensor(probability).double()
+        torch.tensor(indices), torch.tensor(labels), torch.tensor(predicted), torch.tensor(probability, dtype=torch.float64)
     )
 
 
@@ -183,3 +132,70 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
         digest.update(part.cpu().numpy().tobytes())
     digest.update(labels.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+# ---- Of files, from `cifar-lit classify`, as CSV or as JSON lines; what a row does not know is empty, or null in JSON.
+#
+#     index, label                    place among the files; the true class, which is not known of files
+#     predicted, probability          the likeliest class and its probability
+#     class_2, probability_2, …       the next ones
+#     path, novelty, unlike, error    the path as given, the distance from the training images, whether that is more than nearly
+#                                     all held-out images have (yes or no), and why the file could not be read
+
+TOP = 3  # classes that a row names, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Row:
+    """One file.
+
+    index: its place. top: the likeliest classes with their probabilities, the best first; none where it could not be read.
+    path, novelty, unlike, error: see above.
+    """
+
+    index: int
+    top: Sequence[tuple[str, float]]
+    path: str | None = None
+    novelty: float | None = None
+    unlike: bool | None = None
+    error: str | None = None
+
+    def values(self, top: int) -> dict[str, Any]:
+        """The row by column, None where it has nothing; probabilities and distances with six digits."""
+        values: dict[str, Any] = {"index": self.index, "label": None}
+        for rank in range(1, top + 1):
+            columns = ("predicted", "probability") if rank == 1 else (f"class_{rank}", f"probability_{rank}")
+            name, probability = self.top[rank - 1] if rank <= len(self.top) else (None, None)
+            values |= dict(zip(columns, (name, None if probability is None else round(probability, 6)), strict=True))
+        novelty = None if self.novelty is None else round(self.novelty, 6)
+        return {**values, "path": self.path, "novelty": novelty, "unlike": self.unlike, "error": self.error}
+
+
+class CsvRows:
+    """Writes rows as CSV, the names of the columns first."""
+
+    def __init__(self, file: TextIO, top: int) -> None:
+        self._writer, self._top = csv.writer(file, lineterminator="\n"), top
+        self._writer.writerow(Row(0, ()).values(top))
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Adds rows."""
+        self._writer.writerows(map(_cell, row.values(self._top).values()) for row in rows)
+
+
+class JsonRows:
+    """Writes each row as a JSON object on a line of its own."""
+
+    def __init__(self, file: TextIO, top: int) -> None:
+        self._file, self._top = file, top
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Adds rows."""
+        for row in rows:
+            self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII: a path may hold what is no text
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6f}" if isinstance(value, float) else value

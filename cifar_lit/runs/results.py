@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.files import write_text
+from cifar_lit.runs.charts import GALLERY_SIZE
 from cifar_lit.runs.loggers import TensorBoardCurves
-from cifar_lit.runs.predictions import PredictionTable, fingerprint, table_of
-from cifar_lit.runs.report import SHOWN, about, report
-from cifar_lit.runs.run_folder import write_text
+from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table
+from cifar_lit.runs.report import render, run_content
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
@@ -121,9 +122,12 @@ def draw_for_tensorboard(
             "accuracy_per_class": figures.class_accuracies(matrix, data.classes),
         }
         if predictions is not None and (stage == "test" or test is None):
-            table = table_of(predictions)
+            table = prediction_table(predictions)
             images = (data.test_images if stage == "test" else data.train_images).images
-            galleries = {"confident_mistakes": table.confident_mistakes(SHOWN), "doubtful_hits": table.doubtful_hits(SHOWN)}
+            galleries = {
+                "confident_mistakes": table.confident_mistakes(GALLERY_SIZE),
+                "doubtful_hits": table.doubtful_hits(GALLERY_SIZE),
+            }
             for name, places in galleries.items():
                 pictures[name] = figures.gallery(images[table.indices[places]], _captions(table, places, data.classes))
         for name, picture in pictures.items():
@@ -138,4 +142,4 @@ def _captions(table: PredictionTable, places: Tensor, classes: tuple[str, ...]) 
 
 def write_report(run: Path, metrics: dict[str, Any], predictions: Mapping[str, Tensor], data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
-    write_text(run / "report.html", report(about(run, metrics, data, table_of(predictions))))
+    write_text(run / "report.html", render(run_content(run, metrics, data, prediction_table(predictions))))

@@ -1,14 +1,13 @@
-"""Run folders: `<logs>/<recipe>-<number>`, each claimed by one process."""
+"""Run folders: `<logs>/<recipe>-<number>`, each claimed and locked by one process, and what is read of them."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,25 +16,19 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import atomic_write, remove_partial_files
-
-# ---- Who writes a run folder: a lock that the system takes back when its process ends, and a record of that process.
-#
-# The lock is all that is needed on one machine. Of folders that several machines share, not every file system shares its locks
-# too: there the record counts, whose owner renews it every few seconds.
+from cifar_lit.files import remove_partial_files, write_text
 
 LOCK, OWNER = ".lock", ".owner"
-BEAT = 15.0  # seconds after which an owner renews its record
-FRESH = 3 * BEAT  # a record that was not renewed for so long is given up
-OLD = 20 * BEAT  # so old a record need not be watched: clocks of two machines do not differ by that much
+JOB = ".job"  # of a scheduler, that a run was started by
+# In the order in which a run is gone on from them.
+_, PREVIOUS, _ = CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/previous.ckpt", "checkpoints/best.ckpt")
 
 
 class Owner(NamedTuple):
-    """The process that holds a lock, or held it when it was killed. renewed: when it last said so, on the folder's clock."""
+    """The process that writes a run folder, or was killed while writing it."""
 
     pid: int
     host: str
-    renewed: float
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -44,102 +37,69 @@ class Owner(NamedTuple):
 def owner_of(run: Path) -> Owner | None:
     """Who writes a run folder, or was killed while writing it; None after an orderly end."""
     try:
-        found = json.loads((run / OWNER).read_text())
-        return Owner(int(found["pid"]), str(found["host"]), (run / OWNER).stat().st_mtime)
+        record = json.loads((run / OWNER).read_text())
+        return Owner(int(record["pid"]), str(record["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 class RunLock:
-    """The lock of a run folder, held from `acquire` to `release`."""
+    """The lock of a run folder, held from `acquire` to `release`.
+
+    The lock is filelock's, which the system takes back when the process ends. Beside it lies a record of who holds it, which
+    filelock's own file cannot say: whoever tries to lock it empties it.
+    """
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._lock = FileLock(run / LOCK, thread_local=False)
-        self._ended = threading.Event()
-        self._beats: threading.Thread | None = None
 
     def acquire(self) -> None:
         """Takes the lock, after a killed process too; says so where that one ran on another machine.
 
-        Raises Failure, with the owner's process and host, when the folder is being written.
+        Raises:
+            Failure: The folder is being written (with the owner's process and host), or cannot be locked.
         """
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise _in_use(self._run, owner_of(self._run)) from None
+            owner = owner_of(self._run) or "another process"
+            raise Failure(f"{owner} is writing {self._run}: wait until it ends, or start a new run without --resume") from None
         except PermissionError:
             raise
         except OSError as error:
             raise Failure(f"cannot lock {self._run}: {error.strerror}. Choose another place with --logs DIR.") from None
         try:
-            self._succeed(owner_of(self._run))
-            with atomic_write(self._run / OWNER) as partial:
-                partial.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+            before, host = owner_of(self._run), socket.gethostname()
+            if before and before.host != host:  # lost with its machine, or of a file system that shares no locks
+                print(f"{self._run} was left by {before}; going on with it", file=sys.stderr)
+            write_text(self._run / OWNER, json.dumps({"pid": os.getpid(), "host": host}) + "\n")
         except BaseException:
             self._lock.release()
             raise
-        self._beats = threading.Thread(target=self._renew, name="run lock", daemon=True)
-        self._beats.start()
-
-    def _succeed(self, before: Owner | None) -> None:
-        """Makes sure that the last owner is gone: here it is, as the lock was free; elsewhere its record must be old."""
-        if before is None or before.host == socket.gethostname():
-            return
-        age = time.time() - before.renewed
-        if age < OLD:
-            print(f"{self._run} was written by {before}: waiting {FRESH:.0f} s to see whether it still is", file=sys.stderr)
-            deadline = time.monotonic() + FRESH
-            while time.monotonic() < deadline:
-                time.sleep(min(1.0, FRESH / 10))
-                now = owner_of(self._run)
-                if now is None:
-                    return
-                if now != before:
-                    raise _in_use(self._run, now)
-        print(f"{self._run} was left by {before}, which gave its last sign {_ago(age)} ago; going on with it", file=sys.stderr)
-
-    def _renew(self) -> None:
-        while not self._ended.wait(BEAT):
-            with suppress(OSError):  # the folder may be out of reach for a while
-                os.utime(self._run / OWNER)
 
     def release(self) -> None:
         """Gives the lock back and removes its traces; without a lock nothing happens."""
         if not self._lock.is_locked:
             return
-        self._ended.set()
         (self._run / OWNER).unlink(missing_ok=True)
         with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it stays
             (self._run / LOCK).unlink(missing_ok=True)
         self._lock.release()
 
 
-def _in_use(run: Path, owner: Owner | None) -> Failure:
-    who = str(owner) if owner else "another process"
-    return Failure(f"{who} is writing {run}: wait until it ends, or start a new run without --resume")
-
-
-def _ago(seconds: float) -> str:
-    """A length of time in the unit that one would say it in."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} seconds"
-
-
-# In the order in which a run is gone on from them.
-_, PREVIOUS, _ = CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/previous.ckpt", "checkpoints/best.ckpt")
-JOB = ".job"  # of a scheduler, that a run was started by
-
-
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
 
-    logs: the folder of all runs. name: the recipe's. path: an existing run to go on with instead of a new one.
-    first: whether this is the run's first process; the others never claim a folder, they `follow` it. job: what a new
-    folder records of the scheduler's job that it belongs to, so that the job finds it when it is started again.
-    Raises Failure when the folder cannot be written, or another process is writing it.
+    Args:
+        logs: The folder of all runs.
+        name: The recipe's.
+        path: An existing run to go on with instead of a new one.
+        first: Whether this is the run's first process; the others never claim a folder, they `follow` it.
+        job: What a new folder records of the scheduler's job that it belongs to, so that the job, started again, finds it.
+
+    Raises:
+        Failure: The folder cannot be written, or another process is writing it.
     """
 
     def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
@@ -149,15 +109,16 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._first, self._job = first, job
         if path is not None and first:
-            self._take(path)
+            self._hold(path)
 
     @property
     def path(self) -> Path:
         """The folder; the first process claims a new number at its first call, others see `logs` until they follow."""
         if self._path is None and self._first:
-            self._take(self._claim())
-            if self._job and self._path:
-                write_text(self._path / JOB, self._job)
+            path = self._claim()
+            self._hold(path)
+            if self._job:
+                write_text(path / JOB, self._job)
         return self._path or self.logs
 
     @property
@@ -184,7 +145,7 @@ class RunFolder:
         except OSError as error:
             raise Failure(f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR.") from None
 
-    def _take(self, path: Path) -> None:
+    def _hold(self, path: Path) -> None:
         lock = RunLock(path)
         lock.acquire()
         self._lock, self._path = lock, path
@@ -214,21 +175,23 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder if checkpoint.resolve().parent.name == "checkpoints" and (folder / "config.yaml").is_file() else None
 
 
-def find_resumable(logs: Path, wanted: str | None) -> Path:
+def find_resumable(logs: Path, name: str | None) -> Path:
     """The checkpoint that `--resume` goes on from.
 
-    wanted: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
-    Raises UsageError when there is none, or the run has ended.
+    Args:
+        name: A checkpoint, a run folder, or None for the newest run in `logs` that trained.
+
+    Raises:
+        UsageError: There is none.
     """
-    if wanted is None:
+    if name is None:
         runs = [path.parent for path in logs.glob("*/checkpoints") if (path.parent / "config.yaml").is_file()]
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-        run = max(runs, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)  # written when a run starts or goes on
-        checkpoint = _newest(run)
+        checkpoint = _newest_checkpoint(max(runs, key=_started))
     else:
-        given = Path(wanted).expanduser()
-        checkpoint = _newest(given) if given.is_dir() else given
+        path = Path(name).expanduser()
+        checkpoint = _newest_checkpoint(path) if path.is_dir() else path
     if not checkpoint.is_file():
         raise UsageError(
             f"nothing to resume: there is no checkpoint {display_path(checkpoint)}. "
@@ -237,28 +200,33 @@ def find_resumable(logs: Path, wanted: str | None) -> Path:
     return checkpoint
 
 
-def _newest(run: Path) -> Path:
+def _started(run: Path) -> int:
+    """When a run started or went on, which is when its config.yaml is written: nanoseconds."""
+    return (run / "config.yaml").stat().st_mtime_ns
+
+
+def _newest_checkpoint(run: Path) -> Path:
     """The checkpoint of a run that is to be gone on from; where there is none, the place where it would be."""
     places = [run / name for name in CHECKPOINTS]
     return next((place for place in places if place.is_file()), places[0])
+
+
+def runs_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[Path]:
+    """The trainings in `logs` whose record of a job `belongs` takes, if finished or fit to be gone on with; newest first."""
+    runs = []
+    for record in logs.glob(f"*/{JOB}"):
+        run = record.parent
+        with suppress(OSError, ValueError, RecursionError):  # no such record: then it is no job's
+            job = json.loads(record.read_text())
+            if isinstance(job, dict) and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
+                runs.append((_started(run), run))
+    return [run for _, run in sorted(runs, reverse=True)]
 
 
 def is_finished(run: Path, needs_test: bool) -> bool:
     """Whether a run has nothing left to do; `needs_test`: the command ends with a test."""
     metrics = read_metrics(run)
     return bool(metrics and (metrics.get("test") or not needs_test))
-
-
-def runs_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[Path]:
-    """The trainings in `logs` whose record of a job `belongs` takes, if finished or fit to be gone on with; newest first."""
-    found = []
-    for record in logs.glob(f"*/{JOB}"):
-        run = record.parent
-        with suppress(OSError, ValueError, RecursionError):  # no such record: then it is no job's
-            job = json.loads(record.read_text())
-            if isinstance(job, dict) and belongs(job) and (read_metrics(run) or _newest(run).is_file()):
-                found.append(((run / "config.yaml").stat().st_mtime_ns, run))
-    return [run for _, run in sorted(found, reverse=True)]
 
 
 def check_unfinished(run: Path, needs_test: bool) -> None:
@@ -281,13 +249,20 @@ def weights_file(path: str | Path) -> Path:
 def read_metrics(run: Path) -> dict[str, Any]:
     """The contents of a run's metrics.json, empty when there is none."""
     try:
-        found = json.loads((run / "metrics.json").read_text())
+        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return metrics if isinstance(metrics, dict) else {}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole: readers see the old one or the new one, never a part."""
-    with atomic_write(path) as partial:
-        partial.write_text(text)
+def read_curves(run: Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics.csv by column, without what was not taken; none where it cannot be read."""
+    rows = []
+    try:
+        with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                with suppress(ValueError, TypeError):  # the line that a running process is writing
+                    rows.append({name: float(value) for name, value in row.items() if name and value})
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []
+    return rows

@@ -11,12 +11,11 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit.runs.charts import thumbnail
 
 DPI = 100
-MOST_COUNTED = 20  # classes up to which a confusion matrix has its numbers written in
+MAX_COUNTED = 20  # classes up to which a confusion matrix has its numbers written in
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of Okabe and Ito's colours, told apart with any colour vision
 MAX_NAME = 18
 
@@ -24,20 +23,18 @@ MAX_NAME = 18
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     """The picture of a confusion matrix int64 (classes, classes), labels down and predictions across: uint8 (3, H, W)."""
     count = len(classes)
-    side = min(11.0, 3.0 + 0.55 * count)
+    side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))
     figure, axes = _figure(side, side)
-    metric = MulticlassConfusionMatrix(count, validate_args=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torchmetrics hands matplotlib a tensor
-        metric.plot(matrix, ax=axes, add_text=count <= MOST_COUNTED, labels=[_tick(name) for name in classes], cmap="Blues")
-    size = min(10.0, 600.0 / (8 + count))
-    for text in axes.texts:
-        text.set_fontsize(max(6, size))
-    axes.tick_params(labelsize=max(4.0, size))
-    for label in axes.get_xticklabels():
-        label.set(rotation=90, horizontalalignment="center")
-    for label in axes.get_yticklabels():
-        label.set_rotation(0)
+    axes.imshow(matrix.numpy(), cmap="Blues")
+    if count <= MAX_COUNTED:
+        dark = matrix.max() / 2
+        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
+            colour = "white" if images > dark else "black"
+            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
+    names = [_tick(name) for name in classes]
+    axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+    axes.set_yticks(range(count), names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
     axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images right")
     return _pixels(figure)
 

@@ -23,7 +23,7 @@ def logs(run: Path) -> Path:
         shutil.copytree(run, folder)
         metrics = metrics_of(folder)
         count = metrics["test"]["images"]
-        metrics["test"] |= {"accuracy": 1 - wrong / count, "fingerprint": "same"}
+        metrics["test"] |= {"accuracy": 1 - wrong / count, "fingerprint": "same", "top5": 0.875}
         (folder / "metrics.json").write_text(json.dumps(metrics))
         rows = "".join(f"{index},a,{'b' if index < wrong else 'a'},0.5\n" for index in range(count))
         (folder / "predictions.csv").write_text("index,label,predicted,probability\n" + rows)
@@ -41,6 +41,7 @@ def test_settings_results_and_the_test_of_the_difference_are_printed(logs: Path)
     assert rows[1] == ["logs/small-2", "0.02"]
     assert [row[:2] for row in rows[2:]] == [["logs/small-1", "25.00%"], ["logs/small-2", "75.00%"]]
     assert rows[2][2] == "14.19 … 40.19"  # Wilson's, of 10 in 40
+    assert ("top5" in answer.out, answer.out.count(" 0.8750 │")) == (True, 2)  # a metric that nothing here knows by name
     assert "by recipe" not in answer.out
     lines = answer.out.splitlines()
     ahead = "logs/small-2 is ahead of logs/small-1: 20 images are right with it alone, 0 with the other alone"
@@ -52,6 +53,7 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
     answer = typed("compare", "logs/small-*", "--csv", "-", "--json", "out.json", "--plot", "out.png")
     first, second = csv.DictReader(io.StringIO(answer.out))
     assert (first["run"], first["model.lr"], second["model.lr"]) == ("logs/small-1", "0.05", "0.02")
+    assert (first["top5"], second["top5"]) == ("0.875", "0.875")
     assert float(first["low"]) < float(first["accuracy"]) < float(first["high"])
     found = json.loads(Path("out.json").read_text())
     assert [entry["settings"] for entry in found["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]

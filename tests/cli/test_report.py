@@ -38,6 +38,12 @@ def headline(page: str) -> dict[str, str]:
     return dict(re.findall(r"<div><dt>([^<]+)</dt><dd>([^<]+)</dd></div>", page))
 
 
+def draw_images(folder: str, classes: str = "ab", size: int = 16) -> None:
+    first, second = classes
+    counts = {f"train/{first}": 5, f"train/{second}": 5, f"test/{first}": 2, f"test/{second}": 3}
+    draw_folder(Path(folder), counts, size)
+
+
 def test_a_training_leaves_a_page_that_has_not_looked_at_the_training_images(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert page.count("Not looked for yet") == 2
@@ -46,8 +52,10 @@ def test_a_training_leaves_a_page_that_has_not_looked_at_the_training_images(run
     assert {"loss", "accuracy", "learning rate", "weight norm"} <= set(re.findall(r"<figcaption>([^<]+)", page))
 
 
-def test_the_command_adds_suspected_labels_and_duplicates_and_says_where_the_page_is(own: Path) -> None:
-    answer = typed("report", "own-1")
+def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    answer = typed("report", "own-1", "--open")
     assert answer.code == 0, answer.err
     assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
     for step in ("looking at the test images", "looking at the training images", "comparing test with training images"):
@@ -59,6 +67,7 @@ def test_the_command_adds_suspected_labels_and_duplicates_and_says_where_the_pag
     assert page.count("<span>cosine ") == 24
     assert headline(page)["test accuracy"] == f"{metrics_of(own)['test']['accuracy']:.4f}"
     assert "cifar-lit test --ckpt_path own-1/checkpoints/best.ckpt" in page
+    assert opened == [(own / "report.html").absolute().as_uri()]
 
 
 def test_the_page_of_a_run_opens_without_an_error(own: Path, open_page: Open) -> None:
@@ -67,7 +76,7 @@ def test_the_page_of_a_run_opens_without_an_error(own: Path, open_page: Open) ->
     assert (opened.overflow, opened.errors, opened.requests, opened.unloaded, opened.nameless) == (0, [], [], [], [])
 
 
-def test_it_takes_the_outcomes_that_the_test_wrote_and_no_others(own: Path) -> None:
+def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -> None:
     rows = (own / "predictions.csv").read_text().splitlines()
     cells = [row.split(",") for row in rows[1:]]
     all_right = [",".join([index, label, label, "1.000000", *more]) for index, label, _, _, *more in cells]
@@ -85,7 +94,7 @@ def test_it_takes_the_outcomes_that_the_test_wrote_and_no_others(own: Path) -> N
 
 
 def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) -> None:
-    draw_folder(Path("images"), {"train/a": 5, "train/b": 5, "test/a": 2, "test/b": 3})
+    draw_images("images")
     shutil.copy("images/train/a/0.png", "images/test/b/twin.png")
     answer = typed("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
     assert answer.code == 0, answer.err
@@ -98,7 +107,7 @@ def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) 
 
 
 def test_data_that_have_moved_are_found_where_one_says(model: Path) -> None:
-    draw_folder(Path("images"), {"train/a": 5, "train/b": 5, "test/a": 2, "test/b": 3})
+    draw_images("images")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
     assert typed("report", "bare").code == 0
     Path("images").rename("elsewhere")
@@ -106,46 +115,33 @@ def test_data_that_have_moved_are_found_where_one_says(model: Path) -> None:
     assert typed("report", "bare", "--data-dir", "elsewhere").code == 0
 
 
-def test_a_model_without_data_asks_for_them(model: Path) -> None:
-    refused(
-        typed("report", model),
-        "cifar-lit: bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie",
-        2,
-    )
+@pytest.mark.parametrize(
+    ("config", "words", "line", "code"),
+    [
+        (None, [], "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie", 2),
+        ("dataset: shapes, colour: red", [], "bare/config.yaml has data settings of another version (…): give --dataset", 1),
+        (None, ["--dataset", "folder", "--data-dir", "others"], "the data have other classes than the net (2: a, c; 2: a, b): "
+         "name its own with --dataset and --data-dir", 1),
+        ("dataset: folder, root: large", [], "the data are images of 3×20×20, the net takes 3×16×16: "
+         "name its own with --dataset and --data-dir", 1),
+        (None, ["--device", "cuba"], "this machine has no device 'cuba': it has cpu…. Did you mean cuda? auto takes …", 2),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_net_is_refused_in_a_line(
+    model: Path, config: str | None, words: list[str], line: str, code: int
+) -> None:
+    draw_images("others", "ac")
+    draw_images("large", size=20)
+    if config:
+        Path("bare/config.yaml").write_text(f"data: {{{config}}}\n")
+    refused(typed("report", "bare", *words), f"cifar-lit: {line}", code)
 
 
-def test_data_of_other_classes_or_another_size_are_refused(model: Path) -> None:
-    draw_folder(Path("others"), {"train/a": 2, "train/c": 2, "test/a": 1, "test/c": 1})
-    line = "cifar-lit: the data have other classes than the net (2: a, c; 2: a, b): name its own with --dataset and --data-dir"
-    refused(typed("report", model, "--dataset", "folder", "--data-dir", "others"), line, 1)
-    draw_folder(Path("large"), {"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 1}, size=20)
-    Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}\n")
-    line = "cifar-lit: the data are images of 3×20×20, the net takes 3×16×16: name its own with --dataset and --data-dir"
-    refused(typed("report", "bare"), line, 1)
-
-
-def test_settings_of_another_version_are_refused_in_a_line(model: Path) -> None:
-    Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}\n")
-    refused(typed("report", "bare"), "cifar-lit: bare/config.yaml has data settings of another version (…): give --dataset", 1)
-
-
-def test_a_run_without_a_model_is_refused(here: Path) -> None:
+@pytest.mark.parametrize(("name", "file"), [("empty", "empty/model.safetensors"), ("nowhere", "nowhere")])
+def test_a_run_without_a_model_is_refused(here: Path, name: str, file: str) -> None:
     Path("empty").mkdir()
-    line = "cifar-lit: there is no empty/model.safetensors: name a run folder that ended, or a model.safetensors"
-    refused(typed("report", "empty"), line, 2)
-    refused(typed("report", "nowhere"), "cifar-lit: there is no nowhere: name a run folder that ended, or a model.safetensors", 2)
-
-
-def test_a_device_that_is_not_there_is_refused(own: Path) -> None:
-    line = "cifar-lit: this machine has no device 'cuba': it has cpu…. Did you mean cuda? auto takes the fastest."
-    refused(typed("report", "own-1", "--device", "cuba"), line, 2)
-
-
-def test_open_shows_it_in_the_browser(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", shown.append)
-    typed("report", "own-1", "--open")
-    assert shown == [(own / "report.html").absolute().as_uri()]
+    line = f"cifar-lit: there is no {file}: name a run folder that ended, or a model.safetensors"
+    refused(typed("report", name), line, 2)
 
 
 def test_a_fit_draws_what_was_validated_and_leaves_no_page() -> None:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.loggers import COLUMNS
-from cifar_lit.runs.predictions import fingerprint, read_outcomes
+from cifar_lit.runs.predictions import fingerprint, read_predictions
 from cifar_lit.training.checkpoint import read_checkpoint
 
 
@@ -35,7 +35,7 @@ def curves(run: Path) -> list[dict[str, str]]:
 def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
     assert files_of(run) == [
         *("checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml", "events.out.tfevents.*", "metrics.csv"),
-        *("metrics.json", "model.safetensors", "predictions.csv", "report.html"),
+        *("metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html"),
     ]
 
 
@@ -64,7 +64,7 @@ def test_the_test_counts_every_image_once_and_agrees_with_itself(run: Path, data
     assert list(test["per_class"]) == list(data.classes)
     hits = [accuracy * count for accuracy, count in zip(test["per_class"].values(), counts, strict=True)]
     assert sum(hits) / 40 == pytest.approx(test["accuracy"])
-    rows = read_outcomes(run / "predictions.csv", data.classes)
+    rows = read_predictions(run / "predictions.csv", data.classes)
     assert rows is not None
     assert rows.indices.tolist() == list(range(40))
     assert torch.equal(rows.labels, data.test_images.labels)

@@ -79,7 +79,11 @@ def test_the_loaded_net_is_the_checkpoints(run: Path, data: ImageData) -> None:
 def test_an_evaluation_makes_a_folder_of_its_own_with_the_same_numbers(run: Path, command: str, part: str, other: str) -> None:
     answer = typed(command, "--ckpt_path", run / "checkpoints/best.ckpt")
     assert (answer.code, answer.err) == (0, "")
-    more = ["events.out.tfevents.*", "metrics.json", "predictions.csv"] if command == "test" else ["metrics.json"]
+    more = (
+        ["events.out.tfevents.*", "metrics.json", "predictions.csv", "probabilities.npy"]
+        if command == "test"
+        else ["metrics.json"]
+    )
     assert files_of(OWN) == ["config.yaml", *more]
     metrics = metrics_of(OWN)
     assert metrics[part] == metrics_of(run)[part]

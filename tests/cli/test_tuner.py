@@ -60,12 +60,12 @@ def test_on_a_cpu_the_largest_batch_follows_from_the_memory_that_is_free(
 ) -> None:
     some, sizes = trial(data), []
     for free in (2 * 10**7, 4 * 10**7, 10**12):
-        monkeypatch.setattr(tuner, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(tuner, "free_memory", lambda device, free=free: free)
         sizes.append(largest_batch(some, [3, 16, 16], 10**6))
     assert 16 <= sizes[0] == sizes[1] // 2
     assert sizes[2] == 4096
     assert [largest_batch(some, [3, 16, 16], limit) for limit in (3, 63, 64)] == [16, 32, 64]
-    monkeypatch.setattr(tuner, "available_memory", lambda: 10**4)
+    monkeypatch.setattr(tuner, "free_memory", lambda device: 10**4)
     with pytest.raises(Failure, match="not even 16 images fit into the memory of cpu: choose a smaller --net"):
         largest_batch(some, [3, 16, 16], 10**6)
 

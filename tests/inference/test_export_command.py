@@ -11,9 +11,9 @@ import yaml
 from PIL import Image
 
 from cifar_lit.cli.export import export
-from cifar_lit.cli.run_images import RunData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.runs.run_data import RunData
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Figures for TensorBoard and pictures of pages."""
 
+from __future__ import annotations
+
 import sys
 from base64 import b64decode
 from io import BytesIO
@@ -14,36 +16,28 @@ from cifar_lit.runs.tensorboard_images import class_accuracies, confusion_matrix
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 
 
-def matrix_of(classes: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 5, (classes, classes), generator=generator) + 40 * torch.eye(classes, dtype=torch.int64)
-
-
 def opened(uri: str) -> Image.Image:
     kind, _, code = uri.partition(";base64,")
     assert kind in ("data:image/png", "data:image/jpeg")
     return Image.open(BytesIO(b64decode(code)))
 
 
-@pytest.mark.parametrize("classes", [2, 6, 100])
+@pytest.mark.parametrize("draw", [confusion_matrix, class_accuracies])
+@pytest.mark.parametrize("names", [HOSTILE, [f"class {number}" for number in range(30)]])
 @pytest.mark.filterwarnings("error:Glyph")
-def test_figures_are_pictures_with_something_on_them_for_any_number_and_kind_of_classes(classes: int) -> None:
-    names = HOSTILE[:classes] if classes <= 6 else [f"class {number}" for number in range(classes)]
-    for draw in (confusion_matrix, class_accuracies):
-        picture = draw(matrix_of(classes), names)
-        assert picture.dtype == torch.uint8
-        assert picture.shape[0] == 3
-        assert max(picture.shape) < 3000
-        assert len(picture.flatten(1).unique(dim=1).T) > 10
+def test_figures_have_something_on_them_for_any_number_and_kind_of_classes(draw: object, names: list[str]) -> None:
+    matrix = torch.randint(0, 5, (len(names), len(names))) + 40 * torch.eye(len(names), dtype=torch.int64)
+    matrix[1] = 0  # a class without images
+    picture = draw(matrix, names)  # type: ignore[operator]
+    assert picture.dtype == torch.uint8
+    assert picture.shape[0] == 3
+    assert max(picture.shape) < 3000
+    assert len(picture[0].unique()) > 10
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []  # it would keep them all
 
 
-def test_a_class_without_images_has_a_bar_of_no_length() -> None:
-    matrix = matrix_of(3)
-    matrix[1] = 0
-    assert class_accuracies(matrix, ["a", "b", "c"]).float().std() > 0
-
-
-@pytest.mark.parametrize("shape", [(32, 32, 3), (28, 28, 1), (200, 120, 3)])
+@pytest.mark.parametrize("shape", [(28, 28, 1), (200, 120, 3)])
 def test_a_gallery_shows_its_images_whatever_their_shape(shape: tuple[int, int, int]) -> None:
     images = torch.full((7, *shape), 77, dtype=torch.uint8)
     picture = gallery(images, [(name, "0.5 x") for name in [*HOSTILE, "last"]])
@@ -54,12 +48,6 @@ def test_an_empty_gallery_says_so() -> None:
     assert gallery(torch.zeros(0, 8, 8, 3, dtype=torch.uint8), []).float().std() > 0
 
 
-def test_no_figure_is_left_behind() -> None:
-    confusion_matrix(matrix_of(3), ["a", "b", "c"])
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    assert pyplot is None or pyplot.get_fignums() == []
-
-
 @pytest.mark.parametrize(("shape", "size"), [((32, 32, 3), (32, 32)), ((28, 28, 1), (28, 28)), ((200, 100, 3), (48, 96))])
 def test_small_images_keep_their_pixels_and_large_ones_are_scaled_down(
     shape: tuple[int, int, int], size: tuple[int, int]
@@ -68,8 +56,7 @@ def test_small_images_keep_their_pixels_and_large_ones_are_scaled_down(
     picture = opened(data_uri(image))
     assert picture.size == size
     if shape[0] <= 48:
-        pixels = torch.tensor(list(picture.tobytes()), dtype=torch.uint8).view(shape)
-        assert torch.equal(pixels, image)
+        assert picture.tobytes() == image.numpy().tobytes()
 
 
 def test_a_thumbnail_grows_by_whole_numbers() -> None:

@@ -1,69 +1,110 @@
-import csv
+"""predictions.csv and probabilities.npy of a data set, and the rows of files."""
+
+from __future__ import annotations
+
 import io
 import json
+from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from cifar_lit.runs.predictions import CsvRows, JsonRows, Row, columns, write_predictions
+from cifar_lit.runs.predictions import (
+    CsvRows,
+    JsonRows,
+    PredictionTable,
+    Row,
+    fingerprint,
+    prediction_table,
+    read_predictions,
+    write_predictions,
+)
 
-CLASSES = ("cat", "dog", 'a "quoted", name')
-
-
-def batch(*rows: tuple[int, int, list[float]]) -> dict[str, torch.Tensor]:
-    indices, labels, probabilities = zip(*rows, strict=True)
-    return {"indices": torch.tensor(indices), "labels": torch.tensor(labels), "probabilities": torch.tensor(probabilities)}
-
-
-def test_each_image_is_a_row_with_its_label_and_the_likeliest_class(tmp_path: Path) -> None:
-    batches = [batch((0, 1, [0.2, 0.7, 0.1]), (1, 2, [0.15, 0.25, 0.6])), batch((2, 0, [0.1, 0.15, 0.75]))]
-    assert write_predictions(tmp_path / "predictions.csv", CLASSES, batches) == 3
-    with (tmp_path / "predictions.csv").open(newline="") as file:
-        assert list(csv.reader(file)) == [
-            ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3"],
-            ["0", "dog", "dog", "0.700000", "cat", "0.200000", CLASSES[2], "0.100000"],
-            ["1", CLASSES[2], CLASSES[2], "0.600000", "dog", "0.250000", "cat", "0.150000"],
-            ["2", "cat", CLASSES[2], "0.750000", "dog", "0.150000", "cat", "0.100000"],
-        ]
-    assert [file.name for file in tmp_path.iterdir()] == ["predictions.csv"]
+CLASSES = ("a, b", 'quo"ted', "日本")
+PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])
+PREDICTIONS = {"indices": torch.arange(4), "labels": torch.tensor([0, 0, 2, 1]), "probabilities": PROBABILITIES}
+# Of before all probabilities were written.
+OLD = 'index,label,predicted,probability,class_2,probability_2\n0,日本,日本,0.750000,"a, b",0.250000\n'
 
 
-def test_predictions_that_break_off_leave_the_old_file_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.csv"
-    write_predictions(path, CLASSES, [batch((0, 1, [0.2, 0.7, 0.1]))])
-    before = path.read_text()
-
-    def breaking():  # type: ignore[no-untyped-def]
-        yield batch((5, 1, [0.2, 0.7, 0.1]))
-        raise RuntimeError("the net broke")
-
-    with pytest.raises(RuntimeError, match="broke"):
-        write_predictions(path, CLASSES, breaking())
-    assert path.read_text() == before
-
-
-def test_rows_of_two_classes_name_two(tmp_path: Path) -> None:
-    write_predictions(tmp_path / "p.csv", ("cat", "dog"), [batch((0, 1, [0.25, 0.75]))])
-    assert (tmp_path / "p.csv").read_text() == (
-        "index,label,predicted,probability,class_2,probability_2\n0,dog,dog,0.750000,cat,0.250000\n"
-    )
+def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set(tmp_path: Path) -> None:
+    later, earlier = ({name: values[rows] for name, values in PREDICTIONS.items()} for rows in ([3, 2], [1, 0]))
+    assert write_predictions(tmp_path / "predictions.csv", CLASSES, [later, earlier]) == 4
+    assert (tmp_path / "predictions.csv").read_text().splitlines() == [
+        'index,label,predicted,probability,"probability_a, b","probability_quo""ted",probability_日本',
+        '0,"a, b","a, b",0.700000,0.700000,0.200000,0.100000',
+        '1,"a, b","quo""ted",0.850000,0.100000,0.850000,0.050000',
+        "2,日本,日本,0.400000,0.300000,0.300000,0.400000",
+        '3,"quo""ted","a, b",0.900000,0.900000,0.050000,0.050000',
+    ]
+    array = np.load(tmp_path / "probabilities.npy")
+    assert array.dtype == np.float32
+    assert np.array_equal(array, PROBABILITIES.numpy())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["predictions.csv", "probabilities.npy"]
 
 
-def test_rows_of_files_have_the_columns_of_a_data_sets_and_then_their_own() -> None:
-    assert columns(3, files=True)[: len(columns(3, files=False))] == columns(3, files=False)
-    assert columns(1, files=True) == ("index", "label", "predicted", "probability", "path", "novelty", "unlike", "error")
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS])
+    table, expected = read_predictions(tmp_path / "predictions.csv", CLASSES), prediction_table(PREDICTIONS)
+    assert table is not None
+    for name in ("indices", "labels", "predicted"):
+        assert torch.equal(getattr(table, name), getattr(expected, name))
+    torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
+
+
+def test_a_file_of_before_is_read(tmp_path: Path) -> None:
+    (tmp_path / "predictions.csv").write_text(OLD)
+    table = read_predictions(tmp_path / "predictions.csv", CLASSES)
+    assert table is not None
+    assert (table.labels.tolist(), table.predicted.tolist(), table.probability.tolist()) == ([2], [2], [0.75])
+
+
+HEAD = "index,label,predicted,probability\n"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", HEAD, f"{HEAD}0,dog,cat,0.5\n", "index,label\n0,日本\n", f"{HEAD}0,日本,日本,\n", "\x00\x00"]
+)
+def test_rows_of_another_kind_are_none(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "predictions.csv").write_text(text)
+    assert read_predictions(tmp_path / "predictions.csv", CLASSES) is None
+
+
+def test_a_net_that_has_diverged_has_predictions_too(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")
+
+
+def test_a_table_counts_labels_down_and_ranks_mistakes_by_certainty_and_hits_by_doubt() -> None:
+    table = prediction_table(PREDICTIONS)
+    assert table.hits.tolist() == [True, False, True, False]
+    assert table.confusion(3).tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 1]]
+    assert table.confident_mistakes(9).tolist() == [3, 1]
+    assert table.confident_mistakes(1).tolist() == [3]
+    assert table.doubtful_hits(9).tolist() == [2, 0]
+    assert isinstance(table, PredictionTable) and len(table) == 4
+
+
+def test_a_fingerprint_is_the_sha256_of_images_and_labels_one_after_the_other() -> None:
+    images, labels = torch.randint(0, 256, (2500, 4, 4, 3), dtype=torch.uint8), torch.arange(2500) % 7
+    expected = sha256(images.numpy().tobytes() + labels.numpy().astype(np.int64).tobytes()).hexdigest()
+    assert fingerprint(images, labels) == expected
+    assert fingerprint(images, labels.flip(0)) != expected
 
 
 def test_csv_and_json_say_the_same_of_files_read_and_not() -> None:
     rows = [
-        Row(0, [("cat", 0.5), ("dog", 0.25)], path="a\udce9.png", novelty=1.5, unlike=True),
+        Row(0, [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)], path="a\udce9.png", novelty=1.5, unlike=True),
         Row(1, (), path="b,c.png", error="cut short"),
     ]
     as_csv, as_json = io.StringIO(), io.StringIO()
-    CsvRows(as_csv, 2, files=True).write(rows)
-    JsonRows(as_json, 2, files=True).write(rows)
-    assert as_csv.getvalue().splitlines()[1:] == [
+    CsvRows(as_csv, 2).write(rows)
+    JsonRows(as_json, 2).write(rows)
+    assert as_csv.getvalue().splitlines() == [
+        "index,label,predicted,probability,class_2,probability_2,path,novelty,unlike,error",
         "0,,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",
         '1,,,,,,"b,c.png",,,cut short',
     ]

@@ -1,5 +1,10 @@
+"""Run folders: their numbers, their lock, and what `--resume` goes on from."""
+
+from __future__ import annotations
+
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,100 +15,51 @@ import pytest
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.run_folder import (
+    OWNER,
     RunFolder,
+    RunLock,
     check_unfinished,
     display_path,
     find_resumable,
+    owner_of,
+    read_curves,
     read_metrics,
     run_number,
     run_of,
-    write_text,
 )
 
+# ---- numbers
 
-def test_runs_of_a_recipe_are_numbered_from_one_and_each_recipe_for_itself(tmp_path: Path) -> None:
+
+def test_runs_are_numbered_by_recipe_above_the_highest_there_is(tmp_path: Path) -> None:
     names = [RunFolder(tmp_path / "logs", name).path.name for name in ("fast", "fast", "lenet", "fast")]
     assert names == ["fast-1", "fast-2", "lenet-1", "fast-3"]
+    for name in ("fast-7", "fast-old", "faster-9", "fast-8-copy"):
+        (tmp_path / "logs" / name).mkdir()
+    assert RunFolder(tmp_path / "logs", "fast").path.name == "fast-8"
 
 
-def test_a_number_is_never_given_again_below_the_highest(tmp_path: Path) -> None:
-    for name in ("fast-7", "fast-2", "fast-old", "faster-9", "fast-1-copy"):
-        (tmp_path / name).mkdir()
-    assert RunFolder(tmp_path, "fast").path.name == "fast-8"
-
-
-@pytest.mark.parametrize(("folder", "number"), [("a-12", 12), ("a-b-3", 0), ("a-", 0), ("a-1x", 0), ("b-1", 0), ("a", 0)])
-def test_only_a_recipes_name_and_digits_make_a_run_number(folder: str, number: int) -> None:
-    assert run_number(Path("logs") / folder, "a") == number
-
-
-def test_a_name_with_signs_of_patterns_is_taken_literally() -> None:
-    assert run_number(Path("a+b.c-4"), "a+b.c") == 4
-    assert run_number(Path("aab!c-4"), "a+b.c") == 0
+@pytest.mark.parametrize(
+    ("folder", "name", "number"),
+    [("a-12", "a", 12), ("a-b-3", "a", 0), ("a-", "a", 0), ("a-1x", "a", 0), ("a", "a", 0), ("a+b.c-4", "a+b.c", 4),
+     ("aab!c-4", "a+b.c", 0)],
+)  # fmt: skip
+def test_only_a_recipes_name_and_digits_make_a_run_number(folder: str, name: str, number: int) -> None:
+    assert run_number(Path("logs") / folder, name) == number
 
 
 def test_nothing_is_made_before_the_folder_is_looked_at(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "logs", "fast")
     run.release()
     assert not (tmp_path / "logs").exists()
-    assert run.path.is_dir()
     assert run.path == run.path == tmp_path / "logs" / "fast-1"
+    assert run.path.is_dir()
 
 
 def test_fifty_threads_that_start_together_get_fifty_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(50) as pool:
         paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").path, range(50)))
     assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 51))
-
-
-CLAIM = """
-import sys
-from pathlib import Path
-from cifar_lit.runs.run_folder import RunFolder
-print("ready", flush=True)
-sys.stdin.readline()
-held = [RunFolder(Path(sys.argv[1]), "fast") for _ in range(10)]
-for run in held:
-    print(run.path.name)
-print("claimed", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_processes_that_start_together_never_share_a_folder_and_lock_theirs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CLAIM, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)]
-    names = []
-    try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        for process in processes:
-            assert process.stdout is not None
-            names += [process.stdout.readline().strip() for _ in range(10)]
-            assert process.stdout.readline() == "claimed\n"
-        with pytest.raises(Failure, match=rf"process {processes[-1].pid} on \S+ is writing .*: wait until"):
-            RunFolder(tmp_path, "fast", tmp_path / names[-1])  # the last process's folder, held until that ends
-    finally:
-        for process in processes:
-            process.communicate("end\n", timeout=20)
-    assert len(names) == 50
-    assert set(names) == {path.name for path in tmp_path.iterdir()}
-    resumed = RunFolder(tmp_path, "fast", tmp_path / names[-1])
-    assert resumed.resumed and resumed.path == tmp_path / names[-1]
-
-
-def test_a_folder_is_free_again_once_it_is_released(tmp_path: Path) -> None:
-    first = RunFolder(tmp_path, "fast")
-    path = first.path
-    with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing .*fast-1: wait"):
-        RunFolder(tmp_path, "fast", path)
-    first.release()
-    assert list(path.iterdir()) == []
-    RunFolder(tmp_path, "fast", path).release()
 
 
 def test_further_processes_claim_nothing_and_follow_the_first(tmp_path: Path) -> None:
@@ -124,6 +80,95 @@ def test_a_place_that_cannot_hold_runs_is_named_with_the_remedy(tmp_path: Path) 
         _ = RunFolder(tmp_path / "logs", "fast").path
 
 
+# ---- the lock
+
+
+def test_a_folder_is_refused_with_its_owner_until_it_is_released(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, "fast")
+    path = first.path
+    with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing {path}: wait until it"):
+        RunFolder(tmp_path, "fast", path)
+    first.release()
+    first.release()
+    assert list(path.iterdir()) == []
+    resumed = RunFolder(tmp_path, "fast", path)
+    assert (resumed.resumed, resumed.path) == (True, path)
+    resumed.release()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cifar_lit.runs.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]), "fast")
+print(run.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_get_folders_of_their_own_and_a_killed_one_holds_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        paths = [Path(process.stdout.readline().strip()) for process in processes if process.stdout]
+        assert {path.name for path in paths} == {"fast-1", "fast-2"}
+        with pytest.raises(Failure, match=f"process {processes[0].pid} on"):
+            RunLock(paths[0]).acquire()
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    left = owner_of(paths[0])
+    assert left is not None and left.pid == processes[0].pid
+    after = RunLock(paths[0])
+    after.acquire()
+    assert owner_of(paths[0]) == (os.getpid(), socket.gethostname())
+    assert capsys.readouterr().err == ""
+    after.release()
+
+
+def test_a_run_that_was_left_on_another_machine_is_gone_on_with_and_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / OWNER).write_text(json.dumps({"pid": 41, "host": "node-7"}))
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert capsys.readouterr().err == f"{tmp_path} was left by process 41 on node-7; going on with it\n"
+    lock.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": "y"}'])
+def test_a_record_that_cannot_be_read_hinders_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / OWNER).write_text(text)
+    assert owner_of(tmp_path) is None
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_of_many_that_want_the_same_run_at_once_exactly_one_gets_it(tmp_path: Path) -> None:
+    locks = [RunLock(tmp_path) for _ in range(12)]
+
+    def acquires(lock: RunLock) -> bool:
+        try:
+            lock.acquire()
+        except Failure:
+            return False
+        return True
+
+    for _ in range(3):
+        with ThreadPoolExecutor(12) as pool:
+            assert sum(pool.map(acquires, locks)) == 1
+        for lock in locks:
+            lock.release()
+        assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is there
+
+
 def make_run(logs: Path, name: str, *, age: int = 0, checkpoint: bool = True) -> Path:
     """A run folder as a training leaves it, last written `age` seconds ago."""
     (logs / name).mkdir(parents=True)
@@ -141,65 +186,50 @@ def make_run(logs: Path, name: str, *, age: int = 0, checkpoint: bool = True) ->
 def test_a_checkpoint_belongs_to_the_run_it_lies_in(tmp_path: Path) -> None:
     run = make_run(tmp_path, "fast-1")
     assert run_of(run / "checkpoints" / "best.ckpt") == run.resolve()
-    (tmp_path / "own.ckpt").write_bytes(b"")
     assert run_of(tmp_path / "own.ckpt") is None
     (run / "config.yaml").unlink()
     assert run_of(run / "checkpoints" / "best.ckpt") is None
 
 
-def test_the_newest_run_that_trained_is_resumed(tmp_path: Path) -> None:
-    make_run(tmp_path, "fast-1", age=300)
+def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_path: Path) -> None:
+    older = make_run(tmp_path, "fast-1", age=300)
     newest = make_run(tmp_path, "lenet-1", age=100)
     make_run(tmp_path, "fast-2", age=200)
     make_run(tmp_path, "fast-3", checkpoint=False)  # of a test
     assert find_resumable(tmp_path, None) == newest / "checkpoints" / "last.ckpt"
-
-
-def test_a_run_or_one_of_its_checkpoints_may_be_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "fast-1")
-    assert find_resumable(tmp_path, str(run)) == run / "checkpoints" / "last.ckpt"
-    assert find_resumable(tmp_path, str(run / "checkpoints" / "best.ckpt")) == run / "checkpoints" / "best.ckpt"
+    assert find_resumable(tmp_path, str(older)) == older / "checkpoints" / "last.ckpt"
+    assert find_resumable(tmp_path, str(older / "checkpoints" / "best.ckpt")) == older / "checkpoints" / "best.ckpt"
 
 
 def test_nothing_to_resume_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing to resume: .* holds no run"):
         find_resumable(tmp_path / "none", None)
     run = make_run(tmp_path, "fast-1", checkpoint=False)
-    for wanted in (run, tmp_path / "typo", run / "checkpoints" / "best.ckpt"):
+    for place in (run, tmp_path / "typo", run / "checkpoints" / "best.ckpt"):
         with pytest.raises(UsageError, match="there is no checkpoint"):
-            find_resumable(tmp_path, str(wanted))
+            find_resumable(tmp_path, str(place))
 
 
-def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_wanted(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "fast-1")
-    for needs_test in (True, False):
-        check_unfinished(run, needs_test)
-    write_text(run / "metrics.json", json.dumps({"val": {"accuracy": 0.5}, "test": None}))
-    check_unfinished(run, needs_test=True)
-    with pytest.raises(UsageError, match=r"fast-1 is finished: its results are in .*metrics\.json"):
-        check_unfinished(run, needs_test=False)
-    write_text(run / "metrics.json", json.dumps({"test": {"accuracy": 0.5}}))
-    for needs_test in (True, False):
-        with pytest.raises(UsageError, match="is finished"):
-            check_unfinished(run, needs_test)
+def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:
+    check_unfinished(tmp_path, needs_test=False)
+    (tmp_path / "metrics.json").write_text(json.dumps({"val": {"accuracy": 0.5}, "test": None}))
+    check_unfinished(tmp_path, needs_test=True)
+    with pytest.raises(UsageError, match=r"is finished: its results are in .*metrics\.json"):
+        check_unfinished(tmp_path, needs_test=False)
+    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"accuracy": 0.5}}))
+    with pytest.raises(UsageError, match="is finished"):
+        check_unfinished(tmp_path, needs_test=True)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", "null"])
-def test_metrics_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) -> None:
+def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) -> None:
     if text is not None:
-        (tmp_path / "metrics.json").write_text(text)
-    assert read_metrics(tmp_path) == {}
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    write_text(tmp_path / "a.txt", "first")
-    write_text(tmp_path / "a.txt", "zweite Fassung, ä")
-    assert (tmp_path / "a.txt").read_text() == "zweite Fassung, ä"
-    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+        for name in ("metrics.json", "metrics.csv"):
+            (tmp_path / name).write_text(text)
+    assert (read_metrics(tmp_path), read_curves(tmp_path)) == ({}, [])
 
 
 def test_paths_are_shown_as_one_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert display_path(tmp_path / "logs" / "a-1") == "logs/a-1"
-    assert display_path(Path("logs/a-1")) == "logs/a-1"
+    assert display_path(tmp_path / "logs" / "a-1") == display_path(Path("logs/a-1")) == "logs/a-1"
     assert display_path(Path("/elsewhere/a-1")) == "/elsewhere/a-1"

@@ -7,7 +7,7 @@ from small_runs import classifier, shapes_data, trainer
 from torch.nn import functional as F
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.runs.predictions import table_of, write_predictions
+from cifar_lit.runs.predictions import prediction_table, write_predictions
 from cifar_lit.training.metrics import PredictionCollector, total_norm
 
 
@@ -76,7 +76,7 @@ def test_the_norm_is_of_all_numbers_together() -> None:
 def test_a_set_of_one_image_has_outcomes_of_one_row() -> None:
     outcomes = PredictionCollector()
     outcomes.update(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), torch.tensor([0]))
-    found = table_of(outcomes.rows())
+    found = prediction_table(outcomes.rows())
     assert (found.indices.tolist(), found.labels.tolist(), found.predicted.tolist()) == ([0], [1], [1])
     assert found.probability.shape == (1,)
 

@@ -1,0 +1,45 @@
+"""The images of a run's data set, also of one that the program did not know when it was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.sources import SOURCES, SourceSettings
+from cifar_lit.errors import Failure
+from cifar_lit.runs.model_file import ModelCard
+from cifar_lit.runs.run_data import RunData, run_image_data
+
+CARD = ModelCard("lenet", 1.0, [3, 8, 8], ["a", "b"], [0.5] * 3, [0.2] * 3)
+
+
+def stripes(settings: SourceSettings, train: bool) -> ImageSet:
+    count = 40 if train else 10
+    images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3).contiguous()
+    return ImageSet(images, torch.arange(count) % 2, ("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["config", "flag"])
+def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(SOURCES, "stripes", stripes)
+    if name == "config":
+        (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
+        sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)
+        assert sample.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8]  # evenly spread
+        assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
+    data = run_image_data(tmp_path, CARD, dataset="stripes" if name == "flag" else None)
+    assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
+
+
+def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
+    data = RunData(tmp_path / "model.safetensors", CARD)
+    reason = f"the images of cifar10 that it was trained on are not here in {tmp_path}: name their place with --data-dir"
+    with pytest.raises(Failure, match=reason):
+        data.load(train=True, count=0)
+    drawn = data.load_or_draw(7)
+    assert (drawn.images.shape, drawn.labels) == ((7, 3, 8, 8), None)
+    assert drawn.what == f"7 drawn images, without labels ({reason})"
