@@ -1,62 +1,92 @@
 #!/usr/bin/env bash
-# All that is to be measured on one big GPU, in under 8 minutes, from a folder of images: checks first, a table last.
+# All that is to be measured on one big GPU, from a folder of images, as parts of under 9 minutes each: what is safest first.
 #
-#   scripts/gpu_bench.sh DATA [OUT]       DATA holds train/<class>/… and test/<class>/…; OUT gets JSON and text
+#   scripts/gpu_bench.sh DATA [OUT] [PART …]      DATA holds train/<class>/… and test/<class>/…; OUT gets JSON, text and an archive
 #
-# What is measured can be changed: FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD
-# count their trainings, EPOCHS_BASELINE and EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training,
-# TURNS those of `bench step`, INPUT, PROFILE and DEVICES those of these measurements. TINY=1 tries it all on a CPU.
-set -euo pipefail
-data=$1
-out=${2:-results/gpu}
+# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, variants, rest, long; all if none is
+# named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
+# FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD count their trainings, EPOCHS_BASELINE and
+# EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `bench step`, INPUT, PROFILE and
+# DEVICES those of these measurements. TINY=1 tries it all on a CPU.
+set -uo pipefail
+data=$(realpath "$1")
+out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
+cd "$(dirname "$0")/.."
+parts=("${@:3}")
+[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 variants rest long)
 if [ -n "${TINY:-}" ]; then
     : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
     : "${INPUT:=--batch-size 50 --batches 2 --rounds 2}" "${PROFILE:=--warmup 2 --steps 3}"
     : "${DEVICES:=--batch-sizes 4 --widths 1 --warmup 2 --steps 3 --rounds 2}"
-    : "${HAND:=--epochs 1}"
     : "${EXTRA:=--epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1}"
 fi
-accelerator=${ACCELERATOR:-gpu}
-fast=${FAST:-fast94} faster=${FASTER:-fast96} baseline=${BASELINE:-resnet18} tutorial=${TUTORIAL:-tudui}
+accelerator=${ACCELERATOR:-gpu} limit=${LIMIT:-500}
+fast=${FAST:-fast94} faster=${FASTER:-fast95 fast96} baseline=${BASELINE:-resnet18} tutorial=${TUTORIAL:-tudui}
 images=(--dataset folder --data-dir "$data" --accelerator "$accelerator")
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 failed=()
 
-python -m cifar_lit devices | tee "$out/devices.txt"
-python -m cifar_lit devices --check --accelerator "$accelerator" 2>&1 | tee "$out/check.txt" || failed+=(check)
-if [ "$accelerator" = gpu ]; then python -m pytest -m gpu -rs tests; fi
-
-measure() { # FILE MEASUREMENT FLAGS…
+run() { # NAME COMMAND…: shown and kept in NAME.txt, never longer than the limit
     local name=$1
     shift
-    printf '\n[%d s] bench %s\n' "$SECONDS" "$*"
-    if ! python -m cifar_lit bench "$@" --json "$out/$name.json" 2>&1 | tee "$out/$name.txt"; then failed+=("$name"); fi
+    printf '\n[%d s] %s\n' "$SECONDS" "$*"
+    timeout --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.txt" || failed+=("$name")
 }
-train() { # FILE RECIPE RUNS FLAGS…
-    local name=$1 recipe=$2 runs=$3
-    shift 3
+bench() { # FILE MEASUREMENT FLAGS…
+    run "$1" python3 -m cifar_lit bench "${@:2}" --json "$out/$1.json"
+}
+script() { # FILE SCRIPT FLAGS…
+    run "$1" python3 "scripts/benchmarks/$2" "${@:3}" --json "$out/$1.json"
+}
+seeds() { # FILE RECIPE RUNS FLAGS…
     # shellcheck disable=SC2086
-    measure "$name" recipe "$recipe" --runs "$runs" "${images[@]}" --devices 1 --logs "$logs" ${EXTRA:-} "$@"
+    bench "$1" recipe "$2" --runs "$3" "${images[@]}" --devices 1 --logs "$logs" ${EXTRA:-} "${@:4}"
 }
-# shellcheck disable=SC2086
-{
-    measure step step --recipe "$fast" "${images[@]}" ${TURNS:-} # decodes the images, too
-    measure profile profile --recipe "$fast" "${images[@]}" ${PROFILE:-}
-    train fast "$fast" "${RUNS:-40}"
-    measure hand hand --recipe "$fast" "${images[@]}" --runs "${RUNS:-40}" ${HAND:-} # the same by a bare loop
-    train faster "$faster" "${RUNS_FASTER:-3}"
-    train tutorial "$tutorial" 3 --epochs "${EPOCHS_TUTORIAL:-10}"
-    measure cold cold --runs "${RUNS_COLD:-2}" --recipe "$fast" "${images[@]}" --devices 1 ${EXTRA:-}
-    measure input input "${images[@]}" ${INPUT:-}
-    measure devices devices "${images[@]}" --accelerator auto ${DEVICES:-}
-    train baseline "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" # the longest last, should time run out
-}
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+for part in "${parts[@]}"; do
+    # shellcheck disable=SC2086
+    case $part in
+        check)
+            run devices python3 -m cifar_lit devices
+            run check python3 -m cifar_lit devices --check --accelerator "$accelerator"
+            seeds eager "$fast" 1 --model.capture false
+            seeds captured "$fast" 1
+            seeds first "$fast" "${RUNS_FASTER:-3}"
+            if [ "$accelerator" = gpu ]; then run tests python3 -m pytest -m gpu -rs tests; fi
+            ;;
+        step)
+            script profile profile_step.py --recipe "$fast" "${images[@]}" ${PROFILE:-}
+            bench step step --recipe "$fast" "${images[@]}" ${TURNS:-}
+            ;;
+        fast94) seeds fast "$fast" "${RUNS:-40}" ;;
+        variants)
+            seeds fast-compile "$fast" "${RUNS_FASTER:-3}" --model.compile true
+            seeds fast-eager "$fast" "${RUNS_FASTER:-3}" --model.capture false
+            seeds fast-benchmark "$fast" "${RUNS_FASTER:-3}" --trainer.benchmark true
+            ;;
+        rest)
+            for recipe in $faster; do seeds "$recipe" "$recipe" "${RUNS_FASTER:-3}"; done
+            seeds tutorial "$tutorial" 3 --epochs "${EPOCHS_TUTORIAL:-10}"
+            script cold cold.py --runs "${RUNS_COLD:-2}" --recipe "$fast" "${images[@]}" --devices 1 ${EXTRA:-}
+            bench input input "${images[@]}" ${INPUT:-}
+            bench devices devices "${images[@]}" --accelerator auto ${DEVICES:-}
+            ;;
+        long) seeds baseline "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;
+        *)
+            echo "no part is called $part: there are check, step, fast94, variants, rest and long" >&2
+            exit 2
+            ;;
+    esac
+done
 
 printf '\n[%d s] the table\n' "$SECONDS"
-python -m cifar_lit bench table "$out" || failed+=(table)
+python3 scripts/benchmarks/table.py "$out" | tee "$out/table.md" || failed+=(table)
+tar -C "$out" -czf "$out.tar.gz" .
+echo "everything is in $out.tar.gz"
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1

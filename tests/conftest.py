@@ -1,5 +1,37 @@
-"""Fixtures for every room; with this file here, tests import `browser` by its name."""
+"""Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from browser import browser, open_page
 
 __all__ = ["browser", "open_page"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stress-json", metavar="DIR", help="write what the stress tests count to files there")
+
+
+@pytest.fixture(scope="session")
+def long_form(pytestconfig: pytest.Config) -> bool:
+    """Whether stress tests are to take long: with -m stress. Plain pytest runs each in a short form."""
+    return "stress" in pytestconfig.option.markexpr.split()
+
+
+@pytest.fixture
+def write_counts(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
+    """write_counts(counts): into the folder of --stress-json, if there is one, in a file of the test's name."""
+    folder = request.config.getoption("--stress-json")
+
+    def write(counts: dict[str, Any]) -> None:
+        if folder:
+            from cifar_lit.bench.report import environment, write_figures
+
+            name = Path(request.node.path).stem.removeprefix("test_")
+            write_figures(
+                Path(folder) / f"stress-{name}.json", {"bench": f"stress {name}", **counts, "environment": environment()}
+            )
+
+    return write

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cifar_lit.cli.app import run_command
+from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -42,7 +42,7 @@ def settings(words: list[str]) -> dict[str, Any]:
     command = parse(words[0], [*words[1:], "--print_config"])
     out = io.StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit) as ended:
-        run_command(command)
+        TrainingCLI(command)
     assert ended.value.code == 0
     return yaml.safe_load(out.getvalue())
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "cifar_lit"
 ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
-    "distributed": set(),
+    "distributed": {"runs"},
     "training": {"models"},
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode"},

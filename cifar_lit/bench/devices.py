@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from cifar_lit.bench.clock import Lap, Stopwatch
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
-from cifar_lit.bench.training import Subject, add_data_arguments, build, fit
+from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.bench.training import Lap, Stopwatch, Subject, add_data_arguments, build, fit
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import Machine, choose_precision, detect_machine
 
@@ -56,28 +54,31 @@ def run(settings: Namespace) -> None:
     if settings.rounds < 1 or settings.steps < 1 or settings.warmup < 1 or min(batch_sizes) < 1:
         raise UsageError("a measurement takes at least --warmup 1, --rounds 1 of --steps 1, and batches of 1")
     machine = detect_machine()
-    found = columns(machine)
-    if settings.accelerator != "auto":
-        found = [column for column in found if column.accelerator == settings.accelerator]
-    if not found:
+    chosen = [column for column in columns(machine) if settings.accelerator in ("auto", column.accelerator)]
+    if not chosen:
         raise UsageError(f"this machine has {machine}: leave --accelerator out")
-    cells = [
-        {"batch_size": size, "width": width, "device": column.name, **_measure(settings, machine, size, width, column)}
-        for size in batch_sizes
-        for width in widths
-        for column in found
-    ]
-    figures = figures_of(settings, cells)
-    if settings.json:
-        write_figures(Path(settings.json), figures)
+    places = [(size, width, column) for size in batch_sizes for width in widths for column in chosen]
+    figures = figures_of(settings, [_measure(settings, machine, *place) for place in places])
     how = "whole epochs of the data, scaled" if settings.full else f"{settings.steps} steps after {settings.warmup}, scaled"
-    show(
+    publish(
+        figures,
+        settings.json,
         f"bench devices · {settings.net} · {settings.dataset}",
         ("batch", "width", "device", "precision", "s an epoch", "images/s", "× the CPU"),
-        table_rows(figures["cells"]),
+        [
+            (
+                str(cell["batch_size"]),
+                f"{cell['width']:g}",
+                cell["device"],
+                cell["precision"],
+                spread_text(cell["epoch_seconds"], ".2f"),
+                spread_text(cell["images_per_second"]),
+                "" if cell["speed_up"] is None else f"{cell['speed_up']:.2f}",
+            )
+            for cell in figures["cells"]
+        ],
         f"medians (quartiles) of {settings.rounds} rounds of {how} to an epoch of {EPOCH:,} images",
         *(() if len(columns(machine)) > 1 else ("no GPU was found: the CPU stands alone",)),
-        footer(figures),
     )
 
 
@@ -89,18 +90,17 @@ def _numbers(text: str, flag: str) -> list[float]:
 
 
 def _measure(settings: Namespace, machine: Machine, batch_size: int, width: float, column: Column) -> dict[str, Any]:
-    given = {"dataset": settings.dataset, "root": settings.root, "batch_size": batch_size, "count": settings.count}
+    images = {"dataset": settings.dataset, "root": settings.root, "batch_size": batch_size, "count": settings.count}
     # a rate at which nothing learns much and nothing diverges, at any width
-    data, model = build({"net": settings.net, "width": width, "lr": 1e-4}, {**given, "mean": 0.5, "std": 0.5})
+    data, model = build({"net": settings.net, "width": width, "lr": 1e-4}, {**images, "mean": 0.5, "std": 0.5})
     precision = settings.precision or choose_precision(machine, column.accelerator)[0]
-    steps = -(-len(data.split[0]) // batch_size) if settings.full else settings.steps
-    watch = Stopwatch(settings.warmup, steps, settings.rounds)
-    what = Subject(model, data, column.accelerator, column.devices, precision, {})
-    precision = fit(what, watch, max_epochs=100_000)
-    return {"precision": precision, "parameters": model.parameter_count, **cell(watch.laps)}
+    watch = Stopwatch(settings.warmup, -(-len(data.split[0]) // batch_size) if settings.full else settings.steps, settings.rounds)
+    precision = fit(Subject(model, data, column.accelerator, column.devices, precision, {}), watch, max_epochs=100_000)
+    place = {"batch_size": batch_size, "width": width, "device": column.name}
+    return {**place, "precision": precision, "parameters": model.parameter_count, **speeds_of(watch.laps)}
 
 
-def cell(laps: Sequence[Lap]) -> dict[str, Any]:
+def speeds_of(laps: Sequence[Lap]) -> dict[str, Any]:
     """Images a second, and seconds of an epoch of `EPOCH` images, from laps."""
     return {
         "images_per_second": spread(lap.images / lap.seconds for lap in laps),
@@ -110,37 +110,18 @@ def cell(laps: Sequence[Lap]) -> dict[str, Any]:
 
 def figures_of(settings: Namespace, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures; `speed_up` of a cell is over the CPU at the same batch size and width, None for the CPU itself."""
-    places = [(found["batch_size"], found["width"]) for found in cells]
-    cpu = {place: found for place, found in zip(places, cells, strict=True) if found["device"] == "cpu"}
+    cpu = {(cell["batch_size"], cell["width"]): cell["epoch_seconds"]["median"] for cell in cells if cell["device"] == "cpu"}
 
-    def speed_up(place: tuple[int, float], found: dict[str, Any]) -> float | None:
-        if found["device"] == "cpu" or place not in cpu:
-            return None
-        return round(cpu[place]["epoch_seconds"]["median"] / found["epoch_seconds"]["median"], 3)
+    def speed_up(cell: dict[str, Any]) -> float | None:
+        seconds = cpu.get((cell["batch_size"], cell["width"]))
+        return None if seconds is None or cell["device"] == "cpu" else round(seconds / cell["epoch_seconds"]["median"], 3)
 
-    full = [{**found, "speed_up": speed_up(place, found)} for place, found in zip(places, cells, strict=True)]
-    labels = [f"{found['device']}, batch {found['batch_size']}, width {found['width']:g}" for found in full]
+    rows = [(f"{one['device']}, batch {one['batch_size']}, width {one['width']:g}", one["epoch_seconds"]) for one in cells]
     return {
         "bench": "devices",
         "settings": settings_of(settings),
         "environment": environment(),
-        **headline(*((label, found["epoch_seconds"], "s an epoch") for label, found in zip(labels, full, strict=True))),
+        **headline(*((label, seconds, "s an epoch") for label, seconds in rows)),
         "epoch_images": EPOCH,
-        "cells": full,
+        "cells": [{**cell, "speed_up": speed_up(cell)} for cell in cells],
     }
-
-
-def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells as text, in their order."""
-    return [
-        (
-            str(found["batch_size"]),
-            f"{found['width']:g}",
-            found["device"],
-            found["precision"],
-            shown_spread(found["epoch_seconds"], ".2f"),
-            shown_spread(found["images_per_second"]),
-            "" if found["speed_up"] is None else f"{found['speed_up']:.2f}",
-        )
-        for found in cells
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 from torchvision.transforms import v2
 
-from cifar_lit.bench.clock import read_clock
-from cifar_lit.bench.plain import PilImages, ready_epochs
-from cifar_lit.bench.report import environment, footer, headline, settings_of, show, shown_spread, spread, write_figures
-from cifar_lit.bench.training import add_data_arguments
+from cifar_lit.bench.plain import PilImages, batches_on_device
+from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.bench.training import add_data_arguments, read_clock
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
@@ -60,60 +58,54 @@ def run(settings: Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 2 or settings.batches < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
-    data = ImageData(
-        settings.dataset,
-        root=settings.root,
-        batch_size=settings.batch_size,
-        val_size=0,
-        crop=PADDING,
-        flip="random",
-        count=settings.count,
-    )
-    if len(data.train_images) < (settings.batches + 1) * settings.batch_size:
+    size = settings.batch_size
+    own = {"batch_size": size, "val_size": 0, "crop": PADDING, "flip": "random", "count": settings.count}
+    data = ImageData(settings.dataset, root=settings.root, **own)
+    if len(data.train_images) < (settings.batches + 1) * size:
         raise UsageError(f"{len(data.train_images):,} images are less than a round: lower --batches or --batch-size")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
-    trainer = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False)
-    device = trainer.strategy.root_device
+    device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
     speeds = in_turn(sides(data, settings.batches, device), settings.batches, settings.rounds, device)
-    figures = figures_of(settings, speeds, device)
-    if settings.json:
-        write_figures(Path(settings.json), figures)
-    channels, height, width = data.input_shape
-    show(
-        f"bench input · {settings.dataset} {channels}×{height}×{width} · batch {settings.batch_size} · on {device.type}",
+    rows = {
+        name: {
+            "batches_per_second": spread(value / size for value in values),
+            "images_per_second": spread(values),
+            "ratio": spread(ours / value for ours, value in zip(speeds[OURS], values, strict=True)),  # of the same round
+        }
+        for name, values in speeds.items()
+    }
+    lines = [(name, side["images_per_second"], "images/s") for name, side in rows.items()]
+    figures: dict[str, Any] = {
+        "bench": "input",
+        "settings": settings_of(settings),
+        "environment": environment(),
+        **headline(*lines, (f"ours / {WORKERS}", rows[WORKERS]["ratio"], "×")),
+        "device": device.type,
+        "sides": rows,
+    }
+    publish(
+        figures,
+        settings.json,
+        f"bench input · {settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
         ("", "batches/s", "images/s", "ours is … × as fast"),
         [
-            (name, *(shown_spread(found[part], form) for part, form in PARTS.items()), shown_spread(found["ratio"], ".1f"))
-            for name, found in figures["sides"].items()
+            (name, *(spread_text(side[part], form) for part, form in zip(side, (".1f", ",.0f", ".1f"), strict=True)))
+            for name, side in rows.items()
         ],
         f"medians (quartiles) of {settings.rounds} rounds of {settings.batches} batches each, in turn",
-        footer(figures),
     )
-
-
-PARTS = {"batches_per_second": ".1f", "images_per_second": ",.0f"}
 
 
 def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Turn]:
     """What is compared, by name; a turn of the DataLoaders ends by itself after one batch more than `batches`."""
-    mean, std = data.statistics
-    size = data.input_shape[1:]
-    crop: dict[str, Any] = {"size": size, "padding": PADDING, "padding_mode": "reflect"}
-    pil = transforms.Compose(
-        [
-            transforms.RandomCrop(**crop),
-            transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize(mean, std),
-        ]
-    )
-    tensor = v2.Compose(
-        [v2.RandomCrop(**crop), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-    )
+    crop: dict[str, Any] = {"size": data.input_shape[1:], "padding": PADDING, "padding_mode": "reflect"}
+    moves = [transforms.RandomCrop(**crop), transforms.RandomHorizontalFlip()]
+    pil = transforms.Compose([*moves, transforms.ToTensor(), transforms.Normalize(*data.statistics)])
+    moves = [v2.RandomCrop(**crop), v2.RandomHorizontalFlip()]
+    tensor = v2.Compose([*moves, v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)])
     pil_images, tensor_images = PilImages(data.train_images, transform=pil), TensorImages(data.train_images, tensor)
 
     def loading(images: Dataset[tuple[Tensor, int]], workers: int) -> Turn:
-        # workers stay alive between turns but idle, as a turn is an epoch of as many images as it takes
         loader = DataLoader(
             images,
             batch_size=data.batch_size,
@@ -124,9 +116,9 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Turn
         )
         return lambda: ((pixels.to(device, non_blocking=True), labels.to(device)) for pixels, labels in loader)
 
-    ours = ((batch.images, batch.labels) for epoch in ready_epochs(data, device) for batch in epoch)  # goes on where it was
+    ours = ((batch.images, batch.labels) for epoch in batches_on_device(data, device) for batch in epoch)
     return {
-        OURS: lambda: ours,
+        OURS: lambda: ours,  # goes on where it was
         WORKERS: loading(pil_images, 2),
         "PIL, DataLoader, no worker": loading(pil_images, 0),
         "v2 on tensors, DataLoader, 2 workers": loading(tensor_images, 2),
@@ -146,25 +138,3 @@ def in_turn(turns: dict[str, Turn], batches: int, rounds: int, device: torch.dev
             if number:
                 speeds[name].append(images / seconds)
     return speeds
-
-
-def figures_of(settings: Namespace, speeds: dict[str, list[float]], device: torch.device) -> dict[str, Any]:
-    """The figures from the images a second of each side; ratios are of the same round."""
-    found = {
-        name: {
-            "batches_per_second": spread(value / settings.batch_size for value in values),
-            "images_per_second": spread(values),
-            "ratio": spread(ours / value for ours, value in zip(speeds[OURS], values, strict=True)),
-        }
-        for name, values in speeds.items()
-    }
-    rows = [(name, side["images_per_second"], "images/s") for name, side in found.items()]
-    ratio = (f"ours / {WORKERS}", found[WORKERS]["ratio"], "×")
-    return {
-        "bench": "input",
-        "settings": settings_of(settings),
-        "environment": environment(),
-        **headline(*rows, ratio),
-        "device": device.type,
-        "sides": found,
-    }

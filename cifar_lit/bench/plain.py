@@ -1,4 +1,4 @@
-"""The loops that people write by hand, to be compared with. Each yields after every turn."""
+"""The loops that people write by hand, which ours is compared with. Each yields after every step, or every epoch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ AUTOCAST = {"32-true": False, "bf16-mixed": True}  # the precisions that the bar
 class PilImages(Dataset[tuple[Tensor, int]]):
     """Images as torchvision's data sets give them: a PIL image made from an array at each access, then a transform.
 
-    images: all of a set; rows: int64, which of them and in which order, all if not given.
-    transform: from the PIL image to a tensor (C, H, W); ToTensor if not given.
+    Args:
+        images: all of a set.
+        rows: int64, which of them and in which order, all if not given.
+        transform: from the PIL image to a tensor (C, H, W); ToTensor if not given.
     """
 
     def __init__(self, images: ImageSet, rows: Tensor | None = None, transform: Callable[[Any], Tensor] | None = None) -> None:
@@ -106,19 +108,18 @@ class TutorialLoop:
             yield trained
 
 
-def ready_epochs(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
+def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
     """Epoch after epoch, each as its batches on the device, normalised, as the Trainer feeds them to the model."""
     data = copy(data)  # with a loader of its own, over the same images
-    loader = data.train_dataloader()
+    loader: Any = data.train_dataloader()
+
+    def epoch_of_batches() -> Iterator[Batch]:
+        for loaded in loader:
+            yield data.on_after_batch_transfer(data.transfer_batch_to_device(loaded, device, 0), 0)
+
     for epoch in count():
         loader.set_epoch(epoch)
-        yield _ready_batches(data, loader, device)
-
-
-def _ready_batches(data: ImageData, loader: Any, device: torch.device) -> Iterator[Batch]:
-    for part in loader:
-        chunk: Any = data.on_after_batch_transfer(data.transfer_batch_to_device(part, device, 0), 0)
-        yield from chunk.batches()
+        yield epoch_of_batches()
 
 
 class BareLoop:
@@ -150,7 +151,7 @@ class BareLoop:
         smoothing, decay = self.settings["label_smoothing"], self.settings["ema_decay"]
         if decay:
             average = self.average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-        for epoch in ready_epochs(self.data, self.device):
+        for epoch in batches_on_device(self.data, self.device):
             for images, labels, *_ in epoch:
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):

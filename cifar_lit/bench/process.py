@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
-PRIVATE = ("--data-dir", "--data.root", "--data.cache_dir")  # flags that say where files lie, not what was measured
+PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # flags that say where files lie, not what was measured
 
 
 class Finished(NamedTuple):
@@ -26,24 +26,29 @@ class Finished(NamedTuple):
     lines: list[tuple[float, str]]
 
 
-def train(words: Sequence[str]) -> Finished:
+def train(argv: Sequence[str]) -> Finished:
     """Runs `cifar-lit train` with these flags in a process and a folder of its own.
 
     Raises UsageError or Failure, as the process ended, with the last line that it printed.
     """
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:
         started = time.perf_counter()
-        line = [sys.executable, "-m", "cifar_lit", "train", *words, "--logs", logs]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()) as process:
+        command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()) as process:
             assert process.stdout is not None
             lines = [(time.perf_counter() - started, text.rstrip()) for text in process.stdout]
         seconds = time.perf_counter() - started
         if process.returncode:
             errors.seek(0)
-            said = (errors.read().strip().splitlines() or [f"the training ended with exit code {process.returncode}"])[-1]
-            raise (UsageError if process.returncode == 2 else Failure)(said.removeprefix("cifar-lit: "))
+            raise as_error(process.returncode, errors.read(), "the training")
         (metrics,) = Path(logs).glob("*/metrics.json")
         return Finished(json.loads(metrics.read_text()), seconds, lines)
+
+
+def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
+    """The error of a command of ours that ended with an exit code, with the last line that it printed."""
+    line = (stderr.strip().splitlines() or [f"{what} ended with exit code {code}"])[-1]
+    return (UsageError if code == 2 else Failure)(line.removeprefix("cifar-lit: "))
 
 
 def environment() -> dict[str, str]:
@@ -53,13 +58,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def public(words: Sequence[str]) -> list[str]:
+def without_places(argv: Sequence[str]) -> list[str]:
     """The flags without those that only say where files lie."""
     kept: list[str] = []
-    rest = list(words)
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if word.partition("=")[0] not in PRIVATE:
+        if word.partition("=")[0] not in PLACES:
             kept.append(word)
         elif "=" not in word and rest:
             rest.pop(0)

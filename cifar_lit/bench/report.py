@@ -1,7 +1,7 @@
-"""What every measurement says in the same way: where it was made, how its values spread, and a JSON file of it all.
+"""What every measurement says in the same way: where it was made, how its values spread, a table, and a JSON file of it all.
 
 The figures of a measurement are nested plain values with at least `bench` (its name), `settings`, `environment`, and,
-for the table of results, `headline`: {label: value or [low, median, high]} with `unit`: {label: unit}.
+for tables of many measurements, `headline`: {label: value or [low, median, high]} with `unit`: {label: unit}.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,41 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cifar_lit.cli.run import versions
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
+from cifar_lit.runs.results import versions
 
-Value = float | list[float]  # a number, or its lower quartile, median and upper quartile
+Spread = dict[str, float]  # n, and lower quartile, median and upper quartile as low, median, high
 
 
 def environment() -> dict[str, Any]:
     """Where and when: date, cpu, threads (of torch), gpu (None where there is none), versions of what matters."""
-    found = detect_machine()
-    names = sorted({name for name, _ in found.gpus})
-    gpu = ", ".join(names) if names else "Apple GPU" if found.mps else None
+    machine = detect_machine()
+    names = sorted({name for name, _ in machine.gpus})
+    gpu = ", ".join(names) if names else "Apple GPU" if machine.mps else None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "cpu": found.cpu,
+        "cpu": machine.cpu,
         "threads": torch.get_num_threads(),
-        "gpu": f"{len(found.gpus)} × {gpu}" if len(found.gpus) > 1 else gpu,
+        "gpu": f"{len(machine.gpus)} × {gpu}" if len(machine.gpus) > 1 else gpu,
         "versions": versions(),
     }
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
+def machine_text(environment: Mapping[str, Any], accelerator: str | None = None) -> str:
+    """The GPU where there is one, unless `accelerator` is the CPU; else the CPU with torch's threads."""
+    if environment.get("gpu") and accelerator != "cpu":
+        return str(environment["gpu"])
+    threads = environment["threads"]
+    return f"{environment['cpu']}, {threads} thread{'s' * (threads != 1)}"
+
+
+def spread(values: Iterable[float]) -> Spread:
     """`n`, `median`, and as `low` and `high` the quartiles, within the range of the values; at least one value."""
-    found = list(values)
-    low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
-    return {"n": len(found), "median": significant(median), "low": significant(low), "high": significant(high)}
+    listed = list(values)
+    low, median, high = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) > 1 else listed * 3
+    return {"n": len(listed), "median": significant(median), "low": significant(low), "high": significant(high)}
 
 
 def significant(value: float, digits: int = 5) -> float:
@@ -52,10 +61,10 @@ def significant(value: float, digits: int = 5) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def headline(*rows: tuple[str, dict[str, float] | float, str]) -> dict[str, Any]:
+def headline(*rows: tuple[str, Spread | float, str]) -> dict[str, Any]:
     """The entries `headline` and `unit` of the figures, from (label, spread or number, unit) each."""
 
-    def flat(value: dict[str, float] | float) -> Value:
+    def flat(value: Spread | float) -> float | list[float]:
         if not isinstance(value, dict):
             return significant(value)
         return [value["low"], value["median"], value["high"]] if value["n"] > 1 else value["median"]
@@ -68,36 +77,49 @@ def settings_of(namespace: Any) -> dict[str, Any]:
     return {name: value for name, value in namespace.as_dict().items() if name not in ("json", "root", "threads")}
 
 
-def make_room(path: Path) -> None:
+def make_parent(path: Path) -> None:
     """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
-    try:
+    with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
 
 
-def write_figures(path: Path, figures: dict[str, Any]) -> None:
+def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
     """Writes the figures as JSON, whole or not at all; raises Failure where that cannot be done."""
-    make_room(path)
     text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
+    make_parent(path)
+    with _explained(path):
         write_text(path, text)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
 
 
-def footer(figures: dict[str, Any]) -> str:
+def publish(
+    figures: Mapping[str, Any], file: str | None, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
+) -> None:
+    """Writes the figures to a file, if one is named, and prints them as a table with lines and the environment under it."""
+    if file:
+        write_figures(Path(file), figures)
+    show(title, columns, rows, *lines, footer(figures))
+
+
+def footer(figures: Mapping[str, Any]) -> str:
     """One line that says where and when figures were measured."""
-    found = figures["environment"]
-    parts = [f"{found['cpu']}, {found['threads']} threads", *([found["gpu"]] if found["gpu"] else []), found["date"]]
-    return " · ".join([*parts, *(f"{name} {number}" for name, number in found["versions"].items())])
+    where = figures["environment"]
+    parts = [f"{where['cpu']}, {where['threads']} threads", *([where["gpu"]] if where["gpu"] else []), where["date"]]
+    return " · ".join([*parts, *(f"{name} {number}" for name, number in where["versions"].items())])
 
 
-def shown_spread(found: dict[str, float], form: str = ",.0f") -> str:
+def spread_text(value: Spread, form: str = ",.0f") -> str:
     """A median with its quartiles, as in `4,335 (4,301 … 4,370)`."""
-    if found["n"] == 1:
-        return f"{found['median']:{form}}"
-    return f"{found['median']:{form}} ({found['low']:{form}} … {found['high']:{form}})"
+    if value["n"] == 1:
+        return f"{value['median']:{form}}"
+    return f"{value['median']:{form}} ({value['low']:{form}} … {value['high']:{form}})"
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:

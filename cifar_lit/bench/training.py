@@ -1,10 +1,11 @@
-"""What is measured: a recipe's model and data, fitted by the Trainer with everything on that a run has on."""
+"""What is measured: a recipe's model and data, fitted by the Trainer with everything on that a run has on; and clocks."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,22 +18,20 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cifar_lit.cli.flags import recipe_path, recipe_settings
-from cifar_lit.cli.run import Run
-from cifar_lit.data.datamodule import CPU_CHUNK, DEVICE_CHUNK, ImageData
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
 from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.train import Run
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 
 LINEAR = "linear"  # a net of a single layer, which only measurements know
+WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0}}
 
 
 class Subject(NamedTuple):
-    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it.
-
-    epochs: the recipe's.
-    """
+    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it."""
 
     model: ImageClassifier
     data: ImageData
@@ -40,15 +39,17 @@ class Subject(NamedTuple):
     devices: Any
     precision: str
     trainer: dict[str, Any]
-    epochs: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches of an epoch, at least one."""
+        return max(1, len(self.data.split[0]) // self.data.batch_size)
 
 
 def add_training_arguments(parser: ArgumentParser, recipe: str | None) -> None:
     """The flags that choose what is trained, and where; `recipe` is what is trained if none is given."""
     parser.add_argument("--recipe", type=str | None, default=recipe, help="a packaged recipe, or a YAML file of your own")
-    parser.add_argument(
-        "--net", type=str | None, default=None, help=f"another net than the recipe's; {LINEAR!r} is a single layer"
-    )
+    parser.add_argument("--net", type=str | None, default=None, help=f"another than the recipe's; {LINEAR!r} is a single layer")
     parser.add_argument("--lr", type=float | None, default=None, help="another learning rate than the recipe's")
     parser.add_argument("--batch-size", type=int | None, default=None, help="images a step; the recipe's if not given")
     parser.add_argument("--precision", type=str | None, default=None, help="such as 32-true; this machine's best if not given")
@@ -63,39 +64,36 @@ def add_data_arguments(parser: ArgumentParser, dataset: str | None = None) -> No
     parser.add_argument("--accelerator", type=str, default="auto", help="cpu, gpu or mps; the Trainer's choice if not given")
 
 
-WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0}}
-
-
-def subject(settings: Namespace, seed: int = 0) -> Subject:
+def subject_from(settings: Namespace) -> Subject:
     """The training that the flags of `add_training_arguments` choose; writes what they left open into `settings`.
 
     Model and data are as in the recipe, its rate and schedule too; of its Trainer only precision and logging interval
     are taken. Without a recipe: plain SGD on raw images. Raises UsageError for names and settings that do not exist.
     """
-    found: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
-    model, data, trainer = (dict(found.get(section) or {}) for section in ("model", "data", "trainer"))
-    given = {"dataset": settings.dataset, "root": settings.root, "batch_size": settings.batch_size}
-    data |= {name: value for name, value in given.items() if value is not None}
+    recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
+    model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
+    flags = {"dataset": settings.dataset, "root": settings.root, "batch_size": settings.batch_size}
+    data |= {name: value for name, value in flags.items() if value is not None}
     data |= {"count": settings.count} if data.get("dataset") == "shapes" else {}
-    given = {"net": settings.net, "lr": settings.lr}
-    model |= {name: value for name, value in given.items() if value is not None}
+    flags = {"net": settings.net, "lr": settings.lr}
+    model |= {name: value for name, value in flags.items() if value is not None}
 
     machine = detect_machine()
     accelerator, devices = choose_devices(machine, settings.accelerator, 1)
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
-    images, classifier = build(model, {**data, "seed": seed}, seed)
+    images, classifier = build(model, data)
     settings.net = model.get("net", classifier.hparams["net"])
     settings.lr, settings.precision = classifier.hparams["lr"], precision
     settings.dataset, settings.batch_size = images.dataset, images.batch_size
     kept = {"log_every_n_steps": trainer["log_every_n_steps"]} if "log_every_n_steps" in trainer else {}
-    return Subject(classifier, images, accelerator, devices, precision, kept, int(trainer.get("max_epochs", 1)))
+    return Subject(classifier, images, accelerator, devices, precision, kept)
 
 
-def build(model: dict[str, Any], data: dict[str, Any], seed: int = 0) -> tuple[ImageData, ImageClassifier]:
-    """Data and model from a recipe's sections; the net's weights follow from the seed."""
+def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
+    """Data and model from a recipe's sections; the net's weights are always the same."""
     try:
-        images = ImageData(**data)
-        torch.manual_seed(seed)
+        images = ImageData(**{"seed": 0, **data})
+        torch.manual_seed(0)
         shape = {"input_shape": images.input_shape, "num_classes": images.class_count}
         linear = model.get("net") == LINEAR
         classifier = ImageClassifier(**{**model, **shape, **({"net": "signs_mlp"} if linear else {})})
@@ -107,46 +105,36 @@ def build(model: dict[str, Any], data: dict[str, Any], seed: int = 0) -> tuple[I
     return images, classifier
 
 
-def fit(what: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
+def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
     """Fits with the bar, TensorBoard, metrics and checkpoints of a run, in a folder that is gone afterwards.
 
     Returns the precision that the Trainer computed in, which is not always the one that was asked for.
     """
     torch.set_float32_matmul_precision("high")  # as a run does
-    with tempfile.TemporaryDirectory() as folder, _unseen():
+    with tempfile.TemporaryDirectory() as folder, _drawn_unseen():
         run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
-        settings: dict[str, Any] = {
-            "accelerator": what.accelerator,
-            "devices": what.devices,
-            "precision": what.precision,
-            "max_epochs": max_epochs,
-            "callbacks": [*callbacks, *run.callbacks(validates=validates, bar=True)],
-            "logger": run.loggers(None),
-            "num_sanity_val_steps": 0,
-            "enable_model_summary": False,
-            "profiler": NoProfiler(),
-        }
-        if not validates:
-            settings["limit_val_batches"] = 0
-        trainer = pl.Trainer(**settings, **what.trainer)
+        trainer = pl.Trainer(
+            accelerator=subject.accelerator,
+            devices=subject.devices,
+            precision=subject.precision,  # type: ignore[arg-type]
+            max_epochs=max_epochs,
+            callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
+            logger=run.loggers(None),
+            num_sanity_val_steps=0,
+            limit_val_batches=1.0 if validates else 0,
+            enable_model_summary=False,
+            profiler=NoProfiler(),
+            **subject.trainer,
+        )
         try:
-            trainer.fit(what.model, datamodule=what.data)
+            trainer.fit(subject.model, datamodule=subject.data)
         finally:
             run.folder.release()
         return str(trainer.precision)
 
 
-def epochs_for(what: Subject, steps: int, rounds: int) -> int:
-    """How many epochs hold a warm-up and `rounds` rounds, each of at least `steps` steps and up to a call's more."""
-    size = what.data.batch_size
-    on_cpu = what.accelerator == "cpu" or (what.accelerator == "auto" and not detect_machine().gpus)
-    call = what.data.chunk or max(1, (CPU_CHUNK if on_cpu else DEVICE_CHUNK) // size)
-    an_epoch = max(1, len(what.data.split[0]) // size)
-    return -(-(steps + min(call, an_epoch)) * (rounds + 1) // an_epoch)
-
-
 @contextmanager
-def _unseen() -> Iterator[None]:
+def _drawn_unseen() -> Iterator[None]:
     """Lets everything be drawn as on a terminal, but where nobody sees it."""
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         rich.reconfigure(file=nowhere, force_terminal=True)
@@ -154,3 +142,48 @@ def _unseen() -> Iterator[None]:
             yield
         finally:
             rich.reconfigure()
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds, read when the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter()
+
+
+class Lap(NamedTuple):
+    """Some steps of a training: how many, of how many images, in how many seconds."""
+
+    steps: int
+    images: int
+    seconds: float
+
+
+class Stopwatch(Callback):
+    """Times laps of `steps` optimizer steps of a fit, after `warmup` steps; ends the fit after `count` laps.
+
+    between: called, off the clock, with the lap that ended (None after the warm-up), while the training waits.
+    """
+
+    def __init__(self, warmup: int, steps: int, count: int, between: Callable[[Lap | None], None] = lambda lap: None) -> None:
+        self._due, self._steps, self._count, self._between = warmup, steps, count, between
+        self._images, self._started = 0, 0.0
+        self._lap_started_at: int | None = None  # the global step; None during the warm-up
+        self.laps: list[Lap] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends a lap when its steps are done."""
+        self._images += batch.labels.numel()
+        step = trainer.global_step
+        if step < self._due or trainer.should_stop:
+            return
+        lap = None
+        if self._lap_started_at is not None:
+            lap = Lap(step - self._lap_started_at, self._images, read_clock(pl_module.device) - self._started)
+            self.laps.append(lap)
+        self._between(lap)
+        trainer.should_stop = len(self.laps) >= self._count
+        self._lap_started_at, self._due, self._images = step, step + self._steps, 0
+        self._started = read_clock(pl_module.device)

@@ -9,11 +9,10 @@ import lightning.pytorch as pl
 import torch
 from jsonargparse import ArgumentParser, Namespace
 
-from cifar_lit.bench.apart import Apart
-from cifar_lit.bench.comparison import comparison, report
-from cifar_lit.bench.interleave import Interleave, InterleaveEpochs
 from cifar_lit.bench.plain import TutorialLoop
-from cifar_lit.bench.training import add_training_arguments, fit, subject
+from cifar_lit.bench.step import Interleave, InterleaveEpochs, report
+from cifar_lit.bench.subprocess_loop import SubprocessLoop
+from cifar_lit.bench.training import add_training_arguments, fit, subject_from
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -36,8 +35,8 @@ def run(settings: Namespace) -> None:
     """Measures and reports."""
     if settings.epochs < 0 or settings.rounds < 2 or settings.steps < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --steps 1, or --epochs 1")
-    what = subject(settings)
-    model, data = what.model, what.data
+    subject = subject_from(settings)
+    model, data = subject.model, subject.data
     if settings.epochs and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: this recipe's data.val_size is 0")
     net = deepcopy(model.net)
@@ -48,12 +47,12 @@ def run(settings: Namespace) -> None:
     if settings.epochs:
         kind, of = "epochs", f"an epoch of {len(data.split[0]):,} images with the evaluation of {len(data.split[1]):,}"
     else:
-        kind, of = "steps", f"at least {settings.steps} steps each"
+        kind, of = "steps", f"{settings.steps} steps each"
     with ExitStack() as stack:
 
-        def start(trainer: pl.Trainer, model: pl.LightningModule) -> Apart:
-            return stack.enter_context(closing(Apart(loop, kind, model.device)))
+        def start(trainer: pl.Trainer, model: pl.LightningModule) -> SubprocessLoop:
+            return stack.enter_context(closing(SubprocessLoop(loop, kind, model.device)))
 
         turns = InterleaveEpochs(start) if settings.epochs else Interleave(start, settings.steps, settings.rounds)
-        settings.precision = fit(what, turns, max_epochs=settings.epochs or 100_000, validates=settings.epochs > 0)
-    report(comparison("tutorial", settings, turns.rounds, "the tutorial's loop, float32"), settings.json, of)
+        settings.precision = fit(subject, turns, max_epochs=settings.epochs or 100_000, validates=settings.epochs > 0)
+    report("tutorial", settings, turns.rounds, "the tutorial's loop, float32", of)

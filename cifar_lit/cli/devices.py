@@ -37,8 +37,10 @@ def list_devices(argv: list[str]) -> None:
         raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
     if not settings.check and (settings.devices or settings.limit != MAX_SILENCE):
         raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
+    if not 0 < settings.limit < 1e6:
+        raise UsageError(f"--limit must be more than 0 seconds, not {settings.limit:g}")
     if settings.check:
-        from cifar_lit.cli.check.command import check
+        from cifar_lit.cli.check import check
 
         check(settings.accelerator, settings.devices, settings.limit)
     elif settings.net:
@@ -89,7 +91,6 @@ def _list_parameters(settings: Namespace) -> None:
     quieten()
     from lightning.fabric import Fabric
 
-    from cifar_lit.cli.sharding import named
     from cifar_lit.hardware import choose_devices, detect_machine
     from cifar_lit.models.registry import build_net
 
@@ -111,7 +112,7 @@ def _list_parameters(settings: Namespace) -> None:
     console = for_tables()
     console.print(table)
     console.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n{named(total)}\n"
+        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"
         "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
         "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",
         highlight=False,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from cifar_lit.cli.flags import SHORT
-from cifar_lit.distributed.launcher import starts_again
+from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-_LOST_PEER = (
+LOST_PEER = (  # what a process says whose peer has gone or is late
     "Connection closed by peer",
     "Connection reset by peer",
     "NCCL",
@@ -101,7 +101,7 @@ def explain_out_of_memory(data: ImageData) -> Iterator[None]:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
 
 
 # ---- the parser's errors

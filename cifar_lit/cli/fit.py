@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,15 +17,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
-from cifar_lit.cli import sharding, trust
+from cifar_lit.cli import trust
 from cifar_lit.cli.errors import explain_out_of_memory, long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.distributed.join import join
-from cifar_lit.distributed.launcher import advice, is_first_process
-from cifar_lit.distributed.progress import Progress
-from cifar_lit.distributed.rank_info import rank_info
+from cifar_lit.distributed.progress import RankProgress
+from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import takes_any_size
 from cifar_lit.plugins import own_modules
@@ -144,7 +144,6 @@ class TrainingCLI(LightningCLI):
             if not Path(tested).expanduser().is_file():
                 raise UsageError(f"there is no checkpoint {tested}")
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
-        sharding.refuse(self.settings, self.machine)
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict":
             if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
@@ -171,7 +170,7 @@ class TrainingCLI(LightningCLI):
             callbacks=[
                 *(callbacks if isinstance(callbacks, list) else [callbacks]),
                 *self.run.callbacks(validates, bar=bar),
-                *([Progress(self.watch)] if self.watch else []),
+                *([RankProgress(self.watch)] if self.watch else []),
             ],
             logger=[
                 *(self.run.loggers(step) if loggers is not False else []),
@@ -257,6 +256,9 @@ def check_settings(settings: Any) -> None:
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
     strategy = str(settings.trainer.strategy)
+    if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
+        reason = "shares tensors out, which checkpoints and Muon need whole: use --trainer.strategy ddp"
+        raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
     epochs, data = settings.trainer.max_epochs, settings.data

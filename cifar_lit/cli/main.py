@@ -28,7 +28,6 @@ commands
   export     a run's net as ONNX, torch-export or safetensors, checked after writing
   serve      a run's net as an HTTP service with a page for trying it
   bench      measurements, such as `bench step`; `bench --help` lists them
-  drill      kills, damaged files, hundreds of epochs: `drill --help` lists what is tried out
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
@@ -61,7 +60,6 @@ OWN = {
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
-    "drill": "cifar_lit.cli.drill:drill",
 }
 
 
@@ -124,18 +122,18 @@ def _allow_own_runs(argv: list[str]) -> None:
 
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Runs fit, train, validate, test or predict, as one of the processes that a launcher may have started."""
-    from cifar_lit.distributed import job, launcher, rendezvous
+    from cifar_lit.cli.launch import apply_launcher, continue_job
+    from cifar_lit.distributed.rendezvous import meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # a typing error is answered before seconds of imports
-    launcher.apply_torchrun(command, os.environ)
-    launcher.apply_slurm(command, os.environ)
+    apply_launcher(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()
     quieten()
-    rendezvous.meet_anew(os.environ)
-    job.go_on(command, argv, os.environ, os.getppid(), platform.node())
+    meet_anew(os.environ)
+    continue_job(command, argv, os.environ, os.getppid(), platform.node())
     catch_signals()
     from cifar_lit.cli.fit import TrainingCLI
     from cifar_lit.distributed.join import leave
@@ -152,7 +150,6 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     from cifar_lit.cli.errors import explain_error, is_lost_peer
-    from cifar_lit.distributed import job
     from cifar_lit.distributed.join import leave
 
     if debug:
@@ -162,7 +159,9 @@ def _report(error: BaseException, debug: bool) -> int:
     line, code = explain_error(error)
     line = leave(line, code, is_lost_peer(error))
     if getattr(error, "requeue", False):
-        line = job.requeued(os.environ, getattr(error, "resume", None))
+        from cifar_lit.distributed.job import requeue
+
+        line = requeue(os.environ, getattr(error, "resume", None))
     if line:
         print(line, file=sys.stderr, flush=True)
     return code

@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 
-from cifar_lit.distributed.launcher import by_slurm
+from cifar_lit.distributed.rank_info import by_slurm
 
 
 def hold_signals() -> None:

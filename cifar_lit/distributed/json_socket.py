@@ -1,4 +1,8 @@
-"""A connection between two ranks: JSON objects, one a line, without ever waiting for the other side."""
+"""A connection between two ranks: JSON objects, one a line, without ever waiting for the other side.
+
+torch.distributed has no such thing: a call of its store waits for the answer, so that a frozen first rank, which serves the
+store, would stop whoever asks; and the store does not tell anybody that a client's connection was closed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LONGEST = 1 << 20  # bytes of a message; none of ours comes near
+MAX_MESSAGE_BYTES = 1 << 20  # none of ours comes near
 
 
 class Member(NamedTuple):
@@ -35,23 +38,16 @@ def this_process(rank: int) -> Member:
     return Member(rank, os.getpid(), host, machine)
 
 
-class Closed(Exception):
-    """The other side has closed the connection, or is no rank of ours."""
-
-
 class JsonSocket:
-    """One end of a connection over a connected socket."""
+    """One end of a connection over a connected socket. closed: nothing will come any more; the other side is gone, or no rank."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.closed = False
         self._received, self._unsent = b"", b""
         self._sending = threading.Lock()
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self.socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
         """Hands a message to the system; what a frozen receiver leaves no room for is sent later, or never."""
@@ -59,31 +55,25 @@ class JsonSocket:
             self._unsent += json.dumps(message).encode() + b"\n"
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have come; raises Closed after the last one."""
-        closed = False
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come; sets `closed` where they are the last."""
         try:
-            while chunk := self.socket.recv(65536):
+            while (chunk := self.socket.recv(65536)) and len(self._received) <= MAX_MESSAGE_BYTES:
                 self._received += chunk
-                if len(self._received) > LONGEST:
-                    break
-            closed = True
+            self.closed = True
         except BlockingIOError:
             pass
         except OSError:
-            closed = True
-        *whole, self._received = self._received.split(b"\n")
-        for text in whole:
+            self.closed = True
+        *lines, self._received = self._received.split(b"\n")
+        messages: list[dict[str, Any]] = []
+        for line in lines:
             try:
-                message = json.loads(text)
+                message = json.loads(line)
             except ValueError:
-                raise Closed from None
+                message = None
             if not isinstance(message, dict):
-                raise Closed
-            yield message
-        if closed:
-            raise Closed
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self.socket.close()
+                self.closed = True
+                break
+            messages.append(message)
+        return messages

@@ -7,39 +7,37 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from cifar_lit.distributed.watch import Watch
+from cifar_lit.distributed.rank_watch import RankWatch
 
 
-class Progress(Callback):
+class RankProgress(Callback):
     """Tells the watch at which step of the training, or in which part of an evaluation, this rank is.
 
     All ranks go through the same positions, (fits and evaluations so far, epoch, part, step), which rise.
     """
 
-    takes_chunks = True
-
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
-        self._begun = 0
+        self._stages = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """A fit, or an evaluation of its own, begins."""
-        self._begun += 1
-        self._at(trainer, 0)
+        self._stages += 1
+        self._move(trainer, 0)
 
-    def _at(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
-        self._watch.position = [self._begun, trainer.current_epoch, part, step]
+    def _move(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
+        self._watch.position = [self._stages, trainer.current_epoch, part, step]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins, in which the ranks share their gradients."""
-        self._at(trainer, 0, batch_idx + 1)
+        self._move(trainer, 0, batch_idx + 1)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Each rank looks at its own share."""
-        self._at(trainer, 1)
+        """Each rank looks at its own images."""
+        self._move(trainer, 1)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What they found is put together."""
-        self._at(trainer, 2)
+        """The ranks' predictions are put together."""
+        self._move(trainer, 2)
 
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end

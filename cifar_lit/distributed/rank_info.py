@@ -1,50 +1,65 @@
-"""Where a process stands among those of its run, from what torchrun, SLURM, Lightning's launcher or the user has set."""
+"""Which of a run's processes this one is, and who has started them: torchrun, SLURM's srun, the user, or the Trainer.
+
+Lightning's cluster environments know a process's rank once there is a Trainer. Here it is needed before: the line says how many
+devices there are, the first process claims the run folder and speaks, and ranks watch each other while data are prepared.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from cifar_lit.errors import UsageError
 
-HUB = "CIFAR_LIT_HUB"  # tells ranks that the first one's Trainer starts where its watch listens
+COORDINATOR = "CIFAR_LIT_COORDINATOR"  # tells ranks that the first one's Trainer starts where its watch listens
+
+LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "STANDALONE_PORT"),
+}
 
 
 class RankInfo(NamedTuple):
     """One of `world` processes, counted over all machines.
 
-    address, port: where the first one's store answers; None when it is to be found by the Trainer, which starts all others
-    itself, on this machine. each: how many ranks of each machine its first one starts, itself included. parent: the agent
-    of torchrun that has started this process, if one has.
+    address, port: of the first one's store; None when it is for the Trainer to choose, which starts all others itself, on this
+    machine. per_node: how many ranks of each machine its first one starts, itself included. parent: the process number of the
+    torchrun agent that has started this process, if one has.
     """
 
     rank: int
     world: int
     address: str | None = None
     port: int | None = None
-    each: int = 1
+    per_node: int = 1
     parent: int | None = None
 
 
 def rank_info(devices: int, nodes: int) -> RankInfo:
-    """This process's place in a run on `devices` devices of each of `nodes` machines.
+    """This process's rank in a run on `devices` devices of each of `nodes` machines.
 
-    Raises UsageError when there are several machines, and nothing says how they reach the first.
+    Raises:
+        UsageError: when there are several machines, and nothing says how they reach the first.
     """
-    from lightning.fabric.plugins import environments as known
+    from lightning.fabric.plugins import environments
 
     # in the Trainer's order: torchrun may run inside a job of SLURM
-    for kind in (known.TorchElasticEnvironment, known.SLURMEnvironment, known.LSFEnvironment, known.MPIEnvironment):
+    for kind in (
+        environments.TorchElasticEnvironment,
+        environments.SLURMEnvironment,
+        environments.LSFEnvironment,
+        environments.MPIEnvironment,
+    ):
         if kind.detect():
-            found = kind()
-            parent = os.getppid() if kind is known.TorchElasticEnvironment else None
-            return RankInfo(found.global_rank(), found.world_size(), found.main_address, found.main_port, parent=parent)
-    own = known.LightningEnvironment()
-    local, node = own.local_rank(), own.node_rank()
-    rank, world = node * devices + local, devices * nodes
-    by_hand = "LOCAL_RANK" in os.environ and HUB not in os.environ
+            cluster = kind()
+            parent = os.getppid() if kind is environments.TorchElasticEnvironment else None
+            return RankInfo(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, parent=parent)
+    own = environments.LightningEnvironment()
+    rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
+    by_hand = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ
     if world == 1 or (nodes == 1 and not by_hand):
-        return RankInfo(rank, world, each=devices)
+        return RankInfo(rank, world, per_node=devices)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if nodes > 1 and {"NODE_RANK", "GROUP_RANK"}.isdisjoint(os.environ):
         missing.append("NODE_RANK")
@@ -57,4 +72,35 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {port!r}")
-    return RankInfo(rank, world, os.environ["MASTER_ADDR"], int(port), each=1 if by_hand else devices)
+    return RankInfo(rank, world, os.environ["MASTER_ADDR"], int(port), per_node=1 if by_hand else devices)
+
+
+def is_first_process(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of all, from what torchrun, SLURM, Lightning or the user of several nodes set."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return environment["RANK"] == "0"
+    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"
+
+
+def by_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment and "LOCAL_WORLD_SIZE" in environment
+
+
+def by_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether this process belongs to a SLURM job as Lightning sees it: not to an interactive shell, nor to torchrun."""
+    interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return "SLURM_NTASKS" in environment and not interactive and not by_torchrun(environment)
+
+
+def starts_again(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun will start the processes again when one of them fails."""
+    restarts, max_restarts = (int(environment.get(f"TORCHELASTIC_{name}") or 0) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return restarts < max_restarts
+
+
+def advice(resume: str | None, environment: Mapping[str, str]) -> str:
+    """How a run that lost a process goes on. resume: the command for it, None where there is no checkpoint."""
+    if starts_again(environment):
+        return "torchrun starts all of them again."
+    return f"Go on with:\n  {resume}" if resume else "It has no checkpoint yet: start it again."

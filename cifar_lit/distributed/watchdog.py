@@ -1,6 +1,7 @@
 """A small process beside each rank that kills it when it is frozen: from another machine nobody could.
 
-A process that was stopped (SIGSTOP), or that waits for ever inside a driver or a file system, runs none of its own threads.
+A process that was stopped (SIGSTOP), or that waits for ever inside a driver or a file system, runs none of its own threads, so
+that neither DDPStrategy's timeout nor NCCL's watchdog thread ends it; torchrun's agent waits for it to exit.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import subprocess
 import sys
 from contextlib import suppress
 
-# It counts beats rather than time: when a terminal or a scheduler stops the whole run, the guard stands still with it.
-_GUARD = """
+# It counts heartbeats rather than time: when a terminal or a scheduler stops the whole run, it stands still with it.
+_WATCHDOG = """
 import os, select, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
-rank, beat, allowed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+rank, heartbeat, allowed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 missed = 0
 while missed < allowed and os.getppid() == rank:
-    if select.select([0], [], [], beat)[0]:
+    if select.select([0], [], [], heartbeat)[0]:
         if not os.read(0, 4096):
             sys.exit()
         missed = 0
@@ -30,31 +31,34 @@ if os.getppid() == rank:
 
 
 class Watchdog:
-    """This process's end of the pipe to its guard."""
+    """This process's end of the pipe to its watchdog."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
-    def reassure(self) -> None:
-        """Lets the guard know that this process runs; to be called at every beat."""
+    def heartbeat(self) -> None:
+        """Lets the watchdog know that this process runs."""
         with suppress(OSError):
             os.write(self._pipe, b".")
 
     def close(self) -> None:
-        """Lets go of the pipe; without any left the guard ends."""
+        """Lets go of the pipe; without any left the watchdog ends."""
         with suppress(OSError):
             os.close(self._pipe)
 
 
-def guard_of_this_process(limit: float, beat: float) -> Watchdog | None:
-    """Starts a guard that kills this process after `limit` seconds without a word at the usual `beat`; None on Windows."""
+def start_watchdog(limit: float, heartbeat: float) -> Watchdog | None:
+    """Starts what kills this process after `limit` seconds without its usual `heartbeat` (seconds); None on Windows."""
     if os.name != "posix":
         return None
     read, write = os.pipe()
     os.set_blocking(write, False)
-    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(beat), str(max(1, round(limit / beat)))]
+    argv = [
+        *(sys.executable, "-I", "-S", "-c", _WATCHDOG),
+        *(str(os.getpid()), str(heartbeat), str(max(1, round(limit / heartbeat)))),
+    ]
     try:
-        subprocess.Popen(words, stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(argv, stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except OSError:  # it is a further safety, which a run does not fail for
         os.close(write)
         return None

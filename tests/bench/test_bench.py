@@ -1,4 +1,4 @@
-"""`cifar-lit bench`: each measurement prints a table and writes what it found."""
+"""`cifar-lit bench`: each measurement prints a table and writes what it measured."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_subjects import SMALL
+from jsonargparse import Namespace
 
-from cifar_lit.bench import cold, scaling
 from cifar_lit.bench.commands import BENCHES, bench
-from cifar_lit.bench.process import Finished
-from cifar_lit.errors import UsageError
+from cifar_lit.bench.devices import columns, figures_of, speeds_of
+from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.report import footer, headline, spread, spread_text, write_figures
+from cifar_lit.bench.scaling import figures_of as scaling_figures
+from cifar_lit.bench.step import Round, compared
+from cifar_lit.bench.training import Lap
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 
+# images that are drawn at once, a batch that leaves a rest
+SMALL = ["--dataset", "shapes", "--count", "90", "--batch-size", "16", "--accelerator", "cpu"]
 TURNS = ["--steps", "2", "--rounds", "3"]
 LINES = {
     "step": ["step", *SMALL, *TURNS],
-    "step of a recipe": ["step", "--recipe", "tudui", *SMALL, *TURNS],
-    "hand": ["hand", *SMALL, "--runs", "2", "--epochs", "1"],
+    "step of a recipe": ["step", "--recipe", "folder", *SMALL, *TURNS],
     "tutorial": ["tutorial", *SMALL, *TURNS],
     "tutorial by epochs": ["tutorial", *SMALL, "--epochs", "2"],
     "input": ["input", *SMALL, "--batches", "2", "--rounds", "2"],
     "devices": ["devices", *SMALL[:4], "--batch-sizes", "4,8", "--widths", "1", "--warmup", "1", "--steps", "2", "--rounds", "2"],
     "whole epochs on devices": ["devices", *SMALL[:4], "--batch-sizes", "30", "--widths", "0.5", "--full", "--rounds", "1"],
-    "profile": ["profile", *SMALL, "--warmup", "1", "--steps", "2", "--top", "3"],
 }
 
 
@@ -33,55 +38,55 @@ LINES = {
 def test_a_measurement_prints_its_table_and_writes_its_figures(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = LINES[what]
+    argv = LINES[what]
     file = tmp_path / "made" / "figures.json"
-    bench([*words, "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert found["bench"] == words[0]
-    check_promised(found)
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"bench {words[0]} · ")
-    assert f"torch {found['environment']['versions']['torch']}" in shown
-    assert "epoch 1/" not in shown  # the training that is measured is not shown
+    bench([*argv, "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["bench"] == argv[0]
+    check_promised(figures)
+    said = capsys.readouterr()
+    assert said.out.startswith(f"bench {argv[0]} · ")
+    assert f"torch {figures['environment']['versions']['torch']}" in said.out
+    assert "epoch 1/" not in said.out  # the training that is measured is not shown
+    if what.startswith("step"):
+        assert figures["rounds"] == figures["ours"]["images_per_second"]["n"] == figures["plain"]["images_per_second"]["n"] == 3
+        assert figures["headline"]["ours / bare loop"][1] == figures["speed_ratio"]["median"]
+        assert "this takes about " in said.err and "3 rounds of 2 steps" in said.err
+    if what == "step of a recipe":
+        settings = figures["settings"]
+        assert (settings["net"], settings["lr"], settings["batch_size"]) == ("shapenet", 0.01, 16)
 
 
-def check_promised(found: dict[str, Any]) -> None:
-    """What the table of results relies on."""
-    assert {"settings", "environment", "headline", "unit"} <= found.keys()
-    assert {"date", "cpu", "threads", "gpu", "versions"} == found["environment"].keys()
-    assert found["headline"].keys() == found["unit"].keys()
-    assert found["headline"]
-    for value in found["headline"].values():
+def check_promised(figures: dict[str, Any]) -> None:
+    """What tables of results rely on."""
+    assert {"settings", "environment", "headline", "unit"} <= figures.keys()
+    assert {"date", "cpu", "threads", "gpu", "versions"} == figures["environment"].keys()
+    assert figures["headline"].keys() == figures["unit"].keys() != set()
+    for value in figures["headline"].values():
         numbers = value if isinstance(value, list) else [value]
         assert len(numbers) in (1, 3)
         assert numbers == sorted(numbers)
-    assert "root" not in found["settings"]
+    assert "root" not in figures["settings"]
 
 
-def test_both_loops_make_as_many_steps_of_as_many_images(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    bench(["step", "--recipe", "folder", *SMALL, *TURNS, "--json", str(file)])
-    found = json.loads(file.read_text())
-    assert found["rounds"] == 3
-    settings = found["settings"]
-    assert (settings["net"], settings["lr"], settings["batch_size"], settings["dataset"]) == ("shapenet", 0.01, 16, "shapes")
-    for side in ("ours", "plain"):
-        assert found[side]["images_per_second"]["n"] == 3
-    assert found["headline"]["ours / bare loop"][1] == found["speed_ratio"]["median"]
+def test_step_chooses_as_many_steps_as_fit_into_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cifar_lit.bench.step.SECONDS", 1e-6)
+    bench(["step", *SMALL, "--rounds", "2", "--json", str(tmp_path / "f.json")])
+    assert json.loads((tmp_path / "f.json").read_text())["settings"]["steps"] == 1
 
 
 def test_the_list_of_measurements_names_a_module_each(capsys: pytest.CaptureFixture[str]) -> None:
     bench(["--help"])
-    shown = capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert list(BENCHES) == ["recipe", "step", "tutorial", "input", "devices", "scaling"]
     for name in BENCHES:
-        assert f"  {name} " in shown
+        assert f"  {name} " in listed
         module = import_module(f"cifar_lit.bench.{name}")
-        assert len(module.WHAT) > 40
         assert hasattr(module, "main") or (hasattr(module, "run") and hasattr(module, "add_arguments"))
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("argv", "line"),
     [
         (["stpe"], "Did you mean step"),
         (["step", "--rounds", "1"], "--rounds 2"),
@@ -93,17 +98,16 @@ def test_the_list_of_measurements_names_a_module_each(capsys: pytest.CaptureFixt
         (["input", *SMALL, "--batches", "50"], "lower --batches"),
         (["devices", "--batch-sizes", "4;8"], "numbers with commas"),
         (["devices", "--warmup", "0"], "--warmup 1"),
-        (["profile", "--steps", "0"], "--steps 1"),
         (["scaling", "--devices", "1,1"], "different numbers"),
         (["scaling", "--devices", "two"], "different numbers"),
         (["scaling", "--logs", "here"], "leave --logs out"),
         (["scaling", "--runs", "some"], "invalid int value"),
-        (["cold", "--runs", "0"], "--runs 1"),
+        (["scaling", "--runs", "0"], "--runs 1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], line: str) -> None:
+def test_what_cannot_be_measured_is_refused(argv: list[str], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        bench(words)
+        bench(argv)
 
 
 def test_a_recipe_with_a_setting_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -113,52 +117,89 @@ def test_a_recipe_with_a_setting_that_does_not_exist_is_refused(tmp_path: Path) 
         bench(["step", "--recipe", str(file), "--count", "60"])
 
 
-def finished(seconds: float, accuracy: float, images_per_second: float = 100.0) -> Finished:
-    """A training that took `seconds`, after 5 s before its first step and with 1 s after its last."""
-    named = {
-        "recipe": "r",
-        "net": "n",
-        "dataset": "d",
-        "batch_size": 8,
-        "epochs": 2,
-        "precision": "32-true",
-        "accelerator": "cpu",
-    }
-    metrics = {**named, "train_seconds": seconds, "images_per_second": images_per_second, "test": {"accuracy": accuracy}}
-    return Finished(metrics, seconds + 6.0, [(5.0, "data         d · train 8"), (seconds + 5.5, "test accuracy 0.5")])
+# ---- what measurements make of their numbers
 
 
-def test_scaling_compares_runs_of_the_same_seed_with_the_first_number_of_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[list[str]] = []
+def test_a_spread_is_median_and_quartiles_within_the_values() -> None:
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"n": 5, "median": 3.0, "low": 2.0, "high": 4.0}
+    assert spread([1.0, 3.0]) == {"n": 2, "median": 2.0, "low": 1.5, "high": 2.5}
+    assert spread([7.0]) == {"n": 1, "median": 7.0, "low": 7.0, "high": 7.0}
+    assert spread_text(spread([1000.0, 3000.0])) == "2,000 (1,500 … 2,500)"
+    assert spread_text(spread([7.0])) == "7"
+    flat = headline(("a", spread([1.0, 3.0]), "s"), ("b", 2.0, "×"), ("c", spread([4.0]), "s"))
+    assert flat == {"headline": {"a": [1.5, 2.0, 2.5], "b": 2.0, "c": 4.0}, "unit": {"a": "s", "b": "×", "c": "s"}}
 
-    def train(words: list[str]) -> Finished:
-        lines.append(words)
-        devices, seed = (int(words[words.index(flag) + 1]) for flag in ("--devices", "--seed"))
-        return finished({1: 8.0, 2: 4.0, 4: 1.0}[devices] * (1 + seed), 0.5 + 0.1 * seed)
 
-    monkeypatch.setattr(scaling, "train", train)
+def test_figures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    bench(["scaling", "--devices", "1,2,4", "--runs", "2", "--json", str(file), "--recipe", "tudui", "--data-dir", "/secret"])
-    assert [line[:4] for line in lines] == [["--recipe", "tudui", "--data-dir", "/secret"]] * 6
-    found = json.loads(file.read_text())
-    check_promised(found)
-    assert found["settings"]["flags"] == ["--recipe", "tudui"]
-    assert [row["speed_up"]["median"] for row in found["rows"]] == [1.0, 2.0, 8.0]
-    assert [row["train_seconds"]["median"] for row in found["rows"]] == [12.0, 6.0, 1.5]
-    assert found["headline"]["2 devices"] == [5.0, 6.0, 7.0]
-    shown = capsys.readouterr().out
-    assert "55.00% ± 7.07" in shown
-    assert "share this machine's" in shown
+    write_figures(file, {"a": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_figures(file, {"a": float("nan")})
+    assert json.loads(file.read_text()) == {"a": 1}
+    with pytest.raises(Failure, match="Choose another place"):
+        write_figures(file / "below" / "a.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_cold_run_is_cut_at_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold, "train", lambda words: finished(3.0, 0.5))
-    monkeypatch.setattr(cold, "import_seconds", lambda: 2.0)
-    file = tmp_path / "figures.json"
-    bench(["cold", "--runs", "2", "--json", str(file)])
-    found = json.loads(file.read_text())
-    check_promised(found)
-    parts = {name: value["median"] for name, value in found["seconds"].items()}
-    assert parts == {"imports alone": 2.0, "to the first step": 5.0, "training": 3.0, "test and files": 1.0, "all": 9.0}
+def test_a_footer_names_machine_and_versions() -> None:
+    place = {"date": "2026-01-02", "cpu": "C", "threads": 3, "gpu": None, "versions": {"torch": "9"}}
+    assert footer({"environment": place}) == "C, 3 threads · 2026-01-02 · torch 9"
+    assert footer({"environment": {**place, "gpu": "G"}}) == "C, 3 threads · G · 2026-01-02 · torch 9"
+
+
+def test_ratios_are_taken_within_each_round() -> None:
+    rounds = [Round(10, 100, 1.0, 2.0), Round(10, 100, 2.0, 2.0), Round(20, 200, 4.0, 16.0)]
+    figures = compared("step", Namespace(net="x", json=None, root="/data"), rounds, "bare loop")
+    assert figures["speed_ratio"] == {"n": 3, "median": 2.0, "low": 1.5, "high": 3.0}
+    assert figures["ours"]["images_per_second"]["median"] == figures["plain"]["images_per_second"]["median"] == 50.0
+    assert figures["ours"]["ms_per_step"]["median"] == 200.0
+    assert figures["difference_ms_per_step"] == 0.0
+    assert figures["settings"] == {"net": "x"}
+
+
+def test_every_gpu_is_a_column_and_compared_with_the_cpu_at_the_same_place() -> None:
+    machine = Machine("c", 4, True, gpus=(("A", 1), ("B", 1)))
+    assert [(one.name, one.devices) for one in columns(machine)] == [("cpu", 1), ("gpu 0, A", [0]), ("gpu 1, B", [1])]
+    assert [one.name for one in columns(Machine("c", 4, True))] == ["cpu"]
+    cells = [
+        {"batch_size": size, "width": 1.0, "device": device, "precision": "p", **speeds_of([Lap(5, 5 * size, seconds)])}
+        for size, times in ((4, (2.0, 1.0)), (64, (8.0, 0.5)))
+        for device, seconds in zip(("cpu", "gpu 0, A"), times, strict=True)
+    ]
+    figures = figures_of(Namespace(), cells)
+    assert [one["speed_up"] for one in figures["cells"]] == [None, 2.0, None, 16.0]
+    assert figures["cells"][0]["epoch_seconds"]["median"] == 50_000 / (20 / 2.0)
+    assert figures["headline"]["gpu 0, A, batch 64, width 1"] == 78.125
+    assert figures_of(Namespace(), [cells[1]])["cells"][0]["speed_up"] is None
+
+
+def test_scaling_compares_runs_of_the_same_seed_with_the_first_number_of_devices() -> None:
+    shared = {"recipe": "r", "net": "n", "dataset": "d", "batch_size": 8, "epochs": 2, "precision": "p", "accelerator": "cpu"}
+    shared |= {"images_per_second": 1.0, "test": {"accuracy": 0.5}}
+    runs = {devices: [{**shared, "train_seconds": seconds * run} for run in (1, 2)] for devices, seconds in ((1, 8.0), (2, 4.0))}
+    figures = scaling_figures(runs, {"devices": [1, 2]})
+    check_promised(figures)
+    assert [row["speed_up"]["median"] for row in figures["rows"]] == [1.0, 2.0]
+    assert figures["headline"]["2 devices"] == [5.0, 6.0, 7.0]
+
+
+# ---- trainings in processes of their own
+
+
+def test_flags_are_told_without_the_places_of_files() -> None:
+    argv = ["--data-dir", "/a", "--epochs", "2", "--data.root=/b", "--data.cache_dir", "/c", "--lr=1", "--data-dir"]
+    assert without_places(argv) == ["--epochs", "2", "--lr=1"]
+
+
+def test_scaling_trains_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--dataset", "shapes", "--data.count", "40", "--data.val_size", "10", "--epochs", "1", "--accelerator", "cpu"]
+    bench(["scaling", "--devices", "1", "--json", str(tmp_path / "f.json"), "--recipe", "tudui", *small])
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert (figures["settings"]["recipe"], figures["settings"]["flags"][:2]) == ("tudui", ["--recipe", "tudui"])
+    assert "1 device, run 1 of 1: " in capsys.readouterr().err
+
+
+def test_a_training_in_its_own_process_that_fails_says_why() -> None:
+    with pytest.raises(UsageError, match="Did you mean tudui") as caught:
+        train(["--recipe", "tudoi"])
+    assert not str(caught.value).startswith("cifar-lit")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_subjects import SMALL
+from test_bench import SMALL
 
 from cifar_lit.bench.commands import bench
 
@@ -43,10 +43,3 @@ def test_a_gpu_has_a_column_beside_the_cpu(tmp_path: Path) -> None:
     cells = figures(tmp_path, "devices", *SMALL[:4], *words)["cells"]
     assert [cell["device"].split(",")[0] for cell in cells[:2]] == ["cpu", "gpu 0"]
     assert cells[1]["speed_up"] > 0
-
-
-def test_a_profile_sees_kernels_and_that_they_fit_into_the_step(tmp_path: Path) -> None:
-    found = figures(tmp_path, "profile", "--recipe", "tudui", *ON_GPU, "--warmup", "2", "--steps", "4")
-    assert found["operators"]
-    assert 0 < found["busy_share"] <= 1
-    assert not [one for one in found["operators"] if one["name"].startswith("aten::")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -9,14 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_subjects import small_subject
 from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from cifar_lit.bench.apart import Apart, take
-from cifar_lit.bench.interleave import Interleave, InterleaveEpochs
 from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
-from cifar_lit.bench.training import fit
+from cifar_lit.bench.step import Interleave, InterleaveEpochs
+from cifar_lit.bench.subprocess_loop import SubprocessLoop, take
+from cifar_lit.bench.training import Lap, Stopwatch, Subject, fit
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
 from cifar_lit.models.registry import build_net
@@ -40,35 +40,36 @@ class Weights(Callback):
         self.state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}  # type: ignore[operator]
 
 
-def measured(model: dict[str, Any], precision: str = "32-true", **data: Any) -> tuple[BareLoop, dict[str, Tensor]]:
+Make = Callable[..., Subject]
+
+
+def interleaved(subject: Subject, max_epochs: int = 4) -> tuple[BareLoop, dict[str, Tensor]]:
     """The bare loop and the weights of ours, after as many steps of both from the same weights."""
-    what = small_subject(model, {"crop": 2, "flip": "random", **data}, precision)
     loops: list[BareLoop] = []
 
     def start(trainer: pl.Trainer, model: Any) -> Any:
-        loops.append(BareLoop(trainer, model, what.data))
+        loops.append(BareLoop(trainer, model, subject.data))
         return loops[0].steps()
 
-    ours = Weights()
-    turns = Interleave(start, STEPS, ROUNDS)
-    fit(what, turns, ours, max_epochs=4)
-    assert sum(turn.steps for turn in turns.rounds) == STEPS * ROUNDS
+    ours, turns = Weights(), Interleave(start, STEPS, ROUNDS)
+    fit(subject, turns, ours, max_epochs=max_epochs)
+    assert [turn.steps for turn in turns.rounds] == [STEPS] * ROUNDS
     assert ours.steps == STEPS * (ROUNDS + 1)
     return loops[0], ours.state
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_bare_loop_comes_to_the_weights_of_the_trainer(name: str) -> None:
-    loop, ours = measured(SETTINGS[name])
+def test_the_bare_loop_comes_to_the_weights_of_the_trainer(name: str, small_subject: Make) -> None:
+    loop, ours = interleaved(small_subject(SETTINGS[name], {"crop": 2, "flip": "random"}))
     assert loop.loss > 0
     for key, value in loop.net.state_dict().items():
         torch.testing.assert_close(value, ours[key], rtol=0, atol=1e-5)
 
 
-def test_the_bare_loop_computes_in_the_trainers_precision() -> None:
+def test_the_bare_loop_computes_in_the_trainers_precision(small_subject: Make) -> None:
     settings = SETTINGS["momentum and decay"]
-    loop, ours = measured(settings, "bf16-mixed")
-    full, _ = measured(settings, "32-true")
+    loop, ours = interleaved(small_subject(settings, precision="bf16-mixed"))
+    full, _ = interleaved(small_subject(settings))
     distances = [
         sum(float((value - other[key]).abs().sum()) for key, value in loop.net.state_dict().items())
         for other in (ours, full.net.state_dict())
@@ -76,38 +77,34 @@ def test_the_bare_loop_computes_in_the_trainers_precision() -> None:
     assert distances[0] < 0.01 * distances[1]
 
 
-def test_the_bare_loop_trains_on_the_trainers_batches() -> None:
-    loop, _ = measured({})
-    other, _ = measured({}, seed=1)
-    assert not torch.equal(other.net.state_dict()["0.weight"], loop.net.state_dict()["0.weight"])
+def test_the_bare_loop_averages_weights_where_the_recipe_does(small_subject: Make) -> None:
+    subject = small_subject({"ema_decay": 0.5, "lr": 0.2}, {"batch_size": 20})  # 15 steps are three epochs
+    loop, _ = interleaved(subject, max_epochs=3)
+    assert loop.average is not None
+    for key, value in loop.average.module.state_dict().items():  # the Trainer leaves its average in the model
+        torch.testing.assert_close(value, subject.model.net.state_dict()[key], rtol=0, atol=1e-5)
+        assert not torch.equal(value, loop.net.state_dict()[key])
 
 
-def test_the_bare_loop_averages_weights_where_the_recipe_does() -> None:
-    what = small_subject({"ema_decay": 0.5, "lr": 0.2})
-    loops: list[BareLoop] = []
-
-    def start(trainer: pl.Trainer, model: Any) -> Any:
-        loops.append(BareLoop(trainer, model, what.data))
-        return loops[0].steps()
-
-    fit(what, Interleave(start, 7, 1), max_epochs=2)
-    averaged = loops[0].average
-    assert averaged is not None
-    for key, value in averaged.module.state_dict().items():  # the Trainer leaves its average in the model
-        torch.testing.assert_close(value, what.model.net.state_dict()[key], rtol=0, atol=1e-5)
-        assert not torch.equal(value, loops[0].net.state_dict()[key])
-
-
-def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it() -> None:
+def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it(small_subject: Make) -> None:
     def weights(*callbacks: Callback) -> dict[str, Tensor]:
-        what = small_subject({"momentum": 0.9})
-        fit(what, *callbacks, max_epochs=1)
-        return what.model.net.state_dict()
+        subject = small_subject({"momentum": 0.9})
+        fit(subject, *callbacks, max_epochs=1)
+        return subject.model.net.state_dict()
 
     beside = small_subject()
     alone = weights()
     accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).steps(), 2, 2000))
     assert all(torch.equal(alone[name], accompanied[name]) for name in alone)
+
+
+def test_laps_start_after_the_warm_up_and_the_training_waits_between(small_subject: Make) -> None:
+    ended: list[Lap | None] = []
+    watch = Stopwatch(warmup=2, steps=3, count=2, between=ended.append)
+    subject = small_subject()
+    fit(subject, watch, max_epochs=4)
+    assert [(lap.steps, lap.images) for lap in watch.laps] == [(3, 48), (3, 36)]  # the epoch of 7 steps ends with one of 4
+    assert ended == [None, *watch.laps]
 
 
 def test_pil_images_are_as_to_tensor_gives_them() -> None:
@@ -166,15 +163,15 @@ def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> Non
     assert net.seen == {True: 48, False: 16}
 
 
-def test_epochs_in_turn_hold_a_validation_each() -> None:
-    what = small_subject()
-    seen: list[int] = []
-    turns = InterleaveEpochs(lambda trainer, model: (seen.append(trainer.global_step) or 100 for _ in range(9)))
-    fit(what, turns, max_epochs=3, validates=True)
-    assert seen == [7, 14, 21]
+def test_epochs_in_turn_hold_a_validation_each(small_subject: Make) -> None:
+    subject = small_subject()
+    steps: list[int] = []
+    turns = InterleaveEpochs(lambda trainer, model: (steps.append(trainer.global_step) or 100 for _ in range(9)))
+    fit(subject, turns, max_epochs=3, validates=True)
+    assert steps == [7, 14, 21]
     assert [(turn.steps, turn.images) for turn in turns.rounds] == [(7, 100)] * 3
-    assert what.model.score is not None
-    assert what.model.score.images == 20
+    assert subject.model.score is not None
+    assert subject.model.score.images == 20
 
 
 def test_a_loop_apart_makes_the_steps_of_the_same_loop_here() -> None:
@@ -183,12 +180,12 @@ def test_a_loop_apart_makes_the_steps_of_the_same_loop_here() -> None:
         return tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2)))
 
     here = loop().epochs(CPU)
-    with closing(Apart(loop(), "epochs", CPU)) as apart:
+    with closing(SubprocessLoop(loop(), "epochs", CPU)) as apart:
         assert [next(apart), apart.take(2)] == [take(here, 1), take(here, 2)]
 
 
 def test_a_loop_that_fails_apart_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     loop = tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(1, 2)))
     with pytest.raises(Failure, match="the process of the hand-written loop ended with exit code 1"):
-        Apart(loop, "epochs", CPU).take(1)
+        SubprocessLoop(loop, "epochs", CPU).take(1)
     assert "mat1 and mat2 shapes cannot be multiplied" in capfd.readouterr().err

@@ -7,154 +7,79 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import refused, started, typed
+import torch.distributed as dist
+from command_line import Typed, refused, started, typed
 
-from cifar_lit.bench.process import environment
-from cifar_lit.cli.check import command as check
-from cifar_lit.cli.check.command import Device, Group, chosen, devices_of, groups_of, look_apart
-from cifar_lit.cli.check.processes import Answer, together
-from cifar_lit.cli.check.verdicts import device_verdict, group_verdict
+from cifar_lit.cli import check
+from cifar_lit.cli.check import Answer, fault, judge, look, try_all_reduce, try_net
+from cifar_lit.distributed.rendezvous import free_port
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
 
-
-def machine(gpus: int = 0, **more: Any) -> Machine:
-    return Machine("a CPU", 4, False, (("H200", 2**37),) * gpus, gpu_bf16=True, **more)
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
+TRIED = {"tried": ["a net", "right", "0.20", "9 images/s"], "wrong": ""}
+WRONG = {"tried": ["a net", "wrong", "0.20", "9 images/s"], "wrong": "off by 0.3"}
+TRIES, DONE = {"tries": "a net"}, {"done": True}
+LOST = {"error": "RuntimeError: Connection closed by peer"}
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def machine_with(gpus: int = 0, **more: Any) -> Answer:
+    """What a look for devices would say of a machine."""
+    return [{"machine": vars(Machine("a CPU", 4, False, (("H200", 2**37),) * gpus, gpu_bf16=True, **more))}, DONE], 0
 
 
-def end_of(pid: int) -> None:
-    """Waits until a process, which is not a child of this one, is gone."""
-    deadline = time.monotonic() + 5
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(pid)
-
-
-# ---- processes
-
-
-HANGS = """
-import json, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(json.dumps({"tries": "a net", "pid": child.pid}), flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_probe_that_hangs_is_ended_at_the_limit_with_what_it_started_and_named() -> None:
-    begin = time.monotonic()
-    (answer,) = together([python(HANGS)], 1.0, environment())
-    assert time.monotonic() - begin < 10
-    assert answer.code is None
-    end_of(answer.said[0]["pid"])
-    found = device_verdict("GPU 1", answer, 1.0)
-    assert found.complaints == ["GPU 1 gave no answer in 1 s (a net)"]
-    assert [(row.tried, row.result) for row in found.rows] == [("a net", "no answer")]
-
-
-def test_a_probe_that_ignores_requests_to_end_is_ended_too() -> None:
-    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('{}', flush=True)\ntime.sleep(600)"
-    (answer,) = together([python(deaf)], 0.5, environment())
-    assert answer.code is None
-
-
-def test_a_probe_may_take_long_as_long_as_it_is_heard_of() -> None:
-    talks = "import time\nfor turn in range(8): time.sleep(0.2); print('{\"turn\": %d}' % turn, flush=True)"
-    (answer,) = together([python(talks)], 1.0, environment())
-    assert answer.code == 0
-    assert len(answer.said) == 8 and answer.seconds > 1.5
+# ---- what is made of answers
 
 
 @pytest.mark.parametrize(
-    ("code", "line"),
+    ("answers", "line"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the process of GPU 0 crashed with SIGSEGV in a product"),
-        ("import sys; sys.exit('no driver')", "the process of GPU 0 ended with exit code 1 in a product: no driver"),
+        ([([TRIES, TRIED, DONE], 0)], ""),
+        ([([TRIES], None)], "process 0 of G gave no answer in 3 s (a net)"),
+        ([([], -signal.SIGSEGV)], "process 0 of G fails in starting: it was killed by SIGSEGV"),
+        ([([TRIES], 1)], "process 0 of G fails in a net: it ended with exit code 1"),
+        ([([TRIES, WRONG, DONE], 0)], "process 0 of G computes wrong numbers: a net: off by 0.3"),
+        ([([TRIES, {"error": "ValueError: no"}], 1)], "process 0 of G fails in a net: ValueError: no"),
+        # of several, the one that the others are waiting for
+        ([([TRIES, TRIED, TRIES], None), ([TRIES], None)], "process 1 of G gave no answer in 3 s (a net)"),
+        ([([TRIES, TRIED], None), ([], None), ([], None)], "process 1, 2 of G gave no answer in 3 s (starting)"),
+        ([([TRIES, LOST], 1), ([TRIES], -signal.SIGSEGV)], "process 1 of G fails in a net: it was killed by SIGSEGV"),
+        ([([TRIES, LOST], 1), ([TRIES, {"error": "ValueError: no"}], 1)], "process 1 of G fails in a net: ValueError: no"),
+        ([([TRIES, LOST], 1), ([TRIES], None)], "process 1 of G gave no answer in 3 s (a net)"),
+        ([([TRIES, LOST], 1)], "process 0 of G fails in a net: RuntimeError: Connection closed by peer"),
     ],
 )
-def test_a_probe_that_crashes_is_named(code: str, line: str) -> None:
-    (answer,) = together([python(f'print(\'{{"tries": "a product"}}\', flush=True)\n{code}')], 20, environment())
-    found = device_verdict("GPU 0", answer, 20)
-    assert found.complaints == [line]
-    assert found.rows[-1].result == "failed"
-
-
-def test_a_probe_that_answers_wrongly_is_named() -> None:
-    words = {"tried": "a product", "seconds": 1.0, "figure": "3 GFLOP/s", "wrong": "off by 0.3"}
-    (answer,) = together([python(f"import json; print(json.dumps({words})); print('{{\"done\": 1}}')")], 20, environment())
-    found = device_verdict("GPU 0", answer, 20)
-    assert found.complaints == ["GPU 0 computes wrong numbers: a product: off by 0.3"]
-    assert [(row.tried, row.result) for row in found.rows] == [("a product", "wrong")]
-
-
-def test_a_driver_that_hangs_when_it_is_asked_for_devices_is_named() -> None:
-    with pytest.raises(Failure, match=r"the look for devices gave no answer in 0\.5 s"):
-        look_apart(python("import time; time.sleep(600)"), 0.5)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_a_probe_ends_when_the_command_is_killed() -> None:
-    command = [sys.executable, "-m", "cifar_lit.cli.check.probe", "group", "cpu", "0,1", "1"]
-    code = f"from cifar_lit.cli.check.processes import together\ntogether([{command!r}], 60, {environment()!r})"
-    outer = subprocess.Popen(python(code), env=environment())
-    deadline = time.monotonic() + 20
-    probes: list[int] = []
-    while len(probes) < 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        probes = [int(word) for word in Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()]
-    time.sleep(1)  # it imports
-    outer.send_signal(signal.SIGKILL)
-    outer.wait()
-    for pid in probes:
-        end_of(pid)
-
-
-# ---- what is tried
+def test_what_fails_is_named_with_where_it_stood(answers: list[Answer], line: str) -> None:
+    rows, complaint = judge("G", answers, 3.0)
+    assert complaint == line
+    assert len(rows) == sum(TRIED in said or WRONG in said for said, _ in answers) + bool(line)
 
 
 @pytest.mark.parametrize(
-    ("found", "accelerator", "devices", "names", "groups"),
+    ("machine", "accelerator", "devices", "groups"),
     [
-        (machine(), "auto", "auto", ["the CPU"], [("gloo", 2)]),
-        (machine(), "auto", "3", ["the CPU"], [("gloo", 3)]),
-        (machine(1), "auto", "auto", ["the CPU", "GPU 0"], [("nccl", 1), ("gloo", 2)]),
-        (machine(4), "auto", "auto", ["the CPU", "GPU 0", "GPU 1", "GPU 2", "GPU 3"], [("nccl", 4)]),
-        (machine(4), "gpu", "2", ["GPU 0", "GPU 1"], [("nccl", 2)]),
-        (machine(4), "gpu", "1,3", ["GPU 1", "GPU 3"], [("nccl", 2)]),
-        (machine(4), "cpu", "auto", ["the CPU"], [("gloo", 2)]),
-        (machine(mps=True), "auto", "auto", ["the CPU", "Apple's GPU"], [("gloo", 2)]),
+        (machine_with(), "auto", "auto", [["cpu", "cpu"]]),
+        (machine_with(), "auto", "3", [["cpu"] * 3]),
+        (machine_with(1), "auto", "auto", [["cuda:0"], ["cpu", "cpu"]]),
+        (machine_with(4), "gpu", "2", [["cuda:0", "cuda:1"]]),
+        (machine_with(4), "auto", "1,3", [["cuda:1", "cuda:3"], ["cpu", "cpu"]]),
+        (machine_with(4), "cpu", "auto", [["cpu", "cpu"]]),
+        (machine_with(mps=True), "auto", "auto", [["mps"], ["cpu", "cpu"]]),
     ],
 )
-def test_every_device_is_tried_and_the_group_that_the_trainer_would_form(
-    found: Machine, accelerator: str, devices: str, names: list[str], groups: list[tuple[str, int]]
+def test_the_ranks_that_the_trainer_would_start_are_tried(
+    monkeypatch: pytest.MonkeyPatch, machine: Answer, accelerator: str, devices: str, groups: list[list[str]]
 ) -> None:
-    kind, ids = chosen(found, accelerator, devices)
-    assert [device.name for device in devices_of(found, accelerator, kind, ids)] == names
-    assert [(group.backend, len(group.ids)) for group in groups_of(kind, ids)] == groups
-
-
-def test_devices_that_the_machine_does_not_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="--devices 3 asks for more GPUs than there are"):
-        chosen(machine(2), "auto", "3")
-    with pytest.raises(UsageError, match="--check tries CPUs, GPUs and Apple's GPU, no tpu"):
-        chosen(machine(), "tpu", "auto")
+    monkeypatch.setattr(check, "run_probes", lambda words, variables, limit: [machine])
+    assert look(accelerator, devices, 1.0) == groups
+    with pytest.raises(UsageError, match=r"--devices 9 asks for more GPUs|no accelerator is called|--check tries"):
+        look("tpu" if devices == "auto" else "auto", "9", 1.0) if machine[0][0]["machine"]["gpus"] else look("tpu", "auto", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -170,33 +95,98 @@ def test_flags_that_do_not_go_together_are_refused(line: str, answer: str) -> No
     refused(typed("devices", *line.split()), f"cifar-lit: {answer}", 2)
 
 
+# ---- what is tried
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_cpu_that_computes_as_it_should_is_right_and_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        figure, wrong = try_net("cpu", dtype)
+        assert figure.endswith(" images/s") and wrong == ""
+    plain = torch.nn.functional.gelu
+    for broken in (lambda x: plain(x) * (1 + 1e-3 * (x.dtype == torch.float32)), lambda x: plain(x) * float("nan")):
+        monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x, broken=broken: broken(x))
+        assert "of the largest number, where 5e-04 is allowed" in try_net("cpu", torch.float32)[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_sums_of_a_group_must_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure, wrong = try_all_reduce("cpu", 2000, 1)
+    assert figure.endswith(" GB/s") and wrong == ""
+    monkeypatch.setattr(dist, "all_reduce", lambda numbers: numbers[7].add_(1))
+    assert try_all_reduce("cpu", 2000, 1)[1] == "1 of 2,000 sums"
+
+
+# ---- probes
+
+
+BROKEN = {
+    "look": "import time; time.sleep(600)",
+    "cpu": 'import os, signal, time; print(\'{"tries": "a net"}\', flush=True)\n'
+    "os.kill(os.getpid(), signal.SIGSEGV) if os.environ['RANK'] == '1' else time.sleep(600)",
+}
+
+
+@pytest.fixture
+def broken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that hang or crash, by the word that they are given."""
+    (here / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
+    (here / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "python"))
+
+
+@pytest.mark.usefixtures("broken")
+def test_probes_that_hang_or_crash_are_ended_and_known() -> None:
+    with pytest.raises(Failure, match=r"the look for devices gave no answer in 0\.5 s \(starting\): the driver may hang"):
+        look("auto", "auto", 0.5)
+    hanging, crashed = check.run_probes(["cpu", "cpu"], {}, 5.0)
+    assert (hanging, crashed) == (([TRIES], None), ([TRIES], -signal.SIGSEGV))
+    assert fault(crashed, 5.0) == (1, 1, "fails in a net: it was killed by SIGSEGV")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_probe_ends_when_the_command_is_killed() -> None:
+    meet = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = [sys.executable, "-m", "cifar_lit.cli.check", "cpu"]
+    with subprocess.Popen(argv, env={**os.environ, **meet}, stdin=-1, stdout=-1, stderr=-1) as probe:
+        assert probe.stdout is not None and probe.stdin is not None
+        while b"connecting" not in probe.stdout.readline():  # to one that never comes
+            pass
+        probe.stdin.close()  # as the system does when the other process is gone
+        assert probe.wait(60) == 1
+
+
 # ---- the command
 
 
-def test_a_machine_on_which_all_is_well_passes_whatever_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows(answer: Typed) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.out.splitlines() if line.startswith("│")]
+
+
+def test_a_machine_on_which_all_is_well_passes_whatever_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for name, value in {"MASTER_PORT": str(taken.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "7"}.items():
             monkeypatch.setenv(name, value)
-        answer = started("-m", "cifar_lit", "devices", "--check", "--accelerator", "cpu", seconds=200)
-    assert answer.code == 0, answer.err
-    assert answer.err == ""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.out.splitlines() if line.startswith("│")]
-    assert {row[0] for row in rows} == {"the CPU", "two processes over gloo"}
-    assert all(row[2] == "right" and float(row[3]) >= 0 for row in rows)
-    assert [row[4].split()[-1] for row in rows if row[1].startswith("all_reduce of")] == ["ms", "GB/s"]
+        answer = started("-m", "cifar_lit", "devices", "--check", "--accelerator", "cpu", "--limit", "90", seconds=300)
+    assert (answer.code, answer.err) == (0, "")
+    assert {row[0] for row in rows(answer)} == {"2 × cpu, process 0", "2 × cpu, process 1"}
+    assert all(row[2] == "right" and float(row[3]) >= 0 for row in rows(answer))
+    assert [row[4].split()[-1] for row in rows(answer) if row[1].startswith("all_reduce of")] == ["ms", "GB/s"]
 
 
 def test_what_fails_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = Answer([{"rank": 0, "tries": "a net"}], None, 3.0, "")
-    monkeypatch.setattr(check, "look_apart", lambda command, limit: machine(1))
-    monkeypatch.setattr(check, "together", lambda commands, limit, environment: [silent] * len(commands))
+    answers = {"look": machine_with(1), "cuda:0": ([TRIES], None), "cpu": ([TRIES, TRIED, DONE], 0)}
+    monkeypatch.setattr(check, "run_probes", lambda words, variables, limit: [answers[word] for word in words])
     answer = typed("devices", "--check", "--limit", "3")
-    assert answer.complaints == [
-        "cifar-lit: the CPU gave no answer in 3 s (a net); GPU 0 gave no answer in 3 s (a net); "
-        "process 0 of 1 gave no answer in 3 s over nccl (a net); process 1 of 2 gave no answer in 3 s over gloo (starting)"
-    ]
-    assert answer.code == 1
-    assert answer.out.count("no answer") == 4
+    assert answer.complaints == ["cifar-lit: process 0 of 1 × cuda gave no answer in 3 s (a net)"]
+    assert (answer.code, answer.out.count("no answer"), answer.out.count("right")) == (1, 1, 2)
 
 
 @pytest.mark.gpu
@@ -204,28 +194,53 @@ def test_what_fails_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch)
 def test_a_gpu_computes_right_and_forms_a_group_over_nccl() -> None:
     answer = started("-m", "cifar_lit", "devices", "--check", "--accelerator", "gpu", seconds=200)
     assert answer.code == 0, answer.err
-    assert "GPU 0" in answer.out and "over nccl" in answer.out
+    assert "1 × cuda" in answer.out
 
 
-CRASHES = """
-import os, signal, sys
-from cifar_lit.cli.check import group as check_group, probe as check_probe
-if os.environ.get("LOCAL_RANK") == "1":
-    check_group.values = lambda *these: os.kill(os.getpid(), signal.SIGSEGV)
-raise SystemExit(check_probe.main(sys.argv[1:]))
+# ---- under torchrun
+
+# A command of which the process with rank 1 is never heard of, as if its machine had stopped.
+STOPS = """
+import os, time
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+from cifar_lit.cli import main
+raise SystemExit(main(["devices", "--check", "--accelerator", "cpu", "--limit", "25"]))
 """
 
 
-def test_a_process_that_crashes_in_a_group_that_lightning_has_started_is_named(here: Path) -> None:
-    (here / "crashes.py").write_text(CRASHES)
-    group = Group("cpu", [0, 1])
-    command = [sys.executable, "crashes.py", *group.command[len(check.PROBE) :]]
-    (answer,) = together([command], 30, {**check.alone(os.environ), "OMP_NUM_THREADS": "1"})
-    found = group_verdict(2, "gloo", answer.said, {0: answer.code or 1}, 30)
-    assert found.complaints == [
-        "process 1 of 2 ended without a word over gloo, in all_reduce, broadcast and all_gather of known numbers"
-    ]
+def torchrun(*argv: str) -> Typed:
+    line = [sys.executable, "-m", "torch.distributed.run", *argv]
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(line, stdout=-1, stderr=-1, text=True, env=own, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return Typed(process.returncode, out, err)
 
 
-def test_a_device_is_asked_for_by_its_kind_and_number() -> None:
-    assert Device("GPU 3", "gpu", 3, True).command[-4:] == ["device", "gpu", "3", "1"]
+def test_two_machines_check_their_own_devices_and_form_one_group() -> None:
+    place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = ["-m", "cifar_lit", "devices", "--check", "--accelerator", "cpu", "--limit", "90"]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda node: torchrun(*place, "--node-rank", node, *command), "01")
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert {row[0] for row in rows(first)} == {"2 × cpu, process 0", "2 × cpu, process 1"}
+    assert "all is well" in first.out and second.out == ""
+
+
+def test_a_process_that_does_not_answer_is_named_by_its_number(here: Path) -> None:
+    (here / "stops.py").write_text(STOPS)
+    answer = torchrun("--standalone", "--nproc-per-node", "2", "stops.py")
+    lines = [line for line in answer.err.splitlines() if line.startswith("cifar-lit:")]
+    assert lines == ["cifar-lit: process 1 of 2 × cpu gave no answer in 25 s (starting)"]
+    assert answer.code == 1
+
+
+def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    line = "cifar-lit: --devices 3 contradicts torchrun, which started 2 (--nproc-per-node): …"
+    refused(typed("devices", "--check", "--devices", "3"), line, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cifar_lit.cli.flags import SHORT, TRAINING, Command, arguments, parse, recipe_names, recipe_path
-from cifar_lit.distributed.launcher import apply_torchrun
+from cifar_lit.cli.launch import apply_launcher
 from cifar_lit.errors import UsageError
 
 CONTRACT = {
@@ -153,7 +153,7 @@ STARTED = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE":
 @pytest.mark.parametrize("argv", ["", "--devices 2", "--devices auto", "--nodes 2", "--devices=-1"])
 def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(argv: str) -> None:
     command = parse("fit", argv.split())
-    apply_torchrun(command, STARTED)
+    apply_launcher(command, STARTED)
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
 
 
@@ -167,12 +167,12 @@ def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(argv: str) -
 )
 def test_flags_that_contradict_torchrun_are_refused(argv: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        apply_torchrun(parse("fit", argv.split()), STARTED)
+        apply_launcher(parse("fit", argv.split()), STARTED)
 
 
 def test_without_torchrun_the_flags_stay() -> None:
     for missing in STARTED:
         if missing != "WORLD_SIZE":
             command = parse("fit", ["--devices", "3"])
-            apply_torchrun(command, {name: value for name, value in STARTED.items() if name != missing})
+            apply_launcher(command, {name: value for name, value in STARTED.items() if name != missing})
             assert command.flags == ["--trainer.devices=3"]

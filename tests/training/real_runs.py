@@ -49,7 +49,7 @@ class Done(NamedTuple):
 
 STRANGE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CIFAR_LIT_RESUME", "CIFAR_LIT_HUB", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN", "AT_STEP"),
+    *("CIFAR_LIT_RESUME", "CIFAR_LIT_COORDINATOR", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN", "AT_STEP"),
 )
 # taken once, as commands start in threads while others run, and change it, in this process
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRANGE}
@@ -57,7 +57,7 @@ OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not
 
 def environment(**more: str) -> dict[str, str]:
     """That of a command, with nothing left in it of another run."""
-    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **more}
+    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}", **more}
 
 
 class Started:

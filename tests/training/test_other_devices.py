@@ -25,8 +25,8 @@ CASES: dict[str, tuple[list[str], list[str], list[Stop]]] = {
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from cifar_lit.drills.forked import Forked, warm
-from cifar_lit.drills.survivors import differences, run_in
+from stress.forked import Forked, warm
+from stress.compare_runs import differences, run_in
 from cifar_lit.training.checkpoint import read_checkpoint
 
 folder, words, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])

@@ -1,0 +1,136 @@
+"""What a training's line becomes when torchrun or SLURM has started it, or a scheduler starts its job again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from cifar_lit.cli.flags import LOGS, SHORT, Command
+from cifar_lit.distributed.job import NAME, Job, job_of, line_digest, run_of_job
+from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
+from cifar_lit.errors import UsageError
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_finished, run_of
+
+
+def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
+    """Takes devices and nodes from torchrun or SLURM, which has started the processes already; without them nothing changes.
+
+    One task of SLURM is one device. Its ranks become known by the names that torchrun gives them too, and the variables that
+    Lightning compares with are made those of this step: a step may have fewer tasks than the job.
+
+    Raises:
+        UsageError: when the flags ask for something else, when nodes have different numbers of tasks, and when the tasks were
+            never started.
+    """
+    if by_torchrun(environment):
+        here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+        _set_devices(command, "torchrun", here, "--nproc-per-node", world // here, "--nnodes")
+        return
+    if not by_slurm(environment) or command.asks_only:
+        return
+    tasks = int(environment["SLURM_NTASKS"])
+    if tasks > 1 and "SLURM_STEP_ID" not in environment:
+        raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
+    per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
+    if len(per_node) > 1:
+        raise UsageError(f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node")
+    here = min(per_node.pop(), tasks)
+    _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
+    environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"] = str(here), str(tasks // here)
+    ranks = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "NODE_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
+    environment.update({name: environment[slurm_name] for name, slurm_name in ranks.items()})
+
+
+def _set_devices(command: Command, launcher: str, here: int, per_node: str, nodes: int, of_nodes: str) -> None:
+    for flag, number, option in (("trainer.devices", here, per_node), ("trainer.num_nodes", nodes, of_nodes)):
+        value = command.value(flag)
+        if value is not None and value not in ("auto", "-1", str(number)):
+            short = next(name for name, long in SHORT.items() if long == flag)
+            raise UsageError(
+                f"--{short} {value} contradicts {launcher}, which started {number} ({option}): "
+                f"leave --{short} out or make them agree"
+            )
+        command.flags.append(f"--{flag}={number}")
+
+
+def continue_job(command: Command, argv: list[str], environment: Mapping[str, str], parent: int, host: str) -> None:
+    """Makes a training's command go on with the run of its job, as `--resume RUN` would, where there is one.
+
+    Else its new run's folder will record the job. A line with a --resume of its own is left alone.
+
+    Args:
+        command: what was made of the line; it is changed.
+        argv: the line as it was typed.
+        environment: of this process.
+        parent: the process that started this one.
+        host: the machine's name.
+
+    Raises:
+        SystemExit: of code 0, with a line that says so, when the run is finished.
+        UsageError: when another line names the job whose recipe is another.
+    """
+    job = job_of(environment, parent, host) if command.name in ("fit", "train") and not command.asks_only else None
+    if job is None:
+        return
+    first, needs_test = is_first_process(environment), command.name == "train"
+    if command.resume is not None:
+        if job.again:
+            _exit_if_finished(run_of(find_resumable(Path(command.logs or LOGS), command.resume or None)), job, first, needs_test)
+        return
+    line = line_digest(command.name, argv)
+    command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
+    if not (job.again or job.named):
+        return
+    logs = Path(_logs(command)).expanduser()
+    run = run_of_job(logs, job, line, environment)
+    note = ""
+    if run is not None:
+        record = json.loads((run / JOB).read_text())
+        if record.get("recipe") != command.recipe:
+            recipe = record.get("recipe") or "that fits this machine"
+            raise UsageError(
+                f"{display_path(run)} of {job} began with the recipe {recipe}: keep to it, or give {NAME} another value"
+            )
+        _exit_if_finished(run, job, first, needs_test)
+        note = f"going on with {display_path(run)}: {job} {'was started again' if job.again else 'has a run'}"
+        _resume(command, run, same_line=record.get("line") == line)
+    elif job.again:
+        note = f"{job} was started again, but has no checkpoint in {display_path(logs)} yet: starting anew"
+    if note and first:
+        print(note, file=sys.stderr, flush=True)
+
+
+def _exit_if_finished(run: Path | None, job: Job, first: bool, needs_test: bool) -> None:
+    if run is None or not is_finished(run, needs_test):
+        return
+    if first:
+        results = display_path(run / "metrics.json")
+        print(f"{display_path(run)} is finished: its results are in {results}, and {job} has nothing left to do")
+    raise SystemExit(0)
+
+
+def _resume(command: Command, run: Path, same_line: bool) -> None:
+    """Turns a line into one that resumes a run, whose config.yaml holds what files and searches gave at its beginning."""
+    if same_line:
+        command.configs = []
+    for search, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
+        if search in command.auto:
+            command.flags = command.without(flag)
+    command.auto, command.recipe = set(), None
+    command.logs, command.resume = str(run.parent), str(run)
+
+
+def _logs(command: Command) -> str:
+    """The folder of runs that a new training of this line would use."""
+    if command.logs:
+        return command.logs
+    for config in reversed(command.configs):
+        values = plain_values(Path(config).expanduser())
+        if isinstance(values, dict) and values.get("logs"):
+            return str(values["logs"])
+    return LOGS

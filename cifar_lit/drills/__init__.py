@@ -1,1 +1,0 @@
-"""Drills: what could lose work is done on purpose, and what is left is compared with a run that nothing happened to."""

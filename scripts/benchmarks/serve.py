@@ -1,0 +1,203 @@
+"""A service under load from another process: python scripts/benchmarks/serve.py RUN."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jsonargparse import ArgumentParser, Namespace
+from PIL import Image
+from script import run_script
+
+from cifar_lit.bench.process import as_error
+from cifar_lit.bench.process import environment as child_environment
+from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.errors import Failure, UsageError
+
+WHAT = (
+    "A service that was just started, under load from this process: requests/s and how long they take, with one client and "
+    "with several at a time, each sending one small JPEG after the other over its own connection."
+)
+ANSWER_SECONDS = 60.0  # after which a request counts as lost
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
+    parser.add_argument("--images", type=str | None, default=None, help="folder of JPEGs to send; drawn ones if not given")
+    parser.add_argument("--clients", type=str, default="1,32", help="how many at a time")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of load in each round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of clients, in turns")
+    parser.add_argument("--accelerator", type=str, default="auto", help="what the net runs on")
+
+
+def run(settings: Namespace) -> None:
+    """Measures and reports."""
+    if settings.seconds <= 0 or settings.rounds < 1:
+        raise UsageError("--seconds must be more than 0 and --rounds at least 1")
+    counts = [int(count) for count in settings.clients.split(",")]
+    images = jpegs_of(settings.images) if settings.images else drawn_jpegs(64)
+    times: dict[int, list[list[float]]] = {count: [] for count in counts}
+    rates: dict[int, list[float]] = {count: [] for count in counts}
+    with started([settings.run, "--accelerator", settings.accelerator]) as service:
+        asyncio.run(load(service, images, max(counts), 1.0))  # warm
+        for _, count in itertools.product(range(settings.rounds), counts):
+            before = time.perf_counter()
+            seconds = asyncio.run(load(service, images, count, settings.seconds))
+            rates[count].append(len(seconds) / (time.perf_counter() - before))
+            times[count].append(seconds)
+        memory = service.memory()
+    clients = {
+        str(count): {
+            "requests/s": spread(rates[count]),
+            "p50 ms": spread(1000 * statistics.median(seconds) for seconds in times[count]),
+            "p99 ms": spread(1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count]),
+        }
+        for count in counts
+    }
+    rows = [
+        (f"{count} at a time, {name.split()[0]}", value, name.split()[-1])
+        for count, one in clients.items()
+        for name, value in one.items()
+    ]
+    own = {name: value for name, value in settings_of(settings).items() if name not in ("run", "images")}
+    figures: dict[str, Any] = {
+        "bench": "serve",
+        "settings": {**own, "net": service.net, "images": "a folder's" if settings.images else "drawn"},
+        "environment": environment(),
+        **headline(*rows, ("start", service.start_seconds, "s")),
+        "clients": clients,
+        "memory_mb": memory,
+    }
+    publish(
+        figures,
+        settings.json,
+        f"serve · {service.net} · {figures['settings']['images']} JPEGs",
+        ("at a time", "requests/s", "p50 ms", "p99 ms"),
+        [
+            (count, *(spread_text(value, form) for value, form in zip(one.values(), (",.0f", ".2f", ".2f"), strict=True)))
+            for count, one in clients.items()
+        ],
+        f"medians (quartiles) of {settings.rounds} rounds of {settings.seconds:g} s; the client shares the machine",
+        f"up after {service.start_seconds:.1f} s" + (f", {memory:,.0f} MB in all its processes" if memory else ""),
+    )
+
+
+def jpegs_of(folder: str) -> list[bytes]:
+    """Up to 256 JPEGs of a folder; raises UsageError where there are none."""
+    paths = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not paths:
+        raise UsageError(f"there are no JPEGs in {folder}: name another folder, or leave --images out for drawn ones")
+    return [path.read_bytes() for path in paths[:: max(1, len(paths) // 256)][:256]]
+
+
+def drawn_jpegs(count: int) -> list[bytes]:
+    """JPEGs of 32 × 32 soft colours, of about the size of CIFAR-10's."""
+    generator = np.random.default_rng(0)
+    files = [io.BytesIO() for _ in range(count)]
+    for file in files:
+        colours = Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        colours.resize((32, 32), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return [file.getvalue() for file in files]
+
+
+# ---- the service, in processes of its own
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that answers. start_seconds: from the start of its process to its readiness. net: the one it serves."""
+
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+    start_seconds: float
+    net: str
+
+    def memory(self) -> float | None:
+        """MB of all its processes, shared pages counted once (PSS); None where /proc does not tell."""
+        try:
+            texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in _with_children(self.process.pid)]
+        except OSError:
+            return None
+        return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pss:")) / 1000
+
+
+def _with_children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [pid, *(one for child in children.read_text().split() for one in _with_children(int(child)))]
+
+
+@contextmanager
+def started(argv: Sequence[str]) -> Iterator[Service]:
+    """Runs `cifar-lit serve` on a free port, and stops it in the end; raises UsageError or Failure, as the process ended."""
+    with tempfile.TemporaryFile("w+") as errors:
+        before = time.perf_counter()
+        command = [sys.executable, "-m", "cifar_lit", "serve", *argv, "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
+            assert process.stdout is not None
+            try:
+                net = "?"
+                for line in process.stdout:
+                    if line.startswith("serving "):
+                        net = line.split()[1]
+                    if "http://" in line:
+                        host, _, port = line.split("http://")[1].split()[0].rpartition(":")
+                        yield Service(process, host, int(port), time.perf_counter() - before, net)
+                        break
+                else:
+                    process.wait()
+                    errors.seek(0)
+                    raise as_error(process.returncode, errors.read(), "the service")
+            finally:
+                process.terminate()
+
+
+async def load(service: Service, images: Sequence[bytes], clients: int, seconds: float) -> list[float]:
+    """Seconds of every request that so many clients made one after the other within a time, over connections kept open."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    times: list[float] = []
+
+    async def client(number: int) -> None:
+        reader, writer = await asyncio.open_connection(service.host, service.port)
+        for place in itertools.count(number):
+            before = loop.time()
+            if before >= end:
+                break
+            await post(reader, writer, images[place % len(images)])
+            times.append(loop.time() - before)
+        writer.transport.abort()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return times
+
+
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, image: bytes) -> None:
+    """One POST /predict and its whole answer; raises Failure for none, or one that is not 200."""
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
+    writer.write(head.encode() + image)
+    try:
+        lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_SECONDS)).lower().split(b"\r\n")
+        length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+        body = await reader.readexactly(length)
+    except (TimeoutError, OSError, EOFError, StopIteration) as error:
+        raise Failure(f"the service gave no answer ({type(error).__name__}): see what it printed") from None
+    if b" 200 " not in lines[0]:
+        raise Failure(f"the service answered {lines[0].decode()}: {body.decode()}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(sys.modules[__name__]))

@@ -1,0 +1,194 @@
+"""The scripts of scripts/benchmarks: tables of results, and what measurements make of their numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cold import seconds_of
+from curves import VARIABLE, AccuracyCurve, first_pass, line_of, undisturbed
+from lightning.pytorch.callbacks import Callback
+from profile_step import covered, operators
+from table import END, START, json_files, main, markdown, results_text
+from torch.autograd import DeviceType
+
+from cifar_lit.bench.process import Finished
+from cifar_lit.bench.recipe import summary
+from cifar_lit.bench.report import headline
+from cifar_lit.bench.training import fit
+from cifar_lit.errors import Failure, UsageError
+
+ROOT = Path(__file__).parent.parent.parent
+WHERE = {"date": "2026-01-02", "cpu": "a CPU", "threads": 2, "gpu": None, "versions": {"torch": "2"}}
+
+
+def run(seed: int, accuracy: float) -> dict[str, Any]:
+    return {
+        "seed": seed, "dataset": "cifar10", "accelerator": "cpu", "precision": "32-true", "parameters": 10,
+        "accuracy": accuracy, "loss": 1.0, "views": None, "seconds": 12.5, "images_per_second": 100.0,
+        "cold_seconds": None if seed else 20.0, "memory_mb": 800, "device_memory_mb": None, "first": not seed, "curve": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with results/: seeds of a recipe, a measurement, a single run's metrics, and a README with markers."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "results" / "cpu"
+    folder.mkdir(parents=True)
+    entry = {**summary([run(0, 0.90), run(1, 0.92)]), "settings": {}, "runs": []}
+    flags = ["--data.dataset=folder", "--trainer.max_epochs", "3", "--trainer.devices=1"]
+    figures = {"bench": "recipe", "environment": WHERE, "settings": {"flags": flags}, "recipes": {"laptop": entry}}
+    (folder / "a.json").write_text(json.dumps(figures))
+    ratio = {"n": 4, "median": 2.5, "low": 2.25, "high": 2.75}
+    rows = headline(("ours / plain", ratio, "×"), ("ours", 12345.6, "images/s"))
+    (folder / "b.json").write_text(json.dumps({"bench": "input", "environment": WHERE, "settings": {"batch_size": 64}, **rows}))
+    metrics = {"recipe": "tudui", "dataset": "folder", "devices": 1, "accelerator": "cpu", "train_seconds": 134.567}
+    test = {"accuracy": 0.5368, "tta": {"views": "mirror", "accuracy": 0.55, "loss": 1.0}}
+    (folder / "c.json").write_text(json.dumps({**metrics, "test": test}))
+    (tmp_path / "README.md").write_text(f"before\n{START}\nstale\n{END}\nafter\n")
+    return folder
+
+
+def test_rows_are_what_the_files_say(results: Path) -> None:
+    text = results_text(json_files(["results"]), Path.cwd())
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["recipe", "images", "machine", "n", "test accuracy", "with views", "train s", "cold s", "peak MB", "file"]
+    laptop = "`laptop` with `--trainer.max_epochs 3`"
+    link = "[a](results/cpu/a.json)"
+    assert rows[2] == [laptop, "cifar10", "a CPU, 2 threads", "2", "91.00 % ± 1.41", "–", "12.50", "20.0", "800", link]
+    assert rows[3][:7] == ["`tudui`", "folder", "1 × cpu", "1", "53.68 %", "55.00 % (mirror)", "134.57"]
+    assert rows[6][:4] == ["`bench input` (batch size 64)", "a CPU, 2 threads", "ours / plain", "2.5 × (2.25 … 2.75)"]
+    assert rows[7][2:4] == ["ours", "12,346 images/s"]
+
+
+def test_the_table_is_written_between_the_markers_and_checked_there(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = Path("README.md")
+    with pytest.raises(Failure, match=r"out of date: `python scripts/benchmarks/table\.py --write README\.md`"):
+        main(["--check", "README.md"])
+    main(["--write", "README.md"])
+    written = readme.read_text()
+    assert written.startswith(f"before\n{START}\n\n| recipe |")
+    assert written.endswith(f"|\n\n{END}\nafter\n")
+    assert "stale" not in written
+    main(["--check", "README.md"])
+    main(["--write", "README.md"])
+    assert readme.read_text() == written
+    assert capsys.readouterr().out.splitlines() == ["README.md: renewed", "README.md: is up to date"]
+    readme.write_text(written.replace("91.00 %", "91.10 %"))
+    with pytest.raises(Failure):
+        main(["--check", "README.md"])
+
+
+def test_without_a_file_the_table_is_printed(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["results/cpu/c.json"])
+    assert capsys.readouterr().out.startswith("| recipe | images |")
+
+
+@pytest.mark.parametrize("text", ["nothing", START, f"{END}{START}", f"{START}{START}{END}"])
+def test_a_file_without_the_markers_is_not_touched(results: Path, text: str) -> None:
+    Path("README.md").write_text(text)
+    with pytest.raises(UsageError, match="once each"):
+        main(["--write", "README.md"])
+    assert Path("README.md").read_text() == text
+
+
+def test_what_is_no_result_is_named(results: Path) -> None:
+    with pytest.raises(UsageError, match="there is no nowhere"):
+        main(["nowhere"])
+    Path("results/cpu/d.json").write_text('{"something": 1}')
+    with pytest.raises(UsageError, match=r"d\.json holds neither"):
+        main([])
+    Path("results/cpu/d.json").write_text('{"something')
+    with pytest.raises(UsageError, match=r"d\.json cannot be read"):
+        main([])
+
+
+def test_recipes_can_stand_without_the_other_measurements(results: Path) -> None:
+    with pytest.raises(Failure, match=r"`python scripts/benchmarks/table\.py --recipes --write README\.md` renews them"):
+        main(["--recipes", "--check", "README.md"])
+    main(["--recipes", "--write", "README.md"])
+    written = Path("README.md").read_text()
+    assert "| recipe |" in written
+    assert "bench input" not in written
+    main(["--recipes", "--check", "README.md"])
+
+
+def test_a_column_without_an_entry_is_left_out() -> None:
+    assert markdown(("a", "b", "c"), [["1", "–", "x|y"]]) == "| a | c |\n| --- | --- |\n| 1 | x\\|y |"
+
+
+@pytest.mark.parametrize("words", [["README.md", "--recipes"], ["results/README.md"]])
+def test_tables_in_the_repository_say_what_the_results_say(words: list[str]) -> None:
+    if START in (ROOT / words[0]).read_text():
+        main([str(ROOT / "results"), "--check", str(ROOT / words[0]), *words[1:]])
+
+
+# ---- measurements
+
+
+def test_a_cold_run_is_cut_at_its_first_step() -> None:
+    done = Finished({"train_seconds": 3.0}, 9.0, [(5.0, "data         d · train 8"), (8.5, "test accuracy 0.5")])
+    parts = {name: value["median"] for name, value in seconds_of([done, done], [2.0]).items()}
+    assert parts == {"imports alone": 2.0, "to the first step": 5.0, "training": 3.0, "test and files": 1.0, "all": 9.0}
+
+
+def test_time_under_several_kernels_at_once_counts_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
+
+
+def test_a_profile_lists_kernels_on_a_gpu_and_operators_on_a_cpu() -> None:
+    def event(name: str, device: Any, own: float, host: float = 0.0, annotation: bool = False) -> Any:
+        times = {"self_device_time_total": own, "self_cpu_time_total": host}
+        return SimpleNamespace(key=name, count=2, device_type=device, is_user_annotation=annotation, **times)
+
+    events = [
+        event("short", DeviceType.CUDA, 1e3),
+        event("long", DeviceType.CUDA, 2e6),
+        event("named range", DeviceType.CUDA, 9e6, annotation=True),
+        event("aten::mm", DeviceType.CPU, 0.0, host=5e5),
+    ]
+    kernels = operators(events, on_cpu=False)
+    assert [(one.name, one.calls, one.seconds) for one in kernels] == [("long", 2, 2.0), ("short", 2, 1e-3)]
+    assert [(one.name, one.seconds) for one in operators(events, on_cpu=True)] == [("aten::mm", 0.5)]
+
+
+def test_lines_are_as_long_as_the_shortest_curve_and_pass_at_the_first_point_above() -> None:
+    points = [[1, 0.5, 0.3], [2, 1.0, 0.6], [3, 1.5, 0.5]]
+    assert [first_pass(points, threshold) for threshold in (0.3, 0.31, 0.6, 0.61)] == [0.5, 1.0, 1.0, None]
+    runs = [{"curve": points}, {"curve": [[1, 1.5, 0.5], [2, 3.0, 0.4]]}]
+    assert line_of(runs) == ([1.0, 2.0], [pytest.approx(40), pytest.approx(50)], [30, 40], [50, 60])
+
+
+@pytest.mark.parametrize("model", [{}, {"ema_decay": 0.9}])
+def test_looking_at_the_test_images_on_the_way_changes_no_bit_of_the_weights(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_subject: Any
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"3:{tmp_path / 'points.txt'}")
+
+    def weights(*callbacks: Callback) -> dict[str, Any]:
+        subject = small_subject({"net": "shapenet", **model})  # it has batch norms
+        fit(subject, *callbacks, max_epochs=2)
+        return subject.model.state_dict()
+
+    before, after = weights(), weights(AccuracyCurve())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    points = [json.loads(line) for line in (tmp_path / "points.txt").read_text().splitlines()]
+    assert [step for step, _, _ in points] == [3, 6, 7, 9, 12, 14]  # every third step, and the ends of both epochs
+    seconds = [when for _, when, _ in points]
+    assert seconds == sorted(seconds)
+
+
+def test_looking_draws_no_number_and_turns_nothing_on() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).eval())
+    before = torch.get_rng_state()
+    with undisturbed(SimpleNamespace(callbacks=[]), model):  # type: ignore[arg-type]
+        assert not any(module.training for module in model.modules())
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in model] == [True, False]

@@ -1,0 +1,188 @@
+"""Which rank a process is, and where it finds the others."""
+
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from cifar_lit.distributed import join
+from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info, starts_again
+from cifar_lit.distributed.rendezvous import (
+    GLOO_INTERFACE,
+    agree_on_port,
+    avoid_taken_port,
+    choose_interface,
+    connect_store,
+    find_coordinator,
+    free_port,
+    interface_to,
+    is_port_taken,
+    publish_coordinator,
+)
+from cifar_lit.errors import Failure, UsageError
+
+NAMES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_NTASKS", "TORCHELASTIC_RUN_ID", COORDINATOR, GLOO_INTERFACE),
+)
+MEET = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "nodes", "info"),
+    [
+        ({}, 3, 1, RankInfo(0, 3, per_node=3)),
+        ({"LOCAL_RANK": "2", COORDINATOR: "127.0.0.1:1:token"}, 3, 1, RankInfo(2, 3, per_node=3)),
+        ({"LOCAL_RANK": "1"}, 1, 1, RankInfo(1, 1)),
+        ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
+        (
+            {"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "a:1:b", **MEET},
+            2,
+            3,
+            RankInfo(3, 6, "10.0.0.1", 29500, per_node=2),
+        ),
+        (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
+    ],
+)
+def test_ranks_are_counted_over_all_machines_whoever_has_started_them(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, info: RankInfo
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert rank_info(devices, nodes) == info
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "nodes", "complaint"),
+    [
+        ({"LOCAL_RANK": "1"}, 2, 1, "--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"),
+        ({"MASTER_ADDR": "a"}, 1, 2, "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in"),
+        ({**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"}, 1, 2, "MASTER_PORT must be a port from 1 to 65535, not 'http'"),
+    ],
+)
+def test_ranks_that_do_not_know_how_to_meet_are_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, complaint: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=complaint):
+        rank_info(devices, nodes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+    ],
+)
+def test_the_first_of_all_processes_knows_itself(environment: dict[str, str], first: bool) -> None:
+    assert is_first_process(environment) == first
+
+
+@pytest.mark.parametrize(("restarts", "again"), [("1", True), ("2", False)])
+def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoint(restarts: str, again: bool) -> None:
+    torchrun = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_MAX_RESTARTS": "2"}
+    assert starts_again(torchrun) == again
+    assert ("torchrun starts all" in advice("x", torchrun)) == again
+    assert advice("cifar-lit train --resume a", {}) == "Go on with:\n  cifar-lit train --resume a"
+    assert advice(None, {}) == "It has no checkpoint yet: start it again."
+
+
+@pytest.mark.parametrize("job", [{}, {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, {"SLURM_NTASKS": "2", **TORCHRUN}])
+def test_an_interactive_shell_and_a_torchrun_inside_a_job_are_not_slurms(job: dict[str, str]) -> None:
+    assert not by_slurm({**job, "LOCAL_WORLD_SIZE": "2"})
+    assert by_slurm({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "night"})
+
+
+def test_a_process_alone_has_nobody_to_watch() -> None:
+    assert join.join(RankInfo(0, 1), 60.0) is None
+    assert join.leave("a line", 1) == "a line"
+
+
+# ---- where they meet
+
+
+def test_a_taken_port_is_named_where_machines_meet_there_and_avoided_where_nobody_else_must_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert is_port_taken(port)
+        with pytest.raises(UsageError, match=f"port {port}, which MASTER_PORT names, is taken on this machine"):
+            connect_store(RankInfo(0, 2, "127.0.0.1", port), 1.0)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        avoid_taken_port()
+        assert "MASTER_PORT" not in os.environ
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    avoid_taken_port()
+    assert "MASTER_PORT" in os.environ
+
+
+def test_a_first_rank_that_cannot_be_reached_is_given_up_with_its_address() -> None:
+    port = free_port()
+    line = rf"cannot reach rank 0 of 2 at 127\.0\.0\.1, port {port}, for 1 s: .*refused.* Start it within"
+    with pytest.raises(Failure, match=line):
+        find_coordinator(RankInfo(1, 2, "127.0.0.1", port), 0.2, 1.0)
+
+
+def test_something_else_that_answers_at_the_port_is_not_taken_for_the_first_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(Failure, match=rf"no store of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"):
+            find_coordinator(RankInfo(1, 2, "127.0.0.1", port), 0.4, 2.0)
+
+
+def test_ranks_that_are_not_started_by_the_first_find_it_through_its_store() -> None:
+    info = RankInfo(0, 2, "127.0.0.1", free_port())
+    store = publish_coordinator(info, 5.0, 4321, "secret")
+    assert find_coordinator(info._replace(rank=1), 5.0, 5.0) == ("4321", "secret")
+    del store
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its interfaces")
+def test_the_interface_is_the_one_that_leads_to_the_first_rank_unless_the_user_has_named_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("no such host") is None
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    choose_interface("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] == "eth7"
+    monkeypatch.delenv(GLOO_INTERFACE)
+    choose_interface("127.0.0.1")
+    assert os.environ.pop(GLOO_INTERFACE) == "lo"
+
+
+def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_node_has_counted_it() -> None:
+    store = dist.HashStore()
+    ports, restarts = [], []
+    with ThreadPoolExecutor(3) as processes:
+        for counts in ((0, 0, 0), (0, 0, 0), (0, 2, 1)):
+            answers = list(processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts))
+            assert len(set(answers)) == 1
+            ports.append(answers[0][0])
+            restarts.append(answers[0][1])
+    assert len(set(ports)) > 1  # of the system's choice
+    assert restarts == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_restarted_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> None:
+    store = dist.HashStore()
+    store.set("cifar_lit/hello/1", '["of one that is gone", 0]')
+    with pytest.raises(Failure, match=r"has waited 0 s for the others of this run"):
+        agree_on_port(store, rank, 2, 0, 0.1)

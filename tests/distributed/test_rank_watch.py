@@ -1,0 +1,287 @@
+"""Ranks that watch each other: all end soon when one is gone, and one line says why."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank
+
+from cifar_lit.distributed import rank_watch
+from cifar_lit.distributed.rank_info import RankInfo
+from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+
+
+# ---- in processes of their own
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
+    """Three that have met and hang as in a collective, or as many as a test asks for, idle."""
+    count, hang = getattr(request, "param", (3, True))
+    first = Rank(0, count)
+    ranks = [first, *(Rank(number, count, *first.address) for number in range(1, count))]
+    deadline, members = time.monotonic() + TIMEOUT, ""
+    while members != str(list(range(count))):
+        assert time.monotonic() < deadline
+        first.write("members")
+        members = first.read()
+    for rank in ranks:
+        if hang:
+            rank.write("hang")
+    yield ranks
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.process.communicate()
+
+
+two_idle = pytest.mark.parametrize("ranks", [(2, False)], indirect=True)
+
+
+def test_a_killed_rank_ends_the_others_and_the_first_names_it_with_the_command_to_go_on(ranks: list[Rank]) -> None:
+    ranks[1].process.kill()
+    code, line = ranks[0].wait()
+    name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
+    assert line.startswith(f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n")
+    assert line.endswith("\n  cifar-lit train --resume a-run\n")
+    assert (code, ranks[0].read()) == (1, "released")
+    assert ranks[2].wait() == (1, "")
+
+
+def test_the_loss_of_the_first_rank_is_told_by_the_second_alone(ranks: list[Rank]) -> None:
+    ranks[0].process.kill()
+    code, line = ranks[1].wait()
+    assert (code, line.count("\n")) == (1, 2)
+    assert f"rank 0 (process {ranks[0].pid} on" in line
+    assert ranks[2].wait() == (1, "")
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
+    os.kill(ranks[frozen].pid, signal.SIGSTOP)
+    code, line = ranks[1 - frozen].wait()
+    assert code == 1
+    assert f"rank {frozen} (process {ranks[frozen].pid} on" in line
+    assert "has given no sign for 2 s: it is frozen, or its machine cannot be reached" in line
+    assert ranks[2].wait() == (1, "")
+    assert ranks[frozen].wait()[0] == -signal.SIGKILL
+
+
+def test_a_run_that_is_stopped_as_a_whole_and_goes_on_later_has_lost_nobody(ranks: list[Rank]) -> None:
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in ranks:
+            os.killpg(rank.pid, number)  # with its watchdog, which would kill it after `LIMIT` and 2 s
+        time.sleep(LIMIT + 2.5 if number == signal.SIGSTOP else LIMIT / 2)
+    assert [rank.wait() for rank in ranks if rank.process.poll() is not None] == []
+
+
+@two_idle
+def test_a_rank_that_fails_says_why_and_the_others_end_without_a_word(ranks: list[Rank]) -> None:
+    ranks[0].write("hang")
+    ranks[1].write("end 1")
+    assert ranks[1].wait() == (1, "[rank 1] cifar-lit: no more paper\n")
+    assert ranks[0].wait() == (1, "")
+
+
+@two_idle
+def test_what_all_ranks_fail_with_is_said_once(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.write("end 1")
+    ends = [rank.wait() for rank in ranks]
+    assert [code for code, _ in ends] == [1, 1]
+    assert "".join(line for _, line in ends).removeprefix("[rank 1] ") == "cifar-lit: no more paper\n"
+
+
+@two_idle
+def test_the_error_that_a_lost_rank_leads_to_becomes_the_line_about_that_rank(ranks: list[Rank]) -> None:
+    ranks[1].write("fork")  # a worker that it has forked, such as one that loads images, does not hide its end
+    ranks[1].write("members")
+    ranks[1].read()
+    ranks[1].process.kill()
+    ranks[0].write("lost")
+    code, line = ranks[0].wait()
+    assert code == 1
+    assert "rank 1 (process" in line and "no more paper" not in line
+
+
+PARENT = """
+import subprocess, sys
+def start(*more):
+    return subprocess.Popen([sys.executable, sys.argv[1], *more, "--parent"], stdin=-1, stdout=-1, text=True)
+first = start("0", "2", sys.argv[2])
+second = start("1", "2", sys.argv[2], *first.stdout.readline().split())
+while True:
+    first.stdin.write("members\\n")
+    first.stdin.flush()
+    if first.stdout.readline().strip() == "[0, 1]":
+        break
+for rank in (first, second):
+    rank.stdin.write("hang\\n")
+    rank.stdin.flush()
+print("hanging", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_the_torchrun_that_has_started_them_and_one_says_so() -> None:
+    script = str(Path(__file__).with_name("rank_process.py"))
+    argv = [sys.executable, "-c", PARENT, script, str(LIMIT)]
+    with subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT) as agent:
+        assert agent.stdout is not None and agent.stderr is not None
+        assert agent.stdout.readline() == "hanging\n"
+        agent.kill()
+        # ends when both ranks have, which hold the other end
+        assert agent.stderr.read().count("has lost the torchrun that started it") == 1
+
+
+# ---- in this process, step by step, with clocks that are set
+
+
+class Pair:
+    """The first rank of two, and the second, that see only when they are made to. Their `now` can be set."""
+
+    def __init__(self, limit: float = 1.0) -> None:
+        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit)
+        self.connected = socket.create_connection(("127.0.0.1", self.first.port), 5)
+        self.second = Worker(RankInfo(1, 2), limit, self.connected, self.first.token)
+        while 0 not in self.second.members or 1 not in self.second.members:
+            assert self.looks() == (None, None)
+
+    def looks(self, seconds: float = 0.0) -> tuple[Fault | None, Fault | None]:
+        """What both see, after both have sent a heartbeat that they must have received, with `seconds` between."""
+        for watch in (self.first, self.second):
+            watch.now += seconds
+            watch._last_heartbeat = -1.0
+        second = self.second._look() or self.second._look()
+        return self.first._look() or self.first._look(), second
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(rank_watch, "start_watchdog", lambda limit, heartbeat: None)
+    pair = Pair()
+    yield pair
+    for watch in (pair.first, pair.second):
+        watch.close_in_fork()
+
+
+def sees(watch: RankWatch) -> Fault:
+    """The fault that a watch comes to see."""
+    deadline = time.monotonic() + TIMEOUT
+    while (fault := watch._look()) is None:
+        assert time.monotonic() < deadline
+    return fault
+
+
+def test_a_rank_that_is_silent_for_the_limit_is_lost_whichever_it_is(pair: Pair) -> None:
+    assert pair.looks(0.7) == (None, None)
+    for watch, rank in ((pair.first, 1), (pair.second, 0)):
+        watch.now += 1.3  # more than a heartbeat that may still be on its way takes
+        assert sees(watch)[:2] == (rank, "silent")
+
+
+def test_own_sleep_is_not_the_silence_of_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    awake = time.monotonic
+    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: awake() + 1000)
+    assert (pair.first._look(), pair.second._look()) == (None, None)
+
+
+def test_a_rank_whose_main_thread_hangs_while_the_others_wait_for_it_ends_the_run(pair: Pair) -> None:
+    pair.first.position, pair.second.position = [1, 0, 0, 7], [1, 0, 0, 6]
+    faults = [pair.looks(0.7)[0] for _ in range(4)]
+    what = "has kept the others waiting for 2 s: it hangs, in a file system, a driver or a deadlock"
+    assert faults[0] is None
+    assert faults[-1] == Fault(1, "stuck", what)
+
+
+def test_ranks_that_are_long_at_the_same_place_or_move_do_not_hang(pair: Pair) -> None:
+    for first, second in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2)):
+        pair.first.position, pair.second.position = [1, 0, first, 0], [1, 0, second, 0]
+        for _ in range(1 if first != second else 4):
+            assert pair.looks(0.7) == (None, None)
+
+
+def test_either_rank_may_end_in_order_before_the_other(pair: Pair) -> None:
+    pair.second.finish()
+    pair.connected.close()
+    assert [pair.first._look() for _ in range(3)] == [None] * 3
+    other = Pair()
+    other.first.finish()
+    other.second._look()
+    assert other.second._closed
+    for watch in (other.first, other.second):
+        watch.close_in_fork()
+
+
+def test_the_first_fault_that_rank_0_hears_of_holds_for_all(pair: Pair) -> None:
+    assert pair.first.fail(Fault(0, "failed", "failed: no paper")).rank == 0
+    pair.second._settle(sees(pair.second))
+    assert pair.second.fail(Fault(1, "failed", "failed: no paper")).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "was killed by SIGKILL, as systems do that run out of memory",
+        ),
+        ("raise SystemExit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(pair: Pair, end: str, what: str) -> None:
+    pair.second.adopt([subprocess.Popen([sys.executable, "-c", end])])
+    fault = sees(pair.second)
+    assert fault == Fault(2, "gone", what)
+    pair.second.broadcast(fault)
+    assert sees(pair.first) == fault
+
+
+def test_ranks_that_never_come_are_named(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0)
+    for seconds in (14.0, 2.0):
+        assert capsys.readouterr().err == ""
+        alone.now += seconds
+        assert alone._look() is None
+    assert capsys.readouterr().err == "waiting for rank 1, 2 of 3\n"
+    alone.now += 50.0
+    assert sees(alone) == Fault(1, "silent", "has not come within 50 s")
+    alone.close_in_fork()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"GET / HTTP/1.1\r\n\r\n", b'{"token": "wrong", "rank": 1, "pid": 1, "host": "", "machine": ""}\n', b"[]\n", b"half", b""],
+)
+def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", pair.first.port), 5) as stranger:
+        stranger.sendall(text)
+        for _ in range(3):
+            assert pair.looks() == (None, None)
+        if text.endswith(b"\n"):
+            assert stranger.recv(1) == b""
+    assert pair.looks() == (None, None)
+    assert sorted(pair.first.members) == [0, 1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_of_other_machines_reach_the_first_over_either_protocol(pair: Pair, address: str) -> None:
+    coordinator = Coordinator(RankInfo(0, 2, "host", 1), 60.0)
+    try:
+        with socket.create_connection((address, coordinator.port), 5) as connected:
+            assert connected.getpeername()[:2] == (address, coordinator.port)
+    except OSError as error:
+        if address == "::1":
+            pytest.skip(f"no IPv6 here: {error}")
+        raise
+    finally:
+        coordinator.close_in_fork()

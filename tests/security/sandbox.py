@@ -1,0 +1,138 @@
+"""Where a hostile file is made and read: a copy of a genuine run, a trace that no file may leave, a process of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# what a file may take; measured: 0.7 s of the CPU at most, 2.5 on a machine that was busy with much else
+SECONDS, MEGABYTES = 6.0, 512.0
+PATIENCE = 30  # seconds until a reader counts as hanging
+ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
+PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen")  # audit events of starting a program
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """folder: empty but for `run`, the copy of a genuine run."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its best checkpoint."""
+        return self.run / "checkpoints" / "best.ckpt"
+
+    @property
+    def model(self) -> Path:
+        """Its weights."""
+        return self.run / "model.safetensors"
+
+    @property
+    def trace(self) -> Path:
+        """What code that runs out of a file makes."""
+        return self.folder / "ran"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reader gave.
+
+    code: the exit code, None where the reader hung or died. lines: on stderr. cpu_seconds: those of the process itself,
+    which other programs do not lengthen. megabytes: growth of the resident memory at its highest. ran: what ran out of the
+    file, empty when nothing did.
+    """
+
+    code: int | None
+    lines: list[str]
+    cpu_seconds: float = PATIENCE
+    megabytes: float = 0.0
+    ran: str = ""
+
+    @property
+    def cheap_and_harmless(self) -> bool:
+        """Whether it came in time, within the memory, and nothing ran."""
+        return not self.ran and self.cpu_seconds < SECONDS and self.megabytes < MEGABYTES
+
+    @property
+    def refused(self) -> bool:
+        """Whether the file was refused in one line, cheaply."""
+        told = self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
+        return told and self.cheap_and_harmless
+
+
+def read_apart(folder: Path, reader: Callable[[], int], trace: Path | None = None) -> Answer:
+    """What `reader`, which returns an exit code, gives in a process that is forked off and works in `folder`."""
+    report = folder / "report.json"
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        try:
+            report.write_text(json.dumps(_watched(folder, reader)))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    try:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            time.sleep(0.005)
+    finally:
+        os.kill(process, signal.SIGKILL)  # it is still to be waited for, so that the number is its own
+        os.waitpid(process, 0)
+    if not report.exists():
+        return Answer(None, ["it hung or died"])
+    values: dict[str, Any] = json.loads(report.read_text())
+    report.unlink()
+    ran = ["a trace was left"] * bool(trace and trace.exists()) + values.pop("events")
+    lines = [line.replace(f"{folder}/", "") for line in values.pop("lines")]
+    return Answer(lines=lines, ran=", ".join(ran), **values)
+
+
+def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
+    os.chdir(folder)
+    os.environ["CIFAR_LIT_CACHE"] = str(folder / "cache")
+    sys.path.insert(0, str(folder))  # the worst case: modules that came with a run can be imported
+    torch.set_num_threads(1)
+    events: set[str] = set()
+    sys.addaudithook(lambda event, _: events.add(event) if event in PROGRAMS else None)
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
+    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES,) * 2)
+    out, err = io.StringIO(), io.StringIO()
+    began = time.process_time()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = reader()
+    return {
+        "code": code,
+        "lines": [line for line in err.getvalue().splitlines() if not line.startswith("decoding images")],
+        "cpu_seconds": round(time.process_time() - began, 3),
+        "megabytes": round((_memory("VmHWM") - before) / 1e6, 1),
+        "events": sorted(events),
+    }
+
+
+def _memory(name: str) -> int:
+    """Bytes of this process's memory as Linux counts them."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024

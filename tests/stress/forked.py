@@ -1,0 +1,211 @@
+"""Commands of `cifar-lit` in forks of a process that has everything imported: they start in milliseconds, not seconds.
+
+A fork is a process of its own in all that matters here: its memory is gone when it is killed, its files stay, its locks are
+taken back. What it cannot show is a kill during the imports: see test_kill.py. As pytest must not be forked, `python -m
+stress.forked` is a process that calls functions, a line of JSON each, and forks when these do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from stress.fault_hooks import PHASES, PIPE
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
+LIMIT = 120.0  # seconds after which a command counts as frozen
+SMALL_TRAINING = [  # of 13 steps an epoch, with regular checkpoints and averaged weights
+    *("train", "--recipe", "quickstart", "--accelerator", "cpu", "--precision", "32-true", "--epochs", "3", "--net", "lenet"),
+    *("--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8", "--data.crop", "2"),
+    *("--model.ema_decay", "0.9", "--checkpoint-every", "4", "--trainer.log_every_n_steps", "5"),
+]
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what a launcher or another run of ours has left in it."""
+    ours = {name for name in os.environ if name.startswith("CIFAR_LIT_")} - {"CIFAR_LIT_CACHE"}
+    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)} | {"OMP_NUM_THREADS": "1"}
+
+
+def warm() -> None:
+    """Imports what a training needs, on one thread: a fork has no other."""
+    from cifar_lit.cli.quiet import quieten
+
+    quieten()
+    torch.set_num_threads(1)
+    import_module("cifar_lit.training.classifier")
+    with suppress(ImportError):
+        import_module("cifar_lit.cli.fit")
+    with suppress(ImportError):
+        import_module("cifar_lit.train")
+
+
+class Forked:
+    """A command in one process or in several, as torchrun would start them; `log` takes what they print.
+
+    Args:
+        argv: of the command, or a function that returns the exit code.
+        folder: where it runs.
+        log: file that takes what all processes print.
+        processes: how many.
+        more: further environment variables.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str] | Callable[[], int],
+        folder: Path,
+        log: Path,
+        processes: int = 1,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        self._announced = b"s"
+        self._pipe, write = os.pipe()
+        environment = clean_environment() | (more or {}) | (_torchrun(processes) if processes > 1 else {})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pids: list[int] = []
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            if rank == 0:
+                own[PIPE] = str(write)
+            pid = os.fork()
+            if pid == 0:
+                _become(argv, folder, log, {**environment, **own}, self.pids[0] if self.pids else 0)
+            with suppress(OSError):  # the child does it too: whoever comes first
+                os.setpgid(pid, self.pids[0] if self.pids else pid)
+            self.pids.append(pid)
+        os.close(write)
+        os.set_blocking(self._pipe, False)
+        self.codes: dict[int, int] = {}
+        self.started = time.monotonic()
+
+    @property
+    def phase(self) -> str:
+        """What the first process said last that it is doing."""
+        return PHASES[self._announced[-1:]]
+
+    def count(self, phase: str) -> int:
+        """How often a phase began."""
+        return sum(PHASES[bytes([byte])] == phase for byte in self._announced)
+
+    def listen(self, seconds: float) -> bool:
+        """Waits that long for the next announcement; returns whether a process still runs."""
+        if select.select([self._pipe], [], [], seconds)[0]:
+            with suppress(BlockingIOError):
+                self._announced += os.read(self._pipe, 4096)
+        for pid in self.pids:
+            if pid not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) < len(self.pids)
+
+    def send(self, number: int, rank: int | None = None) -> None:
+        """Sends a signal to one process, or to all with what they have started."""
+        with suppress(ProcessLookupError):
+            if rank is None:
+                os.killpg(self.pids[0], number)
+            else:
+                os.kill(self.pids[rank], number)
+
+    def wait(self, seconds: float = LIMIT) -> list[int]:
+        """The exit codes, by rank, of processes that are to end by themselves; raises AssertionError when they do not in time."""
+        deadline = time.monotonic() + seconds
+        try:
+            while self.listen(0.005):
+                if time.monotonic() > deadline:
+                    self.send(signal.SIGUSR1)  # it says where it stands
+                    time.sleep(0.5)
+                    raise AssertionError(f"a command did not end within {seconds:.0f} s: {self.log.read_text()[-6000:]}")
+        finally:
+            self.end()
+        return [self.codes[pid] for pid in self.pids]
+
+    def finish(self, seconds: float = LIMIT) -> None:
+        """Waits for a good end of all processes."""
+        codes = self.wait(seconds)
+        assert not any(codes), f"{codes}: {self.log.read_text()[-2000:]}"
+
+    def end(self) -> None:
+        """Kills what still runs, and what that has started."""
+        self.send(signal.SIGKILL)
+        while self.listen(0.001):
+            pass
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = os.open(os.devnull, os.O_RDONLY)
+
+
+def _torchrun(processes: int) -> dict[str, str]:
+    from cifar_lit.distributed.network import free_port
+
+    worlds = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return {"TORCHELASTIC_RUN_ID": "stress", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **worlds}
+
+
+def _become(
+    argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: dict[str, str], group: int
+) -> NoReturn:
+    """Turns this process, a fork, into the command; never returns."""
+    code = 70
+    try:
+        with suppress(OSError):
+            os.setpgid(0, group)
+        with suppress(OSError, AttributeError):  # Linux: so that none is left when the test itself is killed
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(place), "w", buffering=1) for place in (1, 2))
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["cifar-lit"]
+        faulthandler.register(signal.SIGUSR1, file=descriptor)
+        from cifar_lit.cli import main
+
+        code = argv() if callable(argv) else main(list(argv))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Answers calls of functions, [module, name, arguments] on stdin, with [result, None] or [None, traceback]."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    warm()
+    for line in sys.stdin:
+        module, name, arguments = json.loads(line)
+        try:
+            answer = [getattr(import_module(module), name)(**arguments), None]
+        except Exception:
+            answer = [None, traceback.format_exc()]
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    serve()

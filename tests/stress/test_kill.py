@@ -1,0 +1,253 @@
+"""Trainings killed at random moments and gone on with by --resume: what comes to its end must be as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from stress.compare_runs import differences, finished, run_in
+from stress.fault_hooks import PHASES
+from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment
+
+TRAINING = [*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Announce"]
+ROUNDING = 1e-5  # of fractions; found 6e-8 in weights under SGD, and losses are written with six digits
+PATIENCE = 5.0  # seconds that the other of two processes is given to notice
+NINE, TERM, ONE_OF_TWO = "kill -9", "SIGTERM", "kill -9 of one of two"
+
+
+class Kind(NamedTuple):
+    """A way to train. flags: of its own. processes: how many. then: how many go on with it after a kill, 0 for as many."""
+
+    flags: list[str]
+    processes: int = 1
+    then: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """By how much fractions may differ from those of a run that nothing happened to; 0: in no bit."""
+        return ROUNDING if self.then else 0.0
+
+
+# not the recipe's AdamW where sums are rounded in another way: it brings the least gradient to the size of any other
+SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.momentum", "0.9"]
+KINDS = {
+    "one process": Kind([]),
+    "one process, images from workers": Kind(["--data.placement", "host", "--data.workers", "1"]),
+    "two processes": Kind([], processes=2),
+    "two processes, gone on with in one": Kind(SGD, processes=2, then=1),
+    "one process, gone on with in two": Kind(SGD, processes=1, then=2),
+}
+
+
+class Plan(NamedTuple):
+    """When to kill: `seconds` after the start, or so long after a phase has begun for the `times`-th time."""
+
+    how: str
+    rank: int | None
+    seconds: float
+    phase: str | None = None
+    times: int = 1
+
+
+def draw_plan(draw: random.Random, seconds: float, processes: int) -> Plan:
+    """A random plan for a training that takes `seconds`: half of them by time alone, half in a phase, as some are short."""
+    how = draw.choices((NINE, TERM, ONE_OF_TWO), (6, 3, 3 if processes > 1 else 0))[0]
+    rank = draw.randrange(processes) if how == ONE_OF_TWO else None
+    if draw.random() < 0.5:
+        return Plan(how, rank, draw.uniform(0.0, seconds))
+    phase = draw.choice(list(PHASES.values()))
+    several = phase not in ("start", "after the training", "test", "writing results")
+    delay = draw.uniform(0.0, 0.003 if phase.startswith("checkpoint") or phase == "after the training" else 0.02)
+    return Plan(how, rank, delay, phase, draw.randint(1, 4) if several else 1)
+
+
+def carry_out(attempt: Forked, plan: Plan) -> str | None:
+    """The phase in which the kill hit, None when the training was over before."""
+    phase = None
+    while attempt.listen(0.002):
+        if plan.phase is None:
+            wait = attempt.started + plan.seconds - time.monotonic()
+        else:
+            wait = plan.seconds if attempt.count(plan.phase) >= plan.times else 1.0
+        if wait <= (0 if plan.phase is None else 0.02):
+            time.sleep(max(0.0, wait))
+            attempt.send(signal.SIGTERM if plan.how == TERM else signal.SIGKILL, plan.rank)
+            phase = attempt.phase
+            break
+    if plan.how == ONE_OF_TWO and phase is not None:
+        deadline = time.monotonic() + PATIENCE
+        while attempt.listen(0.005) and time.monotonic() < deadline:
+            pass
+        attempt.end()  # as torchrun does with the others, which may wait for one that never comes
+    else:
+        attempt.wait()
+    if phase is None or all(code == 0 for code in attempt.codes.values()):
+        return None
+    return phase if plan.how == TERM else attempt.phase  # of a killed process, what it said last
+
+
+def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path) -> tuple[list[tuple[str, str]], Path]:
+    """A training that is killed up to `kills` times, then left alone; (how, phase) of what hit, and the run that came of it."""
+    hits: list[tuple[str, str]] = []
+    for number in range(2 * kills + 1):
+        run = run_in(folder / "lightning_logs")
+        if run is not None and finished(run):
+            return hits, run
+        resumed = run is not None and any((run / "checkpoints").glob("*.ckpt"))
+        processes = kind.then if resumed and kind.then else kind.processes
+        argv = ["train", "--resume", "--devices", str(processes)] if resumed else [*TRAINING, *kind.flags]
+        attempt = Forked(argv, folder, folder / "log.txt", processes)
+        plan = draw_plan(draw, seconds, processes) if len(hits) < kills and number < 2 * kills else None
+        phase = carry_out(attempt, plan) if plan else attempt.wait() and None
+        if plan and phase:
+            hits.append((plan.how, phase))
+        # killed processes have the signal's code, stopped ones 143 or the signal's; the other of two ends with 1
+        by_kill = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}
+        allowed = by_kill[plan.how] if plan and phase else {0}
+        assert set(attempt.codes.values()) <= allowed, f"{sorted(attempt.codes.values())}: {attempt.log.read_text()[-800:]}"
+    run = run_in(folder / "lightning_logs")
+    assert run is not None and finished(run), f"it did not come to its end: {attempt.log.read_text()[-500:]}"
+    return hits, run
+
+
+def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
+    """A run that nothing happens to, and the seconds that it took."""
+    attempt = Forked([*TRAINING, *kind.flags], folder, folder.with_suffix(".txt"), kind.processes)
+    attempt.finish()
+    run = run_in(folder / "lightning_logs")
+    assert run is not None
+    return run, time.monotonic() - attempt.started
+
+
+def kill_trainings(kills: int, starts: int, folder: str, seed: int = 0, each: int = 3) -> dict[str, Any]:
+    """Kills until `kills` have hit, each training up to `each` times, then `starts` commands in their first seconds."""
+    draw = random.Random(seed)
+    whole = cache(lambda name: undisturbed(KINDS[name], Path(folder) / "undisturbed" / name))
+    hits: list[tuple[str, str]] = []
+    survivors: Counter[str] = Counter()
+    while len(hits) < kills:
+        name = list(KINDS)[survivors.total() % len(KINDS)]
+        place = Path(folder) / f"run-{survivors.total()}"
+        expected, seconds = whole(name)
+        new, run = kill_one(KINDS[name], min(draw.randint(1, each), kills - len(hits)), seconds, draw, place)
+        if wrong := differences(run, expected, KINDS[name].tolerance):
+            kept = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
+            raise AssertionError(f"{name}, killed in {new}: differs in {wrong[:5]}. The run is kept in {kept}.")
+        survivors[name] += 1
+        hits += new
+        shutil.rmtree(place)
+    in_imports = kill_starts(starts, whole("one process")[0], draw, Path(folder) / "starts") if starts else 0
+    fell = {phase: Counter(how for how, where in hits if where == phase) for phase in PHASES.values()}
+    return {"fell": fell, "survivors": survivors, "starts": starts, "starts_killed_in_imports": in_imports}
+
+
+# ---- real processes in their first seconds, which are spent in imports
+
+
+class RealCommand:
+    """`python -m cifar_lit ARGV` in `folder`, which takes its temporary files and what it prints too."""
+
+    def __init__(self, argv: list[str], folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log.txt"
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        environment = clean_environment() | {"TMPDIR": str(folder / "tmp")}
+        command = [sys.executable, "-m", "cifar_lit", *argv]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self.started = time.monotonic()
+
+    @property
+    def run_folders(self) -> list[Path]:
+        """What there is of runs, whole or not."""
+        return list((self.folder / "lightning_logs").glob("*"))
+
+    def kill(self) -> None:
+        """Kills it with all it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -> int:
+    """Kills `count` starts at random moments until the first step, and starts each again, which must end well and leave nothing.
+
+    Returns how many of the kills fell before there was a run folder.
+    """
+    timed = RealCommand(TRAINING, folder / "timed")
+    while not any((run / "checkpoints").exists() for run in timed.run_folders):
+        assert timed.process.poll() is None and time.monotonic() < timed.started + LIMIT, timed.log.read_text()[-2000:]
+        time.sleep(0.005)
+    first_step = time.monotonic() - timed.started
+    timed.kill()
+    in_imports = 0
+    for number in range(count):
+        place = folder / f"start-{number}"
+        attempt = RealCommand(TRAINING, place)
+        with suppress(subprocess.TimeoutExpired):
+            attempt.process.wait(draw.uniform(0.0, first_step))
+        assert attempt.process.poll() is None, f"it ended by itself: {attempt.log.read_text()[-800:]}"
+        in_imports += not attempt.run_folders
+        attempt.kill()
+        again = RealCommand(TRAINING, place)
+        assert again.process.wait(LIMIT) == 0, f"it does not start again: {again.log.read_text()[-800:]}"
+        run = run_in(place / "lightning_logs")
+        assert run is not None and differences(run, expected) == []
+        assert left_behind(place) == []
+        shutil.rmtree(place)
+    return in_imports
+
+
+def left_behind(place: Path) -> list[Path]:
+    """What commands left in their folder beside runs and what they printed, and in their folder for temporary files."""
+    beside = [path for path in place.iterdir() if path.name not in ("lightning_logs", "log.txt", "tmp")]
+    return beside + [path for path in (place / "tmp").rglob("*") if path.is_file()]
+
+
+# ---- tests
+
+
+@pytest.mark.stress
+def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
+    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+) -> None:
+    kills, starts = size("kills", 6, 200), size("starts", 1, 10)
+    counts = forking(kill_trainings, kills=kills, starts=starts, folder=str(tmp_path))
+    fell = {phase: sum(by.values()) for phase, by in counts["fell"].items()}
+    assert sum(fell.values()) == kills
+    label = {name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit" for name, kind in KINDS.items()}
+    headline = {"kills that hit": kills, **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()}}
+    headline["killed in their first seconds and started again, identical"] = starts
+    write_counts({**counts, "headline": headline, "unit": {}})
+
+
+def test_what_a_killed_start_leaves_is_found_and_runs_do_not_count(tmp_path: Path) -> None:
+    for name in ("lightning_logs/quickstart-1/config.yaml", "log.txt", "tmp/empty/deeper/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tmp/empty/deeper/x").unlink()
+    assert left_behind(tmp_path) == []
+    for name in ("config.yaml", "tmp/empty/half"):
+        (tmp_path / name).touch()
+    assert sorted(left_behind(tmp_path)) == [tmp_path / "config.yaml", tmp_path / "tmp/empty/half"]
+
+
+def test_plans_cover_every_way_and_phase_and_one_of_two_only_where_there_are_two() -> None:
+    draw = random.Random(0)
+    plans = [draw_plan(draw, 2.0, 2) for _ in range(500)]
+    assert {plan.how for plan in plans} == {NINE, TERM, ONE_OF_TWO}
+    assert {plan.phase for plan in plans} == {None, *PHASES.values()}
+    assert all((plan.rank in (0, 1)) == (plan.how == ONE_OF_TWO) for plan in plans)
+    assert {draw_plan(draw, 2.0, 1).how for _ in range(200)} == {NINE, TERM}
