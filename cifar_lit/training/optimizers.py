@@ -171,7 +171,7 @@ def build_optimizer(
         optimizer = SGD(groups, lr, fused=one_kernel)
         _make_buffers(optimizer)
     # A fused step can unscale gradients itself, too late for clipping: let Lightning's plugin for mixed precision do so.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[union-attr]
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(optimizer)
     return optimizer
 

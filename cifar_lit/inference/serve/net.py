@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse
 
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.plugins import allow_imports, allowed_imports
 
 MAX_REQUESTS = 32  # in one batch
 
@@ -78,14 +79,16 @@ class NetAPI(ls.LitAPI):
         super().__init__(max_batch_size=MAX_REQUESTS, loop=GreedyLoop())
         self.path, self.accelerator, self.pipe = path, accelerator, pipe
         self.siblings: list[int] = []
+        self.imports: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For the net's process: with the processes that were started before it, which is LitServe's for its queues."""
-        return {**self.__dict__, "siblings": [process.pid for process in active_children()]}
+        return {**self.__dict__, "siblings": [process.pid for process in active_children()], "imports": allowed_imports()}
 
     def setup(self, device: str) -> None:
         """Loads the net, runs it once, and says so; runs in the net's process."""
         _end_with_parent(self.siblings)
+        allow_imports(self.imports)  # of the user's own nets
         try:
             info = self._load()
         except (UsageError, Failure) as error:
