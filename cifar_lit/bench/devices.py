@@ -97,7 +97,8 @@ def _measure(settings: Namespace, machine: Machine, batch_size: int, width: floa
     watch = Stopwatch(settings.warmup, -(-len(data.split[0]) // batch_size) if settings.full else settings.steps, settings.rounds)
     precision = fit(Subject(model, data, column.accelerator, column.devices, precision, {}), watch, max_epochs=100_000)
     place = {"batch_size": batch_size, "width": width, "device": column.name}
-    return {**place, "precision": precision, "parameters": model.parameter_count, **speeds_of(watch.laps)}
+    parameters = sum(parameter.numel() for parameter in model.net.parameters())
+    return {**place, "precision": precision, "parameters": parameters, **speeds_of(watch.laps)}
 
 
 def speeds_of(laps: Sequence[Lap]) -> dict[str, Any]:
