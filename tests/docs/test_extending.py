@@ -29,7 +29,12 @@ def test_a_net() -> None:
     assert sum(name.endswith("running_mean") for name in weights) == 3  # one for each block
     assert cifar_lit.load(RUN).card.net == "my_nets.MyNet"
     Image.new("RGB", (16, 16)).save("black.png")
-    PAGE.run(["cifar-lit", "classify", str(RUN), "black.png"])
+    classify = ["cifar-lit", "classify", str(RUN), "black.png"]
+    PAGE.run(classify)
+    with (RUN / "config.yaml").open("a") as config:
+        config.write("# as it would come from someone else\n")
+    with pytest.raises(AssertionError, match=r"my_nets\.MyNet would run code"):
+        PAGE.run(classify)
 
 
 def test_a_data_set() -> None:
