@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import cifar_lit.train
+
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
+    # TensorBoard's pictures would take half of the time, and no page is about them
+    monkeypatch.setattr(cifar_lit.train, "draw_for_tensorboard", lambda *args: None)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
