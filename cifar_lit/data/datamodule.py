@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +20,6 @@ from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
 MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
-
-
-def check_placement(placement: str) -> None:
-    """Raises UsageError for what is no placement."""
-    if placement not in PLACEMENTS:
-        raise UsageError(
-            f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{nearest(placement, PLACEMENTS)}"
-        )
 
 
 def choose_placement(placement: str, size: int, free: int | None) -> str:
@@ -100,22 +93,15 @@ class ImageData(pl.LightningDataModule):
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
         self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
         self.augmentation = Augmentation(crop, flip, cutout)
-        check_placement(placement)
+        if placement not in PLACEMENTS:
+            hint = nearest(placement, PLACEMENTS)
+            raise UsageError(f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{hint}")
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
-            root=root,
-            url=url,
-            image_size=image_size,
-            channels=channels,
-            num_classes=num_classes,
-            count=count,
-            test_size=test_size,
-            split_seed=split_seed,
-            skip_bad=skip_bad,
-            cache_dir=cache_dir,
+            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir
         )
         self._constants: tuple[Tensor, Tensor] | None = None
         self._train_loader: TrainLoader | None = None
@@ -134,8 +120,13 @@ class ImageData(pl.LightningDataModule):
 
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
-        """Indices of the train and the validation images among `train_images`."""
-        return split_validation(self.train_images.labels, self.val_size, self.split_seed)
+        """Rows of the train and the validation images among `train_images`: as the data set says, else by `split_seed`."""
+        val_rows = self.train_images.val_rows
+        if val_rows is None:
+            return split_validation(self.train_images.labels, self.val_size, self.split_seed)
+        rows = torch.arange(len(self.train_images))
+        is_val = torch.isin(rows, torch.tensor(val_rows))
+        return rows[~is_val], rows[is_val]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -156,20 +147,21 @@ class ImageData(pl.LightningDataModule):
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel that images are normalised with."""
         channels = self.train_images.channels
-        measured = channel_statistics(self.train_images.images, self.split[0]) if None in (self._mean, self._std) else ([], [])
         mean, std = (
-            found if given is None else list(given) if isinstance(given, list) else [float(given)] * channels
-            for given, found in zip((self._mean, self._std), measured, strict=True)
+            value if value is None or isinstance(value, list) else [float(value)] * channels for value in (self._mean, self._std)
         )
+        if mean is None or std is None:
+            measured = channel_statistics(self.train_images.images, self.split[0])
+            mean, std = measured[0] if mean is None else mean, measured[1] if std is None else std
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
             raise UsageError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
         return mean, std
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, counted in batches of the size that is saved with it.
+        """The position in the epoch, in batches of the size that is saved with it.
 
-        Lightning saves a loader's own state too, but does not restore it when a schedule has asked how long the
-        training will be, because then it sets the loaders up before it reads the checkpoint.
+        Of the loader's own state, which Lightning saves too, nothing is restored where a schedule has asked how long the training
+        will be: the loaders are then set up before the checkpoint is read.
         """
         return {**self._train_loader.state_dict(), "batch_size": self.batch_size} if self._train_loader else {}
 
@@ -192,7 +184,7 @@ class ImageData(pl.LightningDataModule):
             images: ImageSet = getattr(self, f"{part}_images")
             where = choose_placement(self.placement, images.images.nbytes, free_memory(self.device))
             if where == "device" and images.images.device != self.device:
-                images = ImageSet(images.images.to(self.device), images.labels.to(self.device), images.classes)
+                images = replace(images, images=images.images.to(self.device), labels=images.labels.to(self.device))
             self._placed[key] = images, where
         return self._placed[key]
 
@@ -205,12 +197,14 @@ class ImageData(pl.LightningDataModule):
         check_resolutions(self.resolutions, self.train_images.height, self.train_images.width)
         fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
         images, where = self.placed("train")
+        trainer: Any = self.trainer
+        overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
         loader = TrainLoader(
             images,
             self.split[0],
             self.batch_size,
             self.augmentation,
-            shuffle=self.shuffle,
+            shuffle=self.shuffle and not overfits,
             seed=self.seed,
             fill=fill,
             rank=self._rank,
@@ -262,12 +256,11 @@ class ImageData(pl.LightningDataModule):
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
         loader = self._make_train_loader()
-        _, height, width = self.input_shape
-        plan = self.augmentation.plan(len(loader.source), height, width, self.seed, 0)
-        chosen = loader.order(epoch=0)[:count]
+        plan = self.augmentation.plan(len(loader.source), loader.source.height, loader.source.width, self.seed, 0)
         source = loader.source.images
         plan = plan if plan is None else plan.to(source.device)
-        images = augment_batch(source, chosen.to(source.device), plan, self.augmentation.cutout, loader.fill)
+        rows = loader.order(epoch=0)[:count].to(source.device)
+        images = augment_batch(source, rows, plan, self.augmentation.cutout, loader.fill)
         return images.permute(0, 3, 1, 2).cpu()
 
     @property

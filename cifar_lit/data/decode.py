@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
 
@@ -36,8 +36,7 @@ _PLAIN_REASONS = {  # for what Pillow says, by a part of it
     "decoder object": "damaged or cut short",
     "max_text": "more packed text than belongs to an image",
 }
-_ORIENTATION = 0x0112  # EXIF tag, 1 … 8; 1 is upright
-_UPRIGHT = {
+_UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
@@ -74,9 +73,9 @@ def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, c
         DecodeError: for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's limit against
             decompression bombs (`pixel_limit`).
     """
-    _check_channels(channels)
     with _decode_errors(source):
-        return _array(_decoded(_read(source), size, channels), channels)
+        image = _decoded(source, size, channels)
+        return np.array(image).reshape(image.height, image.width, channels)
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
@@ -84,10 +83,10 @@ def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels:
 
     Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
     """
-    _check_channels(channels)
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        return _array(_upright(image, size, channels), channels)
+        image = _upright(image, size, channels)
+        return np.array(image).reshape(image.height, image.width, channels)
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all
     for position, path in enumerate(paths):
         try:
             with _decode_errors(path):
-                image = _decoded(_read(path), None if all_of_size else size, channels)
+                image = _decoded(path, None if all_of_size else size, channels)
         except DecodeError as error:
             bad[position] = error.reason
             continue
@@ -126,10 +125,7 @@ def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all
 
 
 def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool) -> Iterator[Pixels]:
-    """`work` (a `decode_files` with its settings) of each chunk of paths, in order; some chunks ahead of what is taken.
-
-    With `all_cores` in one process a core, else in this one.
-    """
+    """`work` (a `decode_files` with its settings) of each chunk of paths in order, with `all_cores` in a process a core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not all_cores or cores == 1:
         yield from map(work, chunks)
@@ -172,29 +168,9 @@ def start_worker(pixel_limit: int | None) -> None:
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _check_channels(channels: int) -> None:
-    if channels not in (1, 3):
-        raise ValueError(f"channels must be 1 or 3, not {channels}")
-
-
-def _array(image: Image.Image, channels: int) -> np.ndarray:
-    return np.array(image).reshape(image.height, image.width, channels)
-
-
-def _read(source: str | Path | BinaryIO) -> bytes:
-    if not isinstance(source, str | Path):
-        return source.read()
-    status = os.stat(source)  # noqa: PTH116 (this and open are faster than Path's for many small files)
-    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device may never end
-        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no file")
-    if status.st_size > MAX_FILE_BYTES:
-        raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    with open(source, "rb") as file:  # noqa: PTH123
-        return file.read()
-
-
-def _decoded(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.Image:
-    """The image of a file's bytes in mode RGB or L, upright and of `size`."""
+def _decoded(source: str | Path | BinaryIO, size: tuple[int, int] | None, channels: int) -> Image.Image:
+    """The image of a file in mode RGB or L, upright and of `size`."""
+    data = _read(source) if isinstance(source, str | Path) else source.read()
     if not data:
         raise OSError("the file is empty")
     for signature, kind in _OTHER_FORMATS.items():
@@ -210,15 +186,14 @@ def _decoded(data: bytes, size: tuple[int, int] | None, channels: int) -> Image.
     return _upright(image, size, channels)
 
 
-def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> Image.Image:
-    """A loaded image in mode RGB or L, upright and of `size`."""
-    orientation = _orientation(image)
-    image = _as_mode(image, "RGB" if channels == 3 else "L")
-    if orientation != 1:
-        image = image.transpose(_UPRIGHT[orientation])
-    if size is not None and image.size != size[::-1]:
-        image = _cover(image, *size)
-    return image
+def _read(path: str | Path) -> bytes:
+    status = os.stat(path)  # noqa: PTH116 (this and open are faster than Path's for many small files)
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device may never end
+        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read()
 
 
 def _refuse_cut(data: bytes, file_format: str | None) -> None:
@@ -236,11 +211,30 @@ def _refuse_cut(data: bytes, file_format: str | None) -> None:
         raise OSError("cut short")
 
 
+def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> Image.Image:
+    """A loaded image in mode RGB or L, upright and of `size`: its middle part that has the proportions of `size`."""
+    if channels not in (1, 3):
+        raise ValueError(f"channels must be 1 or 3, not {channels}")
+    orientation = _orientation(image)
+    image = _as_mode(image, "RGB" if channels == 3 else "L")
+    if orientation != 1:
+        image = image.transpose(_UPRIGHT[orientation])
+    if size is None or image.size == size[::-1]:
+        return image
+    height, width = size
+    scale = max(width / image.width, height / image.height)
+    left = max((image.width - width / scale) / 2, 0.0)
+    top = max((image.height - height / scale) / 2, 0.0)
+    box = (left, top, image.width - left, image.height - top)  # thin images are not blown up on the way
+    return image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+
+
 def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 … 8; 1 is upright."""
     if not image.info.keys() & {"exif", "xmp", "Raw profile type exif"}:
         return 1
     try:
-        orientation = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF says nothing about the pixels
         return 1
     return orientation if orientation in _UPRIGHT else 1
@@ -261,15 +255,6 @@ def _as_mode(image: Image.Image, mode: str) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == mode else image.convert(mode)
-
-
-def _cover(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Scales the middle part that has the proportions of height × width; thin images are not blown up on the way."""
-    scale = max(width / image.width, height / image.height)
-    left = max((image.width - width / scale) / 2, 0.0)
-    top = max((image.height - height / scale) / 2, 0.0)
-    box = (left, top, image.width - left, image.height - top)
-    return image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException, InvalidURL
+from math import inf
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, url2pathname, urlopen
 
@@ -42,14 +43,13 @@ class _MirrorError(Exception):
 def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """Returns `target`, downloaded from the first of `urls` that gives a file with that md5, where it is not there already.
 
-    The transfer goes to `target` + ".part", which the next call continues where this one broke off; several processes may
-    call at once: one downloads, the others wait.
+    The transfer goes to `target` + ".part", which the next call continues where this one broke off.
 
     Args:
         name: what the progress and the failures call the file.
         urls: http(s), ftp or file URLs, or plain local paths, all of byte-identical copies.
         md5: 32 hexadecimal digits.
-        target: where the file is to be.
+        target: where the file is to be; processes that could want it at once hold a lock of their own (`file_lock`).
 
     Raises:
         Failure: when a file at `target` has another md5 (it is left as it is), when no mirror gives the file, when the disk is
@@ -57,15 +57,13 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """
     with disk_errors(target.parent):
         if not target.exists():
-            with download_lock(target):
-                if not target.exists():
-                    part = target.with_name(target.name + ".part")
-                    if not (part.exists() and md5_of(part) == md5):  # ended between the last byte and the renaming
-                        _download(name, list(dict.fromkeys(urls)), md5, part, target)
-                    with part.open("rb+") as file:
-                        os.fsync(file.fileno())
-                    part.replace(target)
-                    return target
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(target.name + ".part")
+            if not (part.exists() and md5_of(part) == md5):  # ended between the last byte and the renaming
+                _download(name, urls, md5, part, target)
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            return part.replace(target)
         if not target.is_file() or _size(target) > MAX_DOWNLOAD:  # a pipe would be waited for, a device never end
             expected = f"a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
             raise Failure(f"{target} is another file: wanted is {expected}; delete it or replace it")
@@ -82,26 +80,17 @@ def md5_of(path: Path) -> str:
 
 
 @contextmanager
-def download_lock(path: Path) -> Iterator[None]:
-    """Holds the lock `path` + ".lock" (made with its folder), and says so when another process must be waited for."""
+def file_lock(path: Path, work: str, patience: float = 0.0) -> Iterator[None]:
+    """Holds a lock at `path` (made with its folder); says that another process does `work` after `patience` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with held_lock(Path(f"{path}.lock"), f"waiting for another process that prepares {path}"):
-        yield
-
-
-@contextmanager
-def held_lock(path: Path, waiting: str, patience: float = 0.0) -> Iterator[None]:
-    """Holds a file lock; prints the line `waiting` when another process has had it for `patience` seconds."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=patience)
+        held = lock.acquire(timeout=patience)
     except Timeout:
-        print(waiting, file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
+        print(f"waiting for another process that {work}", file=sys.stderr, flush=True)
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -118,25 +107,22 @@ def disk_errors(folder: Path, needed: int = 0) -> Iterator[None]:
         raise Failure(f"{text}, or choose another folder with --data-dir PATH") from error
 
 
-def _download(name: str, urls: list[str], md5: str, part: Path, target: Path) -> None:
+def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path) -> None:
     """Fills `part` from the urls in turn; those that were only slow get a second turn, the fastest first."""
     reasons: dict[str, str] = {}
-    slow: dict[str, float] = {}
-    while urls or slow:
-        if urls:
-            url = urls.pop(0)
-            min_rate = SLOW_RATE if urls else max(slow.values(), default=0.0)
-        else:
-            url = max(slow, key=slow.__getitem__)
-            del slow[url]
-            min_rate = 0.0  # nothing faster is known, so it may take its time; this also ends the loop
+    rates = dict.fromkeys(urls, inf)  # bytes/s of each url that is still to be tried; inf where nothing is known
+    while rates:
+        url = max(rates, key=rates.__getitem__)
+        untried = rates.pop(url) == inf
+        # at its second turn a mirror may take its time: nothing faster is known
+        min_rate = min(SLOW_RATE, max(rates.values(), default=0.0)) if untried else 0.0
         try:
             return _download_from(name, url, md5, part, min_rate)
         except _MirrorError as error:
             reasons[url] = error.reason
             if error.rate:
-                slow[url] = error.rate
-            if urls or slow:
+                rates[url] = error.rate
+            if rates:
                 print(f"{name} from {_host(url)}: {error.reason}; trying another source", file=sys.stderr, flush=True)
     listed = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
     kept = " What has come is kept, the next start goes on from there." if _size(part) else ""
@@ -251,7 +237,7 @@ def _host(url: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Why a url could not be opened, in a few words."""
-    cause = error.reason if isinstance(error, URLError) else error
+    cause = getattr(error, "reason", error)  # of a URLError
     if isinstance(cause, TimeoutError):
         return "timed out"
     if isinstance(cause, socket.gaierror):

@@ -9,7 +9,6 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISREG
-from typing import NamedTuple
 
 import torch
 
@@ -18,18 +17,10 @@ from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 
-SPLITS = ("train", "test")
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 
 Tree = dict[str, list[File]]  # the files of each class, both sorted
-
-
-class Layout(NamedTuple):
-    """The files of both splits by class; the classes of train are those of the set."""
-
-    train: Tree
-    test: Tree
 
 
 def folder(
@@ -44,9 +35,9 @@ def folder(
 ) -> ImageSet:
     """The train or test images below `root` (JPEG, PNG, WebP, BMP, GIF's first frame; any mode and size).
 
-    Classes are the sorted names of the class folders, whose subfolders are searched too; hidden files are not seen.
-
-    The images are mapped from the cache, so they may be more than fit into memory.
+    Classes are the sorted names of the class folders, whose subfolders are searched too; hidden files are not seen. Where there
+    is a ROOT/val or ROOT/valid beside ROOT/train, its images follow those of train, as `val_rows`, and are the test images
+    too if there is no ROOT/test. The images are mapped from the cache, so they may be more than fit into memory.
 
     Args:
         root: the folder.
@@ -67,69 +58,82 @@ def folder(
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
     if image_size is not None and image_size < 1:
         raise UsageError(f"--data.image_size must be at least 1, not {image_size}")
-    layout = scan(root, test_size, split_seed)
-    files = [file for tree in layout for members in tree.values() for file in members]
+    if channels not in (1, 3):
+        raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
+    parts = scan(root, test_size, split_seed)
+    files = [file for tree in parts.values() for members in tree.values() for file in members]
     images, bad = decoded(root, files, image_size, channels, cache_dir)
     if bad and not skip_bad:
         damaged = f"{len(bad):,} of {len(files):,} images below {root} are damaged: {_listed(bad)}"
         raise Failure(f"{damaged}; mend or remove them, or go on without with --data.skip_bad true")
-    for part, classes in zip(SPLITS, layout, strict=True):
-        for name, members in classes.items():
+
+    chosen = [part for part in parts if part != "test"] if train else [*parts][-1:]
+    labels: dict[str, list[int]] = {}
+    for part, tree in parts.items():
+        for name, members in tree.items():
             if members and all(file.path in bad for file in members):
                 raise Failure(f"no {part} image of class {name} below {root} can be read: {_listed(bad)}")
+        labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
+        left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
+        if left_out and part in chosen:
+            of = f"{sum(map(len, tree.values())):,} {part} images below {root}"
+            _note(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+    chosen_labels = [label for part in chosen for label in labels[part]]
+    count = len(chosen_labels)
+    pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
+    val_rows = range(len(labels["train"]), count) if train and len(chosen) > 1 else None
+    return ImageSet(pixels, torch.tensor(chosen_labels, dtype=torch.int64), tuple(parts["train"]), val_rows)
 
-    tree = layout.train if train else layout.test
-    left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
-    if left_out:
-        of = f"{sum(map(len, tree.values())):,} {SPLITS[not train]} images below {root}"
-        _note(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
-    labels = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
-    rows = slice(0, len(labels)) if train else slice(len(images) - len(labels), len(images))
-    return ImageSet(torch.from_numpy(images[rows]), torch.tensor(labels, dtype=torch.int64), tuple(layout.train))
 
+def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
+    """The image files of each part: train, then val or valid where there is one, then test where the former is not that too.
 
-def scan(root: Path, test_size: float, split_seed: int) -> Layout:
-    """Finds the image files of both splits. Raises UsageError when `root` is not laid out as a data set."""
+    All have the same classes, of which test may be empty in some. Raises UsageError when `root` is not laid out as a data set.
+    """
     if not root.is_dir():
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
     level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
-    others = [name for name in level if name not in SPLITS]
-    parts = [name for name in SPLITS if name in level and (not others or _has_subfolders(level[name].path))]
-    if parts:
-        missing = [name for name in SPLITS if name not in parts]
-        if missing:
+    others = [name for name in level if name not in ("train", "test")]
+    named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
+    parts: dict[str, Tree]
+    if named:
+        val = [name for name in ("val", "valid") if name in others][:1]
+        others = [name for name in others if name not in val]
+        if "train" not in named or len(named + val) == 1:
+            missing = "test" if "train" in named else "train"
             hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
-            raise UsageError(f"{root} has {parts[0]}/ but no {missing[0]}/<class>/… beside it: want {LAYOUT}.{hint}")
+            raise UsageError(f"{root} has {named[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
+        names = ["train", *val, *named[1:]]
         if others:
-            _note(f"{root}: only train/ and test/ are used, not {', '.join(others)}")
-        layout = Layout(_tree(root / "train", "train/", ignored), _tree(root / "test", "test/", ignored))
-        only = {"train/": set(layout.train) - set(layout.test), "test/": set(layout.test) - set(layout.train)}
-        if any(only.values()):
-            differences = " and ".join(f"{part} alone has {_listed(sorted(names))}" for part, names in only.items() if names)
-            raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
+            _note(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
+        parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
+        for name in names[1:]:
+            only = {part: sorted(parts[part].keys() - parts[other].keys()) for part, other in (("train", name), (name, "train"))}
+            if any(only.values()):
+                differences = " and ".join(f"{part}/ alone has {_listed(classes)}" for part, classes in only.items() if classes)
+                raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
     else:
-        layout = split(_tree(root, "", ignored), test_size, split_seed)
-        if not any(layout.test.values()):
+        parts = split(_tree(root, "", ignored), test_size, split_seed)
+        if not any(parts["test"].values()):
             raise UsageError(f"every class below {root} has one image only, so none is left to test with")
     if ignored:
         _note(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
-    return layout
+    return parts
 
 
-def split(tree: Tree, test_size: float, seed: int) -> Layout:
+def split(tree: Tree, test_size: float, seed: int) -> dict[str, Tree]:
     """Splits each class: `test_size` of it, yet at least one image on either side where it has two, is for testing.
 
     The files come in the order of a hash of seed and path, which is the same with every library and machine.
     """
-    layout = Layout({}, {})
+    parts: dict[str, Tree] = {"train": {}, "test": {}}
     for name, files in tree.items():
         shuffled = sorted(files, key=lambda file: sha256(os.fsencode(f"{seed}/{file.path}")).digest())
         count = min(max(round(len(files) * test_size), 1), len(files) - 1)
-        layout.train[name] = sorted(shuffled[count:])
-        layout.test[name] = sorted(shuffled[:count])
-    return layout
+        parts["train"][name], parts["test"][name] = sorted(shuffled[count:]), sorted(shuffled[:count])
+    return parts
 
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:

@@ -1,4 +1,4 @@
-"""The split of training images into train and validation."""
+"""`ImageSet`, the one currency between sources, loaders and everything after them, and its split into train and validation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from cifar_lit.errors import UsageError
 
-# ---- `ImageSet`: the one currency between sources, loaders and everything after them.
-
 
 @dataclass(frozen=True)
 class ImageSet:
@@ -20,6 +18,7 @@ class ImageSet:
     images: uint8 (N, H, W, C), C = 1 or 3, as decoders give them; may be mapped from a file.
     labels: int64 (N,), values in [0, len(classes)).
     classes: one name a class, in label order.
+    val_rows: of training images, the rows that the data set itself keeps for validation; None where it names none.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -27,6 +26,7 @@ class ImageSet:
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
+    val_rows: range | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
@@ -58,7 +58,7 @@ class ImageSet:
 
 
 def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the train and the validation part, both int64 in ascending order.
+    """Rows of the train and the validation part, both int64 in ascending order.
 
     labels: int64 (N,). val_size: a number of images when 1 or more, else a fraction of them. Every class gives its
     proportional share (largest remainders first), chosen as a function of `seed`.
@@ -66,38 +66,33 @@ def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor
     Raises UsageError when the part is negative or leaves nothing to train on.
     """
     count = len(labels)
-    wanted = round(val_size * count) if val_size < 1 else int(val_size)
-    if val_size < 0 or wanted >= count:
+    val_count = round(val_size * count) if val_size < 1 else int(val_size)
+    if val_size < 0 or val_count >= count:
         raise UsageError(f"data.val_size {val_size:g} must leave some of the {count} images to train on")
-    if val_size > 0 and wanted == 0:
+    if val_size > 0 and val_count == 0:
         raise UsageError(f"data.val_size {val_size:g} of {count} images is none: raise it, or use 0 to train on all")
     classes, counts = np.unique(labels.numpy(), return_counts=True)
-    exact = counts * (wanted / count)
-    share = np.floor(exact).astype(int)
-    for position in np.argsort(share - exact, kind="stable")[: wanted - share.sum()]:
-        share[position] += 1
+    exact = counts * (val_count / count)
+    sizes = np.floor(exact).astype(int)
+    sizes[np.argsort(sizes - exact, kind="stable")[: val_count - sizes.sum()]] += 1
     rng = np.random.default_rng(seed)
     validation = np.zeros(count, dtype=bool)
-    for label, size in zip(classes, share, strict=True):
-        members = np.flatnonzero(labels.numpy() == label)
-        validation[rng.permutation(members)[:size]] = True
+    for label, size in zip(classes, sizes, strict=True):
+        validation[rng.permutation(np.flatnonzero(labels.numpy() == label))[:size]] = True
     return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
 
 
-def channel_statistics(images: Tensor, indices: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
+def channel_statistics(images: Tensor, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel over the chosen images, in [0, 1] units, rounded to 4 digits.
 
     images: uint8 (N, H, W, C); at most the first `most` chosen ones are read.
     """
-    channels = images.shape[3]
-    total = torch.zeros(channels, dtype=torch.float64)
-    squares = torch.zeros(channels, dtype=torch.float64)
-    pixels = 0
-    for part in indices[:most].split(2048):
+    channels, pixels = images.shape[3], images[0].numel() // images.shape[3] * len(rows[:most])
+    total, squares = torch.zeros(2, channels, dtype=torch.float64)
+    for part in rows[:most].split(2048):
         values = images.index_select(0, part).view(-1, channels).float() / 255.0
         total += values.sum(0)
         squares += values.square().sum(0)
-        pixels += len(values)
     mean = total / pixels
     std = (squares / pixels - mean.square()).clamp_min(1e-6).sqrt()
     return [round(x, 4) for x in mean.tolist()], [max(round(x, 4), 1e-3) for x in std.tolist()]

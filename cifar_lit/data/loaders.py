@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,8 +54,7 @@ class TrainLoader:
     Every device gets the same number of batches, each its part of the same global batch, which does not depend on the
     number of devices: a training can be gone on with on more or fewer. The last, smaller batch is kept unless it is a
     single image, which batch norm cannot take. Where it has fewer than two for each device, fewer devices share it, and
-    the others get two of its images with a loss weight of 0. The position in the epoch is saved in checkpoints. Batches are
-    made where the images are: on a GPU when `source` has been moved there.
+    the others get two of its images with a loss weight of 0. Batches are made where the images are.
 
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
@@ -115,14 +115,11 @@ class TrainLoader:
         self._resume = (state["epoch"], state["position"])
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: the Trainer makes the first iterator before it sets the epoch, so that everything has to wait
-        # for the first `next`.
+        # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
         self.position = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
         blocks = EpochBlocks(self, self.position)
-        in_order = (
-            read_ahead(blocks, self.workers, self.pin_memory) if self.workers else map(blocks.__getitem__, range(len(blocks)))
-        )
+        in_order = read_ahead(blocks, self.workers, self.pin_memory) if self.workers else (blocks[n] for n in range(len(blocks)))
         for block in in_order:
             for batch in block:
                 self.position += 1
@@ -154,24 +151,17 @@ class EpochBlocks:
         return -(-len(self._sizes) // self._batches)
 
     def __getitem__(self, number: int) -> list[Batch]:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
         first = number * self._batches
         sizes, weights = (values[first : first + self._batches] for values in (self._sizes, self._weights))
         start = sum(self._sizes[:first])
         rows = self._rows[start : start + sum(sizes)]
         images = augment_batch(self._source.images, rows, self._plan, self._cutout, self._fill)
         labels = self._source.labels.index_select(0, rows)
-        if len(sizes) == 1:
-            return [Batch(images, labels, rows, weights[0])]
         return [Batch(*parts) for parts in zip(images.split(sizes), labels.split(sizes), rows.split(sizes), weights, strict=True)]
 
 
 def _to_device_async(values: Tensor, images: Tensor) -> Tensor:
-    """`values` where `images` are."""
-    if images.device.type == "cpu":
-        return values
-    return values.pin_memory().to(images.device, non_blocking=True)
+    return values if images.device.type == "cpu" else values.pin_memory().to(images.device, non_blocking=True)
 
 
 def read_ahead(blocks: EpochBlocks, workers: int, pin_memory: bool) -> Iterator[list[Batch]]:
@@ -185,7 +175,7 @@ def read_ahead(blocks: EpochBlocks, workers: int, pin_memory: bool) -> Iterator[
             cast("Dataset[list[Batch]]", blocks),
             batch_size=None,
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=itemgetter(slice(None)),  # a block is a list of batches already
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
             worker_init_fn=_ignore_signals,
@@ -200,10 +190,6 @@ def read_ahead(blocks: EpochBlocks, workers: int, pin_memory: bool) -> Iterator[
         atexit.unregister(iterator._shutdown_workers)
 
 
-def _unchanged(block: list[Batch]) -> list[Batch]:
-    return block
-
-
 def _ignore_signals(worker: int) -> None:
     """A terminal's Ctrl-C reaches the workers too; the training stops in order, and needs them until then."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -213,9 +199,8 @@ def _ignore_signals(worker: int) -> None:
 class EvalLoader:
     """Batches for validation, test and prediction that hold each image exactly once over all devices.
 
-    The cut into batches does not depend on the number of devices, which take them in turn: so every image is computed
-    in the same company, and sums of integers over batches agree to the last digit. Where batches run out, a device
-    gets one of padding, which keeps the number of steps equal.
+    The cut into batches does not depend on the number of devices, which take them in turn: so every image is computed in the same
+    company, and sums of integers agree to the last digit. Where batches run out, a device gets one of padding.
     """
 
     def __init__(self, source: ImageSet, indices: Tensor, batch_size: int, *, rank: int = 0, world: int = 1) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -21,9 +21,7 @@ def progress(
     At the end comes one line with amount, seconds and rate, if it took at least `min_seconds`.
     """
     started = last_line = time.monotonic()
-    done = 0
-    bar = None
-    task = None
+    done, bar = 0, None
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
     if sys.stderr.isatty() and not silent:
         from rich.console import Console
@@ -32,7 +30,6 @@ def progress(
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         task = bar.add_task(what, total=total or None, amount="")
-        bar.start()
 
     def amount() -> str:
         rate = done * scale / max(time.monotonic() - started, 1e-6)
@@ -42,16 +39,13 @@ def progress(
     def advance(count: int) -> None:
         nonlocal done, last_line
         done += count
-        if bar is not None and task is not None:
+        if bar:
             bar.update(task, completed=done, amount=amount())
         elif not silent and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
             print(f"{what}: {amount()}", file=sys.stderr, flush=True)
 
-    try:
+    with bar or nullcontext():
         yield advance
-    finally:
-        if bar is not None:
-            bar.stop()
     if not silent and time.monotonic() - started >= min_seconds:
         print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

@@ -43,7 +43,6 @@ def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | 
     return None
 
 
-@lru_cache
 def _area_weights(size: int, side: int) -> Tensor:
     """float32 (side, size): how much of each of `size` pixels goes into each of `side`, averaging as area interpolation does."""
     identity = torch.eye(size).view(1, size, size, 1)
@@ -53,10 +52,8 @@ def _area_weights(size: int, side: int) -> Tensor:
 @lru_cache
 def _weights(height: int, width: int, channels: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Matrices that shrink rows from the left, and pixels of a row with all their channels from the right."""
-    across = round(width * side / height)
-    rows = _area_weights(height, side)
-    columns = torch.kron(_area_weights(width, across), torch.eye(channels)).T.contiguous()
-    return rows.to(device), columns.to(device)
+    columns = torch.kron(_area_weights(width, round(width * side / height)), torch.eye(channels)).T.contiguous()
+    return _area_weights(height, side).to(device), columns.to(device)
 
 
 def shrink(images: Tensor, side: int) -> Tensor:

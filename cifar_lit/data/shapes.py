@@ -1,8 +1,7 @@
 """`shapes`: a data set that the program draws itself, so that a first run needs no download.
 
 One figure with random place, size, angle and colours stands before a graded background with thin lines and dots, under noise;
-either of figure and ground may be the brighter one, which is what leaves a linear model helpless. Above ten classes, a class is
-a figure with a smaller one beside it.
+either may be the brighter one, which leaves a linear model helpless. Above ten classes, a class is a figure and a smaller one.
 
 A figure is a function of coordinates x, y (float arrays of one shape) in the figure's own frame, where it fills about the unit
 disc, to the signed distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs. Every figure is
@@ -30,18 +29,6 @@ def _length(x: Array, y: Array) -> Array:
     return np.sqrt(x * x + y * y)  # several times faster than np.hypot, which guards against overflow
 
 
-def _circle(x: Array, y: Array) -> Array:
-    return _length(x, y) - 0.88
-
-
-def _square(x: Array, y: Array) -> Array:
-    return np.maximum(np.abs(x), np.abs(y)) - 0.76
-
-
-def _triangle(x: Array, y: Array) -> Array:
-    return np.maximum(-x, 0.5 * x + 0.8660254 * np.abs(y)) - 0.54
-
-
 def _star(x: Array, y: Array) -> Array:
     tip, notch, sector = 1.08, 0.44, 2 * math.pi / 5
     angle = np.arctan2(y, x)
@@ -55,14 +42,6 @@ def _star(x: Array, y: Array) -> Array:
 def _cross(x: Array, y: Array) -> Array:
     across, along = np.abs(x), np.abs(y)
     return np.maximum(np.maximum(across, along) - 0.95, np.minimum(across, along) - 0.29)
-
-
-def _ring(x: Array, y: Array) -> Array:
-    return np.abs(_length(x, y) - 0.72) - 0.2
-
-
-def _crescent(x: Array, y: Array) -> Array:
-    return np.maximum(_length(x, y) - 0.98, 0.78 - _length(x - 0.5, y))
 
 
 def _heart(x: Array, y: Array) -> Array:
@@ -80,24 +59,18 @@ def _arrow(x: Array, y: Array) -> Array:
     return np.minimum(shaft, head)
 
 
-def _bar(x: Array, y: Array) -> Array:
-    return np.maximum(np.abs(x) - 1, np.abs(y) - 0.28)
-
-
 FIGURES: dict[str, Callable[[Array, Array], Array]] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
+    "circle": lambda x, y: _length(x, y) - 0.88,
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.76,
+    "triangle": lambda x, y: np.maximum(-x, 0.5 * x + 0.8660254 * np.abs(y)) - 0.54,
     "star": _star,
     "cross": _cross,
-    "ring": _ring,
-    "crescent": _crescent,
+    "ring": lambda x, y: np.abs(_length(x, y) - 0.72) - 0.2,
+    "crescent": lambda x, y: np.maximum(_length(x, y) - 0.98, 0.78 - _length(x - 0.5, y)),
     "heart": _heart,
     "arrow": _arrow,
-    "bar": _bar,
+    "bar": lambda x, y: np.maximum(np.abs(x) - 1, np.abs(y) - 0.28),
 }
-
-
 MAX_CLASSES = len(FIGURES) + len(FIGURES) ** 2
 MIN_SIZE = 8
 BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the processor's cache
@@ -129,11 +102,9 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
             block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()
-            block_images = _draw(rng, block_labels, image_size, channels)
-            stop = min(start + len(block_labels), count)
-            images[start:stop] = block_images[: stop - start]
-            labels[start:stop] = block_labels[: stop - start]
-            advance(stop - start)
+            images[start : start + len(block_labels)] = _draw(rng, block_labels, image_size, channels)[: count - start]
+            labels[start : start + len(block_labels)] = block_labels[: count - start]
+            advance(min(len(block_labels), count - start))
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), class_names(num_classes))
 
 
@@ -151,7 +122,8 @@ def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -
     ground = rng.random((channels, count, 1, 1), np.float32)
     # A step of 0.3 to 0.7 around the circle of brightness: plain to see in every channel, brighter or darker alike.
     figure = (ground + _uniform(rng, 0.3, 0.7, (channels, count, 1, 1))) % 1
-    canvas = ground + _slopes(rng, x, y, channels)
+    slope_x, slope_y = (_uniform(rng, -0.12, 0.12, (channels, count, 1, 1)) for _ in "xy")
+    canvas = ground + (slope_x * (2 * x - 1) + slope_y * (2 * y - 1))
     for coverage in _clutter(rng, x, y):
         _paint(canvas, coverage, rng.random((channels, count, 1, 1), np.float32))
     for coverage in _figures(rng, labels, x, y):
@@ -174,12 +146,6 @@ def _paint(canvas: Array, coverage: Array, colour: Array) -> None:
 def _coverage(distance: Array, size: int) -> Array:
     """How much of each pixel lies inside, from the distance to the edge in image widths: antialiasing one pixel wide."""
     return np.clip(0.5 - distance * size, 0, 1)
-
-
-def _slopes(rng: Generator, x: Array, y: Array, channels: int) -> Array:
-    """A linear gradient for each channel, of at most ±0.12, as (C, N, H, W)."""
-    shape = (channels, len(x), 1, 1)
-    return _uniform(rng, -0.12, 0.12, shape) * (2 * x - 1) + _uniform(rng, -0.12, 0.12, shape) * (2 * y - 1)
 
 
 def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:

@@ -29,6 +29,11 @@ class SourceSettings:
     skip_bad: bool = False
     cache_dir: str | None = None
 
+    @property
+    def path(self) -> Path:
+        """The root as a path, `data` where there is none."""
+        return Path(self.root or "data").expanduser()
+
 
 @dataclass(frozen=True)
 class Source:
@@ -50,17 +55,13 @@ def _archive(name: str, files: tuple[str, ...], image_size: int, channels: int, 
     def load(settings: SourceSettings, train: bool) -> ImageSet:
         from cifar_lit.data import archives  # imports torchvision, which the other sources need not wait for
 
-        images: ImageSet = getattr(archives, name)(_root(settings), train, (settings.url,) if settings.url else ())
+        images: ImageSet = getattr(archives, name)(settings.path, train, (settings.url,) if settings.url else ())
         return images
 
     def at_hand(settings: SourceSettings) -> bool:
-        return any((_root(settings) / file).exists() for file in files)
+        return any((settings.path / file).exists() for file in files)
 
     return Source(load, at_hand, {"image_size": image_size, "channels": channels, "num_classes": num_classes})
-
-
-def _root(settings: SourceSettings) -> Path:
-    return Path(settings.root or "data").expanduser()
 
 
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
@@ -69,14 +70,14 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         raise UsageError("the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…")
     images = folder(
-        _root(settings),
+        settings.path,
         train,
         image_size=settings.image_size,
         channels=settings.channels or 3,
         test_size=settings.test_size,
         split_seed=settings.split_seed,
         skip_bad=settings.skip_bad,
-        cache_dir=Path(settings.cache_dir).expanduser() if settings.cache_dir else None,
+        cache_dir=Path(settings.cache_dir) if settings.cache_dir else None,
     )
     if settings.num_classes not in (None, len(images.classes)):
         raise UsageError(
@@ -104,18 +105,13 @@ SOURCES: dict[str, Source] = {
     "cifar10": _archive("cifar10", ("cifar-10-batches-py", "cifar-10-python.tar.gz"), 32, 3, 10),
     "cifar100": _archive("cifar100", ("cifar-100-python", "cifar-100-python.tar.gz"), 32, 3, 100),
     "fashion_mnist": _archive("fashion_mnist", ("FashionMNIST/raw",), 28, 1, 10),
-    "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and _root(settings).exists()),
+    "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),
     "shapes": Source(_shapes),
 }
 
 
 def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet:
-    """The train or the test images of a data set.
-
-    Args:
-        dataset: a name in `SOURCES`, or the import path of a function like `Source.load` or of a `Source`.
-        settings: what the source may look at.
-        train: whether the training images are meant.
+    """The train or the test images of a data set, a name in `SOURCES` or an import path of a `Source` or its `load`.
 
     Raises:
         UsageError: for an unknown name or settings that do not fit.

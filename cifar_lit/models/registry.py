@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models import whitened
+from cifar_lit.models.torchvision_nets import build_torchvision_net, torchvision_names, torchvision_net_takes_any_size
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.plugins import import_callable, is_import_path
 
@@ -22,8 +23,8 @@ from cifar_lit.plugins import import_callable, is_import_path
 class NetSpec(NamedTuple):
     """How a net is built, and what it takes.
 
-    build: called with the keywords channels, image_size (height, width), num_classes, width (multiplies the hidden widths) and
-        the net's own options; images (B, channels, *image_size) to logits (B, num_classes).
+    build: called with the keywords channels, image_size (height, width), num_classes, width (see `build_net`) and the net's own
+        options; gives a module that takes float images (B, channels, height, width) to logits (B, num_classes).
     min_size: the least height and width of images; a function of the options where these decide it.
     any_size: whether a net that was built for one size takes images of others too.
     options: the names of the net's own options; None where any may be given.
@@ -48,8 +49,6 @@ NETS: dict[str, NetSpec] = {
 
 def net_names() -> list[str]:
     """Every name that `build_net` knows: ours first, then torchvision's."""
-    from cifar_lit.models.torchvision_nets import torchvision_names
-
     return [*NETS, *torchvision_names()]
 
 
@@ -70,10 +69,7 @@ def build_net(
         image_size: the side of square images, or (height, width), in pixels.
         num_classes: how many logits there are.
         width: multiplies the hidden widths of a net of ours; torchvision's have their own.
-        options: plain values for a net that has options of its own; `NETS` says which.
-
-    Returns:
-        A module that takes float images (B, channels, height, width) to logits (B, num_classes).
+        options: plain values for the net's own options.
 
     Raises:
         UsageError: for an unknown name or option, values that cannot be meant, or images too small for the net.
@@ -88,10 +84,13 @@ def build_net(
         raise UsageError(f"width multiplies the hidden widths, so it must be above 0, not {width}.")
     spec = _spec(name)
     options = dict(options or {})
-    _check_options(name, options, spec.options if spec else ())
+    known = spec.options if spec else ()
+    for option in options:
+        if known == ():
+            raise UsageError(f"{name} has no options: leave model.net_options out, not {option!r}.")
+        if known is not None and option not in known:
+            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, known)} It has {', '.join(known)}.")
     if spec is None:
-        from cifar_lit.models.torchvision_nets import build_torchvision_net
-
         if width != 1:
             raise UsageError(f"width is for {', '.join(NETS)}; {name} has a width of its own, so leave width at 1.")
         return build_torchvision_net(name, channels=channels, image_size=size, num_classes=num_classes)
@@ -117,12 +116,7 @@ def takes_any_size(name: str) -> bool:
     Not smaller ones than it can be built for: build it for the smallest. Raises UsageError for an unknown name.
     """
     spec = _spec(name)
-    if spec is not None:
-        return spec.any_size
-
-    from cifar_lit.models.torchvision_nets import torchvision_net_takes_any_size
-
-    return torchvision_net_takes_any_size(name)
+    return spec.any_size if spec else torchvision_net_takes_any_size(name)
 
 
 def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
@@ -132,18 +126,13 @@ def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
 
 
 class _WeightsOnMetaDevice(TorchFunctionMode):
-    """What layers make their weights with goes to the meta device; small tensors that builders compute with stay real.
-
-    `with torch.device("meta")` would take these too, and torchvision's regnets read widths from one.
-    """
+    """Layers' weights on the meta device; small tensors that builders compute with (as torchvision's regnets) stay real."""
 
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        settings = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros, torch.ones):
-            settings["device"] = "meta"
-        return func(*args, **settings)
+        place = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}
+        return func(*args, **{**(kwargs or {}), **place})
 
 
 def _spec(name: str) -> NetSpec | None:
@@ -154,8 +143,8 @@ def _spec(name: str) -> NetSpec | None:
         target = import_callable(name)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     if name not in net_names():
-        ours = ", ".join(NETS)
-        raise UsageError(f"There is no net named {name!r}.{nearest(name, net_names())} There are {ours} and torchvision's nets.")
+        hint = nearest(name, net_names())
+        raise UsageError(f"There is no net named {name!r}.{hint} There are {', '.join(NETS)} and torchvision's nets.")
     return None
 
 
@@ -165,11 +154,3 @@ def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return tuple(name for name in parameters if name not in ("channels", "image_size", "num_classes", "width"))
-
-
-def _check_options(name: str, options: Mapping[str, Any], known: tuple[str, ...] | None) -> None:
-    for option in options:
-        if known == ():
-            raise UsageError(f"{name} has no options: leave model.net_options out, not {option!r}.")
-        if known is not None and option not in known:
-            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, known)} It has {', '.join(known)}.")

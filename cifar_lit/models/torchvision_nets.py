@@ -5,8 +5,11 @@ torchvision.models is imported when one of its nets is named or listed: it takes
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 from cifar_lit.errors import UsageError
@@ -14,7 +17,6 @@ from cifar_lit.errors import UsageError
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
-FIXED_SIZE = ("vit_", "maxvit_")  # a position's embedding, or windows, for one size only
 MAX_TRIED_SIZE = 224  # every net of torchvision was made for images of about this size
 
 
@@ -27,14 +29,14 @@ def torchvision_names() -> list[str]:
 
 def torchvision_net_takes_any_size(name: str) -> bool:
     """Whether a net pools or averages over what it is given; the others fix the size when they are built."""
-    return not name.startswith(FIXED_SIZE)
+    return not name.startswith(("vit_", "maxvit_"))  # a position's embedding, or windows, for one size only
 
 
 def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
 
-    `resnet18`, `resnet34` and `resnet50` get the stem for 32-pixel images; the others are as published but for the first
-    convolution's channels. `image_size` is (height, width). Raises UsageError when the net cannot take that size.
+    The nets of `SMALL_STEM` get a stem for 32-pixel images; the others are as published but for the first convolution's channels.
+    Raises UsageError when the net cannot take images of that (height, width).
     """
     from torchvision import models
 
@@ -46,12 +48,9 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
     if channels != 3:
         _set_channels(net, channels)
     if not _runs(net, channels, image_size):
-        low, high = min(image_size), MAX_TRIED_SIZE  # `low` fails, `high` is hoped to run
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if _runs(net, channels, (middle, middle)) else (middle, high)
-        height, width = image_size
-        raise UsageError(f"{name} cannot take {height}×{width} images; the least size is {high}×{high}.")
+        sides = range(MAX_TRIED_SIZE)
+        least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: _runs(net, channels, (side, side)))
+        raise UsageError(f"{name} cannot take {image_size[0]}×{image_size[1]} images; the least size is {least}×{least}.")
     return net
 
 
@@ -77,14 +76,8 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
 def _set_channels(net: nn.Module, channels: int) -> None:
     """Replaces the net's first convolution by one that takes `channels`, its weights drawn with the spread of the old ones."""
     path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))
-    new = nn.Conv2d(
-        channels,
-        old.out_channels,
-        old.kernel_size,  # type: ignore[arg-type]
-        stride=old.stride,  # type: ignore[arg-type]
-        padding=old.padding,  # type: ignore[arg-type]
-        bias=old.bias is not None,
-    )
+    settings: Any = {name: getattr(old, name) for name in ("kernel_size", "stride", "padding")}
+    new = nn.Conv2d(channels, old.out_channels, bias=old.bias is not None, **settings)
     if not old.weight.is_meta:  # of a net without memory for its weights
         nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
     net.set_submodule(path, new)
@@ -92,7 +85,7 @@ def _set_channels(net: nn.Module, channels: int) -> None:
 
 def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
     """Whether a forward pass goes through, by shapes alone: on the meta device nothing is computed."""
-    tensors: dict[str, Tensor] = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     training = net.training
     net.eval()

@@ -29,9 +29,6 @@ def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
 
     Returns:
         (B, classes), at least float32 where there are several views.
-
-    Raises:
-        UsageError: for other `views`.
     """
     check_views(views)
     if views == "none":

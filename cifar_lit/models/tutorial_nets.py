@@ -6,6 +6,8 @@ classes. `nn.Flatten` reads images in NCHW order whatever their memory format, s
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 
@@ -36,31 +38,22 @@ def signs_mlp(*, channels: int, image_size: tuple[int, int], num_classes: int, w
     return nn.Sequential(nn.Flatten(), *_mlp(channels * image_size[0] * image_size[1], 25, 16, num_classes, width))
 
 
-def lenet(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """LeNet-5 in its ReLU and max-pooling form (seed 002)."""
-    return _lenet_like(channels, image_size, num_classes, width, units=(6, 16, 120, 84))
-
-
-def fashion_cnn(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """LeNet's smaller sibling for 28×28 grey images (seed 004)."""
-    return _lenet_like(channels, image_size, num_classes, width, units=(6, 12, 120, 60))
-
-
-def _lenet_like(
-    channels: int, image_size: tuple[int, int], num_classes: int, width: float, units: tuple[int, int, int, int]
+def lenet(
+    *,
+    channels: int,
+    image_size: tuple[int, int],
+    num_classes: int,
+    width: float,
+    units: tuple[int, int, int, int] = (6, 16, 120, 84),
 ) -> nn.Module:
+    """LeNet-5 in its ReLU and max-pooling form (seed 002)."""
     first, second = scaled(units[0], width), scaled(units[1], width)
     rows, columns = (((side - 4) // 2 - 4) // 2 for side in image_size)  # two 5×5 convolutions without padding, each halved
-    return nn.Sequential(
-        nn.Conv2d(channels, first, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(first, second, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        *_mlp(second * rows * columns, units[2], units[3], num_classes, width),
-    )
+    layers = [nn.Conv2d(channels, first, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), *_mlp(second * rows * columns, *units[2:], num_classes, width))
+
+
+fashion_cnn = partial(lenet, units=(6, 12, 120, 60))  # LeNet's smaller sibling for 28×28 grey images (seed 004)
 
 
 def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> list[nn.Module]:
@@ -75,11 +68,8 @@ def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, wi
     starts with 32 channels takes twice as long for the same accuracy on `shapes`.
     """
     layers: list[nn.Module] = []
-    inputs = channels
     for units in (16, 32, 64, 128):
-        outputs = scaled(units, width)
-        if layers:
-            layers.append(nn.MaxPool2d(2))
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-        inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+        inputs, channels = channels, scaled(units, width)
+        layers += [nn.Conv2d(inputs, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))

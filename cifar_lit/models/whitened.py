@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,7 @@ from torch.nn import functional as F
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.tutorial_nets import scaled
 
-# ---- Filters that whiten the patches of images: uncorrelated outputs of equal strength, before anything is learned.
-
-# airbench's: without it, directions in which patches hardly differ would be blown up to noise.
-EPS = 5e-4
+EPS = 5e-4  # airbench's: without it, directions in which patches hardly differ would be blown up to noise
 BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at once: 64 MiB in float64
 
 
@@ -28,13 +25,9 @@ BLOCK_NUMBERS = 2**23  # numbers in the patches of images that are summed at onc
 def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """Filters that whiten the patches at every place of `images`: C·patch² of them, then the same negated.
 
-    The covariance of the patches, not centred, is V·diag(e)·Vᵀ; the filters are the columns of V divided by √(e + eps), that
-    of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and Ng 2012; as in
-    airbench).
-
-    Summed in float64 on the images' device and decomposed on the CPU, which is faster for so small a matrix. An eigenvector's
-    sign is free: here its first component is positive, leaving out those that are zero but for rounding, so that the same
-    images give the same filters again.
+    The covariance of the patches, not centred, is V·diag(e)·Vᵀ, summed in float64; the filters are the columns of V divided by
+    √(e + eps), that of the largest e first, so that a narrow layer after them passes on the strongest directions (Coates and
+    Ng 2012; as in airbench). An eigenvector's sign is free: here its first component that is not zero is positive.
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.
@@ -105,31 +98,31 @@ class WhitenedOptions:
     logit_scale: float | None = None
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.widths, list) and len(self.widths) > 0
-        self._check("widths", listed and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group")
-        groups = len(self.widths)
-        counts = len(self.depths) == groups and all(map(_is_count, self.depths))
-        self._check("depth", counts, f"a whole number above 0, or a list of {groups}, one a group")
-        self._check("depth", max(self.depths) <= MAX_DEPTH, f"at most {MAX_DEPTH}")
-        for name in ("residual", "whiten_bias"):
-            self._check(name, isinstance(getattr(self, name), bool), "true or false")
-        if self.residual and max(self.depths) == 1:
+        groups = len(self.widths) if isinstance(self.widths, list) else 0
+        depths = self.depth if isinstance(self.depth, list) else [self.depth] * groups
+        counts = len(depths) == groups and all(map(_is_count, depths))
+        rules = [
+            ("widths", groups and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group"),
+            ("depth", counts, f"a whole number above 0, or a list of {groups}, one a group"),
+            ("depth", counts and max(depths, default=0) <= MAX_DEPTH, f"at most {MAX_DEPTH}"),
+            ("residual", isinstance(self.residual, bool), "true or false"),
+            ("whiten_bias", isinstance(self.whiten_bias, bool), "true or false"),
+            ("patch", _is_count(self.patch), "a whole number of pixels above 0"),
+            ("stride", _is_count(self.stride), "a whole number of pixels above 0"),
+            ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),
+            ("head_pool", self.head_pool in HEAD_POOLS, f"one of {', '.join(HEAD_POOLS)}"),
+            ("norm_momentum", _is_positive(self.norm_momentum) and self.norm_momentum <= 1, "above 0 and at most 1"),
+            ("logit_scale", self.logit_scale is None or _is_positive(self.logit_scale), "a number above 0, or null"),
+        ]
+        for name, valid, rule in rules:
+            if not valid:
+                value = getattr(self, name)
+                hint = nearest(str(value), {"activation": tuple(ACTIVATIONS), "head_pool": HEAD_POOLS}.get(name, ()))
+                raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
+        if self.residual and max(depths) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
-        for name in ("patch", "stride"):
-            self._check(name, _is_count(getattr(self, name)), "a whole number of pixels above 0")
         if self.stride > self.patch:
             raise UsageError(f"model.net_options.stride {self.stride} would skip pixels: it can be {self.patch} (patch) at most")
-        for name, choices in (("activation", tuple(ACTIVATIONS)), ("head_pool", HEAD_POOLS)):
-            value = getattr(self, name)
-            self._check(name, value in choices, f"one of {', '.join(choices)}", nearest(str(value), choices))
-        momentum, scale = self.norm_momentum, self.logit_scale
-        self._check("norm_momentum", _is_number(momentum) and 0 < momentum <= 1, "above 0 and at most 1")
-        positive = scale is None or (_is_number(scale) and 0 < scale < float("inf"))
-        self._check("logit_scale", positive, "a number above 0, or null")
-
-    def _check(self, name: str, valid: bool, rule: str, hint: str = "") -> None:
-        if not valid:
-            raise UsageError(f"model.net_options.{name} must be {rule}, not {getattr(self, name)!r}.{hint}")
 
     @property
     def depths(self) -> list[int]:
@@ -149,16 +142,12 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def whitened(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> WhitenedNet:
-    """The whitened net with random weights; `options` are those of `WhitenedOptions`, `width` multiplies its widths.
-
-    It takes images of any size from `min_size(**options)` on, at several sizes in one training too, so that `image_size` is
-    for the caller's check alone. `WhitenedNet.initialise` computes its first layer.
-    """
+    """The whitened net with random weights for images of any size from `min_size` on; `options` are `WhitenedOptions`."""
     settings = WhitenedOptions(**options)
     return WhitenedNet(channels, [scaled(units, width) for units in settings.widths], num_classes, settings)
 
@@ -175,31 +164,24 @@ class WhitenedNet(nn.Module):
 
     Float images (B, channels, height, width) to float logits (B, num_classes): both ends compute in the weights' precision even
     under autocast, the whitening because its filters span orders of magnitude, the head because bfloat16 would tie classes.
-
-    whiten: its weight is computed, not trained; its bias is trained unless the options say otherwise. groups: a `Group` a
-    width. head: the linear layer.
-    whitened: bool (), a buffer, whether `initialise` was called; saved with the weights, so that it is not called on them again.
+    The buffer `whitened`, bool (), tells whether `initialise` was called, also of a net that is loaded.
     """
 
     whitened: Tensor
 
     def __init__(self, channels: int, widths: list[int], num_classes: int, options: WhitenedOptions) -> None:
         super().__init__()
-        patch, inputs = options.patch, 2 * channels * options.patch**2
-        self.whiten = nn.Conv2d(channels, inputs, patch, stride=options.stride, padding=options.padding)
+        inputs = 2 * channels * options.patch**2
+        self.whiten = nn.Conv2d(channels, inputs, options.patch, stride=options.stride, padding=options.padding)
         self.whiten.weight.requires_grad_(False)
-        assert self.whiten.bias is not None
-        nn.init.zeros_(self.whiten.bias).requires_grad_(options.whiten_bias)
+        nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(options.whiten_bias)
         self.register_buffer("whitened", torch.tensor(False))
         self.activation = ACTIVATIONS[options.activation]
-        groups: list[Group] = []
-        for outputs, depth in zip(widths, options.depths, strict=True):
-            groups.append(Group(inputs, outputs, depth, options))
-            inputs = outputs
-        self.groups = nn.Sequential(*groups)
-        self.head = nn.Linear(inputs, num_classes, bias=False)
+        sources = [inputs, *widths[:-1]]
+        self.groups = nn.Sequential(*(Group(*sizes, options) for sizes in zip(sources, widths, options.depths, strict=True)))
+        self.head = nn.Linear(widths[-1], num_classes, bias=False)
         self.pool = options.head_pool
-        self.logit_scale = 1 / inputs if options.logit_scale is None else options.logit_scale
+        self.logit_scale = options.logit_scale or 1 / widths[-1]
         if options.logit_scale is None:
             with torch.no_grad():
                 self.head.weight.div_(self.head.weight.std())
@@ -216,10 +198,7 @@ class WhitenedNet(nn.Module):
 
     @torch.no_grad()
     def initialise(self, images: Tensor) -> None:
-        """Computes the first layer's filters from float images (N, channels, height, width): normalised, not augmented.
-
-        The records take the first 5,000 of the training set. Each call gives the same filters for the same images.
-        """
+        """Computes the first layer's filters from float images (N, channels, height, width): normalised, not augmented."""
         if images.ndim != 4 or images.shape[1] != self.whiten.in_channels or not len(images):
             raise ValueError(f"images must be (N, {self.whiten.in_channels}, height, width), not {tuple(images.shape)}")
         self.whiten.weight.copy_(whitening_filters(images, self.whiten.kernel_size[0]))
@@ -247,26 +226,22 @@ class Group(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         """The maps of half the sides, rounded down."""
         maps = F.max_pool2d(self.convs[0](maps), 2)
-        skipped = maps = self.activation(self.norms[0](maps))
+        first = maps = self.activation(self.norms[0](maps))
         for place in range(1, len(self.convs)):
             maps = self.norms[place](self.convs[place](maps))
             if self.residual and place == len(self.convs) - 1:
-                maps = maps + skipped
+                maps = maps + first
             maps = self.activation(maps)
         return maps
 
 
-def _autocasts(images: Tensor) -> bool:
-    """Whether autocast can be on for the device of `images`; there is none on torch's meta device."""
-    return torch.amp.is_autocast_available(images.device.type)
-
-
 def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(images.device.type, enabled=False) if _autocasts(images) else nullcontext()
+    kind = images.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()  # meta has none
 
 
 def _rounded_for_autocast(maps: Tensor) -> Tensor:
     """`maps` as autocast hands them on: the activation at full resolution then moves half the memory."""
     kind = maps.device.type
-    lower = _autocasts(maps) and torch.is_autocast_enabled(kind)
+    lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return maps.type(torch.get_autocast_dtype(kind)) if lower else maps

@@ -32,6 +32,7 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
+FOLDER_ATTRIBUTE = 0x10  # of a zip file's part: torch reads nothing into the tensor of such a one, and says nothing
 
 
 class DamagedCheckpoint(Failure):
@@ -214,12 +215,15 @@ def check_container(path: Path) -> None:
             if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
                 raise InvalidFileError("it claims to hold more than it does")
             damaged = container.testzip()
+            folders = any(entry.external_attr & FOLDER_ATTRIBUTE for entry in entries)
     except (InvalidFileError, OSError):
         raise
     except Exception as error:  # a damaged directory raises whatever its garbage leads to
         raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from None
     if damaged is not None:
         raise _damaged(path, "its checksum does not match")
+    if folders:
+        raise _damaged(path, "a part of it is marked as a folder")
 
 
 def check_contents(checkpoint: Mapping[str, Any]) -> None:

@@ -167,7 +167,7 @@ class ImageClassifier(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums().tolist())
-        self.running.epoch = running.epoch
+        self.running.epoch, self.running.batches = running.epoch, running.batches
         self._initialise_from_images()
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -210,13 +210,14 @@ class ImageClassifier(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Counts the images, which a replayed step could not."""
         self.running.images += len(batch.labels) if batch.loss_weight else 0
+        self.running.batches += 1
         if self._graphs is not None:
             self._graphs.batch = batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
         loop = self.trainer.fit_loop.epoch_loop
-        if self.running.images and (loop.batch_progress.is_last_batch or loop.done):
+        if self.running.batches and (loop.batch_progress.is_last_batch or loop.done):
             self._log_row(weight_norm=loop.batch_progress.is_last_batch)
         elif self._log_is_due:
             self._log_row()
@@ -224,7 +225,7 @@ class ImageClassifier(pl.LightningModule):
     @property
     def _log_is_due(self) -> bool:
         steps = self.global_step - self.logged_step
-        return self.running.images > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return self.running.batches > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     def _log_row(self, weight_norm: bool = False) -> None:
         loss, hits, images = sums = self._reduced_sums()
@@ -353,5 +354,6 @@ class ImageClassifier(pl.LightningModule):
             elif rank == 0:  # the sums of all devices go on in the first one
                 self.running = RunningMetrics(self.device, *map(sum, zip(*rows, strict=True)))
             self.running.epoch = list(state["epoch_sums"])
+            self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
             self.logged_step = state["logged_step"]
             self.score = Score.from_dict(state["score"])

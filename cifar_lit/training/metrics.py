@@ -65,8 +65,9 @@ class Score(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> Score | None:
-        """A score out of a checkpoint, of this version or an older one; None for None."""
-        return cls(**{name: value for name, value in values.items() if name in cls._fields}) if values else None
+        """A score out of a checkpoint, of this version, an older or a newer one; None where there is none, or a part of one."""
+        known = {name: value for name, value in (values or {}).items() if name in cls._fields}
+        return cls(**known) if all(name in known or name in cls._field_defaults for name in cls._fields) else None
 
     def scalars(self, stage: str) -> dict[str, float]:
         """Everything that is one number, by the names that loggers and callbacks know it by, such as `val/accuracy`."""
@@ -117,6 +118,7 @@ class RunningMetrics:
 
     loss, hits: float32 scalars. images: their number, counted by the host. non_finite: 1 once a loss was NaN or infinite;
     finite_steps: how many steps came before that one. epoch: loss, hits and images of all devices in the rows of this epoch.
+    batches: how many there were since that row, the same on every device, also where one had no image of a batch.
     """
 
     def __init__(self, device: torch.device, loss: float = 0.0, hits: float = 0.0, images: float = 0) -> None:
@@ -124,6 +126,7 @@ class RunningMetrics:
         self.images = int(images)
         self.non_finite, self.finite_steps = torch.zeros((), device=device), torch.zeros((), device=device)
         self.epoch = [0.0, 0.0, 0.0]
+        self.batches = 0
 
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Adds the mean loss and the hits of a batch: logits (B, classes) for int64 labels (B,)."""
@@ -144,7 +147,7 @@ class RunningMetrics:
         self.loss.zero_()
         self.hits.zero_()
         self.finite_steps.zero_()
-        self.images = 0
+        self.images = self.batches = 0
 
     def epoch_means(self) -> tuple[float, float]:
         """Mean training loss and accuracy over the epoch so far, all devices together."""

@@ -178,7 +178,6 @@ def test_a_folder_takes_every_format_mode_and_size_and_scales_to_32_where_they_d
     assert config_of(run_dir)["data"]["root"] == "own"
 
 
-@pytest.mark.xfail(strict=False, reason="val/ beside train/ and test/ is not read yet")
 @pytest.mark.parametrize("name", ["val", "valid"])
 def test_val_beside_train_and_test_is_the_validation_set(working_folder: Path, name: str) -> None:
     folders = {"train/cat": 6, "train/dog": 6, f"{name}/cat": 3, f"{name}/dog": 4, "test/cat": 2, "test/dog": 2}
@@ -189,7 +188,6 @@ def test_val_beside_train_and_test_is_the_validation_set(working_folder: Path, n
     assert re.search(r"\bvalidation 7\b", answer.out), answer.out
 
 
-@pytest.mark.xfail(strict=False, reason="a folder with train/ and val/ alone is refused yet")
 def test_val_is_the_test_set_too_where_there_is_no_test(working_folder: Path) -> None:
     draw_folder(working_folder / "own", {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 4})
     answer = run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1")

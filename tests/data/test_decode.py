@@ -45,12 +45,6 @@ def test_formats_decode_to_the_pixels_that_were_saved(tmp_path: Path, name: str,
     assert np.abs(pixels.astype(int) - np.asarray(image).astype(int)).mean() <= tolerance
 
 
-def test_of_an_animated_gif_the_first_frame_is_taken() -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert (decode(io.BytesIO(data)) == [255, 0, 0]).all()
-
-
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_parts_become_white_and_half_transparent_ones_half_white(mode: str) -> None:
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
@@ -62,6 +56,11 @@ def test_transparent_parts_become_white_and_half_transparent_ones_half_white(mod
     assert (pixels[:, :4] == 0).all() and (pixels[:, 6:] == 255).all()
     if mode != "P":
         assert (np.abs(pixels[:, 4:6].astype(int) - 127) <= 1).all()
+
+
+def moving() -> bytes:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
 
 
 def transparent_colour() -> bytes:
@@ -79,6 +78,7 @@ def half_white(mode: str) -> bytes:
 @pytest.mark.parametrize(
     ("data", "channels", "expected"),
     [
+        (moving(), 3, [[255, 0, 0]] * 8),
         (transparent_colour(), 3, [[255, 255, 255], [1, 2, 3]]),
         (encoded(Image.fromarray(np.array([[0, 257, 32768, 65535]], np.uint16)), "PNG"), 1, [[0], [1], [128], [255]]),
         (half_white("1"), 3, [[0] * 3] * 4 + [[255] * 3] * 4),
@@ -86,7 +86,7 @@ def half_white(mode: str) -> bytes:
         (encoded(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95), 3, [[254, 0, 0]]),
         (encoded(Image.new("RGB", (4, 4), (0, 255, 0)), "PNG"), 1, [[150]]),  # luma
     ],
-    ids=["transparent colour", "16 bits", "black and white", "grey", "CMYK", "to grey"],
+    ids=["first frame", "transparent colour", "16 bits", "black and white", "grey", "CMYK", "to grey"],
 )
 def test_every_mode_keeps_its_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
     pixels = decode(io.BytesIO(data), channels=channels)
@@ -123,7 +123,7 @@ def test_shrinking_averages_what_is_fine_instead_of_picking_pixels() -> None:
     assert np.abs(pixels.astype(int) - 127).max() <= 3
 
 
-@pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (3, 7)])
+@pytest.mark.parametrize("size", [(1, 3000), (3000, 1)])
 def test_very_thin_images_are_scaled_too(size: tuple[int, int]) -> None:
     assert decode(io.BytesIO(encoded(Image.new("RGB", size, "red"), "PNG")), (32, 32)).tolist() == [[[255, 0, 0]] * 32] * 32
 
@@ -149,17 +149,14 @@ def test_files_that_are_cut_anywhere_or_end_in_zeros_are_errors(file_format: str
                 decode(io.BytesIO(data[:kept] + bytes(len(data) - kept)))
 
 
-def test_errors_give_the_name_and_a_short_reason(tmp_path: Path) -> None:
+def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(), "JPEG")[:-200])
-    with pytest.raises(DecodeError, match=r"a\.jpg cannot be read as an image: cut short$") as caught:
-        decode(tmp_path / "a.jpg")
-    assert caught.value.reason == "cut short" and caught.value.exit_code == 1
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    with pytest.raises(DecodeError, match="not a JPEG, PNG"):
-        decode(tmp_path / "b.jpg")
-    with pytest.raises(DecodeError, match="No such file"):
-        decode(tmp_path / "c.jpg")
+    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "No such file")):
+        with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
+            decode(tmp_path / name)
+        assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert image_size(tmp_path / "a.jpg") == (32, 32)
     with pytest.raises(DecodeError, match="not a JPEG, PNG"):
         image_size(tmp_path / "b.jpg")
 
@@ -172,12 +169,6 @@ def test_images_above_pillows_pixel_limit_are_errors_without_a_warning(monkeypat
         warnings.simplefilter("always")
         decode(io.BytesIO(data))
     assert not seen
-
-
-def test_image_size_reads_no_pixels(tmp_path: Path) -> None:
-    data = encoded(blocks(200, 100), "PNG")
-    (tmp_path / "a.png").write_bytes(data[:100])
-    assert image_size(tmp_path / "a.png") == (200, 100)
 
 
 def test_many_files_give_the_readable_pixels_in_order_and_the_reasons_of_the_others(tmp_path: Path) -> None:

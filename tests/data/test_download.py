@@ -5,20 +5,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import multiprocessing
 import os
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from local_mirrors import CONTENT, MD5, MirrorMaker, get, put_part
 
 from cifar_lit.data import download
-from cifar_lit.data.download import md5_of
 from cifar_lit.errors import Failure
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -35,22 +30,18 @@ def test_a_file_comes_from_the_first_mirror_with_source_and_rate_shown(
     assert f"a.gz from {first.url.removeprefix('http://').rstrip('/')}" in line and "MB/s" in line
 
 
-def test_a_file_put_there_by_hand_is_used_without_a_download(mirror: MirrorMaker, target: Path) -> None:
+@pytest.mark.parametrize("content", [CONTENT, b"mine"], ids=["right", "wrong"])
+def test_a_file_put_there_by_hand_is_used_or_named_and_left_alone(mirror: MirrorMaker, target: Path, content: bytes) -> None:
     server = mirror()
     target.parent.mkdir()
-    target.write_bytes(CONTENT)
-    assert get(target, server) == target
-    assert server.requests == [] and list(target.parent.iterdir()) == [target]
-
-
-def test_a_wrong_file_put_there_by_hand_is_named_and_left_alone(mirror: MirrorMaker, target: Path) -> None:
-    server = mirror()
-    target.parent.mkdir()
-    target.write_bytes(b"mine")
-    with pytest.raises(Failure) as failure:
-        get(target, server)
-    assert all(word in str(failure.value) for word in (str(target), MD5, hashlib.md5(b"mine").hexdigest(), "delete"))
-    assert target.read_bytes() == b"mine" and server.requests == []
+    target.write_bytes(content)
+    if content == CONTENT:
+        assert get(target, server) == target
+    else:
+        with pytest.raises(Failure) as failure:
+            get(target, server)
+        assert all(word in str(failure.value) for word in (str(target), MD5, hashlib.md5(content).hexdigest(), "delete"))
+    assert target.read_bytes() == content and server.requests == [] and list(target.parent.iterdir()) == [target]
 
 
 @pytest.mark.parametrize("special", ["pipe", "device", "hole"])
@@ -153,16 +144,8 @@ def test_when_all_fail_each_source_has_its_reason_and_the_way_out_is_named(
     text = str(failure.value)
     for server, reason in ((cut, "stopped at 35 %"), (silent, "timed out"), (missing, "HTTP 404")):
         assert f"{server.url.removeprefix('http://').rstrip('/')}: {reason}" in text
-    for words in (
-        "mirror.invalid: no network",
-        "refused",
-        "nothing.gz: No such file",
-        str(target),
-        MD5,
-        "--recipe quickstart",
-        "kept",
-    ):
-        assert words in text
+    words = ["mirror.invalid: no network", "refused", "nothing.gz: No such file", str(target), MD5, "--recipe quickstart", "kept"]
+    assert all(word in text for word in words)
     assert "\n" not in text and not target.exists()
 
 
@@ -225,49 +208,13 @@ def test_a_slow_mirror_is_left_for_the_next(mirror: MirrorMaker, target: Path, m
     assert len(slow.requests) == 1 and quick.requests[0][1] > 0
 
 
+@pytest.mark.parametrize(("rates", "requests"), [((30_000, 150_000, 20_000), [1, 2, 1]), ((400_000,), [1])])
 def test_when_all_are_slow_the_fastest_finishes_the_file(
-    mirror: MirrorMaker, target: Path, monkeypatch: pytest.MonkeyPatch
+    mirror: MirrorMaker, target: Path, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], requests: list[int]
 ) -> None:
     monkeypatch.setattr(download, "MEASURE_SECONDS", 0.1)
     monkeypatch.setattr(download, "SLOW_RATE", 1e9)
-    slower, faster, slowest = (mirror(bytes_per_second=rate) for rate in (30_000, 150_000, 20_000))
-    get(target, slower, faster, slowest)
+    servers = [mirror(bytes_per_second=rate) for rate in rates]
+    get(target, *servers)
     assert target.read_bytes() == CONTENT
-    assert [len(server.requests) for server in (slower, faster, slowest)] == [1, 2, 1]
-
-
-def test_the_only_source_may_be_as_slow_as_it_is(mirror: MirrorMaker, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "MEASURE_SECONDS", 0.05)
-    monkeypatch.setattr(download, "SLOW_RATE", 1e9)
-    server = mirror(bytes_per_second=400_000)
-    get(target, server)
-    assert len(server.requests) == 1
-
-
-# ---- several processes
-
-
-def test_two_processes_at_once_download_one_time(mirror: MirrorMaker, target: Path) -> None:
-    server = mirror(bytes_per_second=100_000)
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=get, args=(target, f"{server.url}a.gz")) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(20)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    assert md5_of(target) == MD5 and len(server.requests) == 1
-
-
-def test_a_wait_for_another_process_is_announced(mirror: MirrorMaker, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = mirror()
-    target.parent.mkdir()
-    with ThreadPoolExecutor() as pool:
-        with FileLock(f"{target}.lock"):
-            second = pool.submit(get, target, server)
-            output = ""
-            while "waiting for another process" not in output and not second.done():
-                time.sleep(0.01)
-                output += capsys.readouterr().err
-            assert str(target) in output and server.requests == []
-        assert second.result(10) == target
+    assert [len(server.requests) for server in servers] == requests

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from own_images import damage, decodings, open_set, save
 
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.folder import folder, scan
 from cifar_lit.errors import Failure, UsageError
 
@@ -52,23 +53,20 @@ def test_files_that_are_no_images_are_ignored_and_counted_in_one_note(root: Path
 
 def test_without_train_and_test_each_class_is_split_by_seed(flat: Path) -> None:
     parts = scan(flat, 0.2, 0)
-    assert {name: (len(parts.train[name]), len(parts.test[name])) for name in parts.train} == {
-        "cat": (8, 2),
-        "dog": (4, 1),
-        "emu": (1, 0),
-    }
-    paths = [{file.path for files in part.values() for file in files} for part in parts]
+    counts = {name: (len(parts["train"][name]), len(parts["test"][name])) for name in parts["train"]}
+    assert counts == {"cat": (8, 2), "dog": (4, 1), "emu": (1, 0)}
+    paths = [{file.path for files in part.values() for file in files} for part in parts.values()]
     assert not paths[0] & paths[1] and len(paths[0] | paths[1]) == 16
-    assert scan(flat, 0.2, 1).test != parts.test
-    assert {name: len(files) for name, files in scan(flat, 0.9, 0).train.items()} == {"cat": 1, "dog": 1, "emu": 1}
+    assert scan(flat, 0.2, 1)["test"] != parts["test"]
+    assert {name: len(files) for name, files in scan(flat, 0.9, 0)["train"].items()} == {"cat": 1, "dog": 1, "emu": 1}
 
 
 def test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
     shutil.copytree(flat, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
-    first, second = ([file.path for file in scan(path, 0.2, 3).test["cat"]] for path in (flat, tmp_path / "elsewhere"))
+    first, second = ([file.path for file in scan(path, 0.2, 3)["test"]["cat"]] for path in (flat, tmp_path / "elsewhere"))
     assert first == second
-    assert [file.path for file in scan(flat, 0.2, 0).test["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
+    assert [file.path for file in scan(flat, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
 
 
 def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +75,7 @@ def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: 
     for seed in range(4):
         values = sorted(v for part in (True, False) for v in open_set(flat, part, split_seed=seed)[:, 0, 0, 0].tolist())
         assert values == sorted([*range(10), *range(5), 0])
-        expected = [int(Path(file.path).stem) for files in scan(flat, 0.2, seed).test.values() for file in files]
+        expected = [int(Path(file.path).stem) for files in scan(flat, 0.2, seed)["test"].values() for file in files]
         assert open_set(flat, False, split_seed=seed)[:, 0, 0, 0].tolist() == expected
     assert decodings(capsys) == 0
 
@@ -85,7 +83,7 @@ def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
-    assert list(scan(tmp_path / "vehicles", 0.5, 0).train) == ["car", "plane", "train"]
+    assert list(scan(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +103,23 @@ def test_own_sizes_are_kept_where_all_agree_up_to_64(tmp_path: Path, sizes: list
     assert open_set(tmp_path / "own").shape[1:3] == expected
 
 
+@pytest.mark.parametrize("name", ["val", "valid"])
+@pytest.mark.parametrize("test", [True, False])
+def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(root: Path, name: str, test: bool) -> None:
+    save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
+    damage(save(root / name / "dog/1.png"))
+    if not test:
+        shutil.rmtree(root / "test")
+    train, tested = (folder(root, part, skip_bad=True, cache_dir=root.parent / "cache") for part in (True, False))
+    assert train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 50, 60] and train.labels.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert train.val_rows == range(5, 7) and tested.val_rows is None
+    assert tested.images[:, 0, 0, 0].tolist() == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [0, 1]
+    data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
+    assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
+
+
 def test_one_odd_size_among_hundreds_is_found_though_it_is_not_in_the_sample(tmp_path: Path) -> None:
-    for number in range(150):
+    for number in range(110):
         save(tmp_path / f"own/{'ab'[number % 2]}/{number:03}.png", size=(8, 9 if number == 3 else 8))
     assert open_set(tmp_path / "own").shape[1:3] == (32, 32)
 
@@ -148,7 +161,11 @@ def other_classes(root: Path) -> None:
         ),
         (lambda root: (root / "test/cat/0.png").unlink(), "no JPEG, .* in .*test for class cat: add some or remove the folder"),
         (other_classes, "differ: train/ alone has dog, emu and test/ alone has Dog;"),
-        (lambda root: (root / "test").rename(root / "val"), r"has train/ but no test/<class>/… .* Is val/ meant\?"),
+        (lambda root: (root / "test").rename(root / "eval"), r"has train/ but no test/<class>/… .* Is eval/ meant\?"),
+        (
+            lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
+            "train/ alone has dog and val/ alone has emu;",
+        ),
         (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
         (
             lambda root: replace_root(root, "cat1.png", "cat2.png"),

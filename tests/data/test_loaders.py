@@ -67,10 +67,8 @@ def test_loss_weights_make_the_average_over_devices_the_mean_over_the_global_bat
         averaged = sum(batch.loss_weight * losses[batch.indices].mean() for batch in step) / world
         everything = torch.cat([batch.indices for batch in step if batch.loss_weight])
         assert float(averaged) == pytest.approx(float(losses[everything].mean()), rel=1e-12)
-
-
-def test_equal_parts_have_a_loss_weight_of_exactly_one() -> None:
-    assert {batch.loss_weight for loader in train_loaders(image_set(96), 12, 3) for batch in loader} == {1.0}
+        if len(everything) == batch_size and batch_size % world == 0:
+            assert {batch.loss_weight for batch in step} == {1.0}
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])
@@ -83,11 +81,6 @@ def test_batches_do_not_depend_on_how_many_are_augmented_at_once(block: int, mon
         for batch, other in zip(loader, batches, strict=True):
             assert all(torch.equal(part, whole) for part, whole in zip(batch[:3], other[:3], strict=True))
             assert batch.loss_weight == other.loss_weight
-
-
-def test_the_position_is_the_number_of_batches_handed_out_whatever_was_augmented_ahead() -> None:
-    loader = train_loaders(image_set(50), 8, 1)[0]
-    assert [loader.state_dict()["position"] for _ in loader] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_labels_and_images_are_those_of_the_indices() -> None:
@@ -119,18 +112,6 @@ def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_or_batc
     assert all(torch.equal(image, alone[index]) for index, image in shared.items())
 
 
-def test_the_order_follows_seed_and_epoch_and_nothing_else() -> None:
-    source = image_set(50)
-    first, again, other_seed = (train_loaders(source, 8, 1, seed=seed)[0] for seed in (1, 1, 2))
-    for loader in (first, again, other_seed):
-        loader.set_epoch(2)
-    once = indices_of(list(first))
-    assert once == indices_of(list(again)) == indices_of(list(first))
-    assert once != indices_of(list(other_seed))
-    first.set_epoch(3)
-    assert once != indices_of(list(first))
-
-
 def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> None:
     indices = torch.tensor([4, 2, 9, 7, 1, 5, 8])
     loader = train_loaders(image_set(10), 5, 1, indices=indices, shuffle=False)[0]
@@ -139,13 +120,14 @@ def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> No
         assert indices_of(list(loader)) == [[4, 2, 9, 7, 1], [5, 8]]
 
 
-@pytest.mark.parametrize("stopped_after", [1, 3, 6])
+@pytest.mark.parametrize("stopped_after", [1, 3, 7])
 def test_a_state_taken_in_mid_epoch_goes_on_with_the_next_batch(stopped_after: int) -> None:
     source = image_set(50)
     loader, resumed = (train_loaders(source, 8, 1, seed=7, augmentation=Augmentation(flip="random"))[0] for _ in "ab")
     loader.set_epoch(2)
     batches = iter(loader)
     before = [next(batches) for _ in range(stopped_after)]
+    assert loader.state_dict()["position"] == stopped_after  # whatever was augmented ahead
     resumed.load_state_dict(loader.state_dict())
     resumed.set_epoch(2)
     after = list(resumed)
@@ -153,17 +135,10 @@ def test_a_state_taken_in_mid_epoch_goes_on_with_the_next_batch(stopped_after: i
     for batch, expected in zip(after, batches, strict=True):
         assert torch.equal(batch.indices, expected.indices)
         assert torch.equal(batch.images, expected.images)
-    resumed.set_epoch(3)
-    assert len(list(resumed)) == 7
-
-
-def test_the_state_of_a_finished_epoch_starts_the_next_one_at_its_beginning() -> None:
-    loader, resumed = (train_loaders(image_set(20), 8, 1)[0] for _ in "ab")
-    assert len(list(loader)) == 3
-    resumed.load_state_dict(loader.state_dict())
-    resumed.set_epoch(1)
-    loader.set_epoch(1)
-    assert indices_of(list(resumed)) == indices_of(list(loader))
+    for each in (loader, resumed):
+        each.set_epoch(3)
+    following = indices_of(list(resumed))
+    assert following == indices_of(list(loader)) and len(following) == 7
 
 
 def test_a_state_fits_another_number_of_devices() -> None:

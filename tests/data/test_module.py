@@ -25,7 +25,8 @@ def test_shape_classes_and_parts_are_those_of_the_images() -> None:
     val = data.val_dataloader()
     assert isinstance(val, EvalLoader)
     assert sum(len(batch.labels) for batch in val) == 10
-    assert sum(len(batch.labels) for batch in data.test_dataloader()) == 12
+    for loader in (data.test_dataloader(), data.predict_dataloader()):
+        assert sum(len(batch.labels) for batch in loader) == 12
 
 
 def test_batches_come_out_normalised_as_float_images_and_keep_all_else() -> None:
@@ -47,12 +48,6 @@ def test_measured_statistics_make_the_training_images_standard() -> None:
     pixels = data.on_after_batch_transfer(batch, 0).images.transpose(0, 1).flatten(1)
     torch.testing.assert_close(pixels.mean(1), torch.zeros(3), atol=1e-3, rtol=0)
     torch.testing.assert_close(pixels.std(1), torch.ones(3), atol=1e-3, rtol=0)
-
-
-def test_statistics_are_measured_on_the_training_part_alone() -> None:
-    data = shapes_data()
-    kept = data.train_images.images[data.split[0]].double() / 255
-    assert data.statistics[0] == pytest.approx(kept.mean((0, 1, 2)).tolist(), abs=1e-4)
 
 
 def test_one_number_stands_for_every_channel_and_given_ones_are_not_measured() -> None:
@@ -84,12 +79,6 @@ def test_validation_images_do_not_change_with_the_seed_of_the_run() -> None:
     assert not torch.equal(*orders)
 
 
-def test_predictions_are_made_for_the_test_images() -> None:
-    loader = shapes_data().predict_dataloader()
-    assert isinstance(loader, EvalLoader)
-    assert sum(len(batch.indices) for batch in loader) == 12
-
-
 def test_a_sample_shows_the_images_as_the_first_epoch_augments_them() -> None:
     data = shapes_data(crop=2, flip="random", cutout=3)
     shown = torch.cat([batch.images for batch in data.train_dataloader()])
@@ -100,6 +89,7 @@ def test_a_sample_shows_the_images_as_the_first_epoch_augments_them() -> None:
 
 def test_a_position_saved_by_the_data_is_taken_up_by_the_next_training_loader() -> None:
     data, resumed = shapes_data(), shapes_data()
+    assert data.state_dict() == {}
     batches = iter(data.train_dataloader())
     next(batches)
     resumed.load_state_dict(data.state_dict())
@@ -123,22 +113,15 @@ def test_a_position_in_mid_epoch_is_refused_for_other_batches_and_one_at_its_end
     assert sum(len(batch.labels) for batch in following) == 50
 
 
-def test_data_that_never_trained_have_no_position() -> None:
-    assert shapes_data().state_dict() == {}
-
-
 def test_the_nearest_name_is_offered_for_an_unknown_data_set() -> None:
     with pytest.raises(UsageError, match=r"no data set is called 'cifar-10'\. Did you mean cifar10\?") as refused:
         _ = ImageData("cifar-10").train_images
     assert all(name in str(refused.value) for name in SOURCES)
 
 
-def test_a_folder_needs_to_be_named() -> None:
+def test_a_folder_needs_to_be_named_and_too_few_shapes_are_refused() -> None:
     with pytest.raises(UsageError, match="--data-dir PATH"):
         load_images("folder", SourceSettings(), train=True)
-
-
-def test_too_few_shapes_are_refused() -> None:
     with pytest.raises(UsageError, match="at least 10 images"):
         load_images("shapes", SourceSettings(count=9), train=True)
 

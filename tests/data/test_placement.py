@@ -40,26 +40,13 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
     assert "\n" not in str(refused.value)
 
 
-def test_the_free_memory_of_this_machine_is_some_and_not_more_than_all() -> None:
-    free = free_memory(torch.device("cpu"))
-    assert free is not None
-    assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.parametrize(("free", "where", "workers"), [(2048, "device", 0), (2047, "host", 2)])
-def test_the_data_are_placed_by_the_size_of_their_images(
-    free: int, where: str, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: free)
-    data = ImageData("shapes", count=16, image_size=8, channels=1, num_classes=2, val_size=0)
-    assert data.train_images.images.nbytes == 1024
-    assert data.placed("train")[1] == where
-    assert data.train_dataloader().workers == workers
-
-
-def test_the_place_is_chosen_once_however_memory_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_are_placed_once_by_the_size_of_their_images_however_memory_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < (free_memory(torch.device("cpu")) or 0) <= total
     data = ImageData("shapes", count=20, image_size=8, val_size=4)
-    assert data.placed("train")[1] == "device"
+    assert (data.placed("train")[1], data.train_dataloader().workers) == ("device", 0)
     monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: 0)
     assert data.placed("train")[1] == "device"
     assert data.placed("test")[1] == "host"
+    late = ImageData("shapes", count=20, image_size=8, val_size=4)
+    assert (late.placed("train")[1], late.train_dataloader().workers) == ("host", 2)

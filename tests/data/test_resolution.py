@@ -77,12 +77,9 @@ def test_sides_follow_their_shares_in_their_order_with_ends_at_whole_epochs(
 
 
 def test_shares_that_add_up_to_one_leave_no_epoch_over_by_rounding() -> None:
+    assert side_at({24: 0.5}, 17, 10) is None  # beyond the last epoch
     for epochs in range(1, 200):
         assert side_at({8: 0.1, 12: 0.2, 16: 0.3, 20: 0.4}, epochs - 1, epochs) is not None
-
-
-def test_epochs_beyond_the_last_are_at_full_size() -> None:
-    assert side_at({24: 0.5}, 17, 10) is None
 
 
 @pytest.mark.parametrize(
@@ -107,13 +104,10 @@ def test_schedules_at_the_ends_of_what_is_allowed_are_taken() -> None:
     check_resolutions({5: 0.5, 32: 0.5}, 32, 28)
     check_resolutions({8: 1.0}, 8, 8)
     check_resolutions({}, 2, 2)
-
-
-def test_images_so_narrow_that_they_would_vanish_are_refused() -> None:
-    with pytest.raises(UsageError, match="use 16 … 256 for these images"):
-        check_resolutions({8: 0.5}, 256, 64)
     check_resolutions({16: 0.5}, 256, 64)
     assert shrink(noise(1, 256, 64, 3), 16).shape == (1, 16, LEAST_SIDE, 3)
+    with pytest.raises(UsageError, match="use 16 … 256 for these images"):  # so narrow that they would vanish
+        check_resolutions({8: 0.5}, 256, 64)
 
 
 def data(**settings: Any) -> ImageData:
@@ -146,7 +140,8 @@ def test_training_images_are_shrunk_then_normalised() -> None:
     expected = F.interpolate(batch.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
     torch.testing.assert_close(small, (expected / 255 - 0.5) / 0.25, rtol=1e-5, atol=1e-5)
     assert small.is_contiguous(memory_format=torch.channels_last)
-    assert prepared(1, 2, batch).shape[2:] == (12, 12)
+    for epoch, epochs in ((1, 2), (0, -1), (0, None)):  # the last two without an end
+        assert prepared(epoch, epochs, batch).shape[2:] == (12, 12)
 
 
 def test_images_to_evaluate_are_at_full_size_in_every_epoch() -> None:
@@ -154,9 +149,3 @@ def test_images_to_evaluate_are_at_full_size_in_every_epoch() -> None:
     source = data()
     batch = Batch(source.train_images.images[rows], source.train_images.labels[rows], rows)
     assert prepared(0, 2, batch, training=False).shape == (5, 3, 12, 12)
-
-
-@pytest.mark.parametrize("epochs", [-1, None])
-def test_a_training_without_an_end_is_at_full_size(epochs: int | None) -> None:
-    batch = next(iter(data().train_dataloader()))
-    assert prepared(0, epochs, batch).shape[2:] == (12, 12)

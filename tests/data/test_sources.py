@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from own_images import save
 
 from cifar_lit import plugins
-from cifar_lit.data import archives
-from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings, at_hand, load_images
 from cifar_lit.errors import UsageError
@@ -21,42 +18,6 @@ def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str
     for use in (at_hand, lambda name, settings: load_images(name, settings, train=True)):
         with pytest.raises(UsageError, match=rf"no data set is called '{typed}'. Did you mean {meant}\? There are cifar10, "):
             use(typed, SourceSettings())
-
-
-def test_shapes_have_a_fifth_of_their_training_images_for_the_test_and_are_ten_at_least() -> None:
-    settings = SourceSettings(count=55, image_size=10, channels=1, num_classes=3)
-    train, test = (load_images("shapes", settings, train) for train in (True, False))
-    assert (len(train), len(test)) == (55, 11)
-    assert train.images.shape[1:] == (10, 10, 1) and len(train.classes) == 3
-    with pytest.raises(UsageError, match="at least 10 images"):
-        load_images("shapes", SourceSettings(count=9), train=True)
-
-
-def test_settings_that_an_archive_does_not_have_are_refused_before_it_is_downloaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[tuple[Path, bool, tuple[str, ...]]] = []
-
-    def cifar10(root: Path, train: bool, urls: tuple[str, ...]) -> ImageSet:
-        calls.append((root, train, urls))
-        return shapes(train, count=10)
-
-    monkeypatch.setattr(archives, "cifar10", cifar10)
-    for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
-        with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):
-            load_images("cifar10", settings, train=True)
-    assert not calls
-    load_images("cifar10", SourceSettings(root=str(tmp_path), url="file:x", image_size=32), train=False)
-    assert calls == [(tmp_path, False, ("file:x",))]
-
-
-def test_a_class_count_that_a_folder_does_not_have_is_refused(root: Path) -> None:
-    right = SourceSettings(root=str(root), cache_dir=str(root.parent / "cache"), num_classes=2)
-    assert load_images("folder", right, train=True).classes == ("cat", "dog")
-    with pytest.raises(UsageError, match=r"has 2 classes, not 3: leave data.num_classes out"):
-        load_images("folder", replace(right, num_classes=3), train=True)
-    with pytest.raises(UsageError, match="needs --data-dir"):
-        load_images("folder", SourceSettings(), train=True)
 
 
 @pytest.mark.parametrize(

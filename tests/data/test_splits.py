@@ -39,6 +39,12 @@ def test_classes_of_unequal_size_give_their_share_to_within_one_image(val_size: 
     assert len(train) + len(val) == 1000
 
 
+def test_classes_with_the_largest_remainders_give_the_images_that_are_left() -> None:
+    """Of 10 images, classes of 67, 22 and 11 % are due 6.7, 2.2 and 1.1."""
+    labels = torch.tensor([0] * 67 + [1] * 22 + [2] * 11)
+    assert torch.bincount(labels[split_validation(labels, 10, seed=0)[1]]).tolist() == [7, 2, 1]
+
+
 def test_the_parts_are_disjoint_complete_and_in_ascending_order() -> None:
     train, val = split_validation(unbalanced(1003), 0.1, seed=5)
     assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(1003))
@@ -47,17 +53,12 @@ def test_the_parts_are_disjoint_complete_and_in_ascending_order() -> None:
         assert (part.diff() > 0).all()
 
 
-def test_the_split_is_a_function_of_the_seed() -> None:
+def test_the_split_is_a_function_of_the_seed_and_a_size_of_nought_trains_on_all() -> None:
     labels = balanced(1000, 10)
     first, again, other = (split_validation(labels, 100, seed)[1] for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_a_size_of_nought_trains_on_all_images() -> None:
-    train, val = split_validation(balanced(30, 3), 0, seed=0)
-    assert torch.equal(train, torch.arange(30))
-    assert len(val) == 0
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    train, val = split_validation(labels, 0, seed=0)
+    assert torch.equal(train, torch.arange(1000)) and not len(val)
 
 
 @pytest.mark.parametrize(

@@ -27,32 +27,26 @@ CONVOLUTION = [nn.Conv2d, nn.ReLU, nn.MaxPool2d]
 TUDUI = convolved((32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 64))
 
 
+LENET = [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]
+FASHION_CNN = convolved((6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60))
+
+
 @pytest.mark.parametrize(
-    ("name", "image", "classes", "layers", "shapes", "parameters"),
+    ("name", "image", "classes", "layers", "shapes"),
     [
-        ("tudui", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
-        ("sjnet", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI, 145_578),
-        (
-            *("lenet", (3, 32), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)), 62_006),
-        ),
-        (
-            *("fashion_cnn", (1, 28), 10, [*CONVOLUTION * 2, nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)), 32_998),
-        ),
-        (
-            *("signs_mlp", (3, 64), 6, [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]),
-            *(convolved((25, 12288), (16, 25), (6, 16)), 307_743),
-        ),
+        ("tudui", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI),
+        ("sjnet", (3, 32), 10, [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2], TUDUI),
+        ("lenet", (3, 32), 10, LENET, convolved((6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84))),
+        ("fashion_cnn", (1, 28), 10, LENET, FASHION_CNN),
+        ("signs_mlp", (3, 64), 6, [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear], convolved((25, 12288), (16, 25), (6, 16))),
     ],
 )
 def test_a_tutorials_net_has_its_layers_and_parameters_and_nothing_else(
-    name: str, image: tuple[int, int], classes: int, layers: list[type], shapes: list[tuple[int, ...]], parameters: int
+    name: str, image: tuple[int, int], classes: int, layers: list[type], shapes: list[tuple[int, ...]]
 ) -> None:
     net = build_net(name, channels=image[0], image_size=image[1], num_classes=classes)
     assert [type(layer) for layer in net] == layers
     assert [tuple(parameter.shape) for parameter in net.parameters()] == shapes and not list(net.buffers())
-    assert sum(parameter.numel() for parameter in net.parameters()) == parameters
 
 
 def test_shapenet_stays_under_a_hundred_thousand_parameters() -> None:
@@ -129,12 +123,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) ->
             use(typed)
 
 
-@pytest.mark.parametrize("name", ["lenet", "shapenet", "resnet18"])
-def test_options_are_refused_for_a_net_that_has_none(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"{name} has no options: leave model.net_options out, not 'depth'"):
-        build_net(name, channels=3, image_size=32, num_classes=10, options={"depth": 3})
-
-
 @pytest.mark.parametrize("name", sorted(NETS))
 def test_a_net_takes_other_sizes_than_it_was_built_for_exactly_where_the_table_says_so(name: str) -> None:
     net = build_net(name, channels=3, image_size=32, num_classes=10)
@@ -158,12 +146,27 @@ def test_torchvisions_nets_take_any_size_but_for_those_with_windows_or_positions
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"channels": 0}, {"num_classes": 0}, {"image_size": 0}, {"image_size": (32, -1)}, {"width": 0.0}, {"width": float("nan")}],
+    ("name", "wrong", "text"),
+    [
+        ("lenet", {"channels": 0}, "at least 1 channel"),
+        ("lenet", {"num_classes": 0}, "at least 1 channel, 1 class"),
+        ("lenet", {"image_size": 0}, "and 0×0 pixels"),
+        ("lenet", {"image_size": (32, -1)}, "and 32×-1 pixels"),
+        ("lenet", {"width": 0.0}, "must be above 0, not 0.0"),
+        ("lenet", {"width": float("nan")}, "must be above 0, not nan"),
+        ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a width of its own"),
+        ("lenet", {"options": {"depth": 3}}, "lenet has no options: leave model.net_options out, not 'depth'"),
+        ("resnet18", {"options": {"depth": 3}}, "resnet18 has no options: leave model.net_options out, not 'depth'"),
+        ("alexnet", {}, "alexnet cannot take 32×32 images; the least size is 63×63"),
+        ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the least size is 17×17"),
+        ("vit_b_16", {"image_size": (32, 48)}, "multiple of 16, not 32×48"),
+        ("vit_b_16", {"image_size": 28}, "multiple of 16, not 28×28"),
+        ("maxvit_t", {}, "multiples of 224, not 32×32"),
+    ],
 )
-def test_numbers_that_cannot_be_meant_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError):
-        build_net("lenet", **{"channels": 3, "image_size": 32, "num_classes": 10, **wrong})  # type: ignore[arg-type]
+def test_settings_that_a_net_cannot_be_built_with_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        build_net(name, **{"channels": 3, "image_size": 32, "num_classes": 10, **wrong})
 
 
 def test_resnets_have_the_stem_for_small_images_and_else_the_published_parameters() -> None:
@@ -177,17 +180,13 @@ def test_resnets_have_the_stem_for_small_images_and_else_the_published_parameter
     assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "squeezenet1_1", "googlenet"])
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
 def test_torchvision_nets_train_on_grey_images_without_a_warning(name: str) -> None:
-    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = build_net(name, channels=1, image_size=32, num_classes=7)
-    assert net.training
-    assert not any(parameter.is_meta for parameter in net.parameters())
-    output = net(torch.rand(2, 1, 32, 32))
-    assert output.shape == (2, 7)
-    output.logsumexp(1).sum().backward()
+    assert net.training and not any(parameter.is_meta for parameter in net.parameters())
+    net(torch.rand(2, 1, 32, 32)).logsumexp(1).sum().backward()
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
@@ -200,33 +199,9 @@ def test_a_new_first_convolution_is_drawn_with_the_spread_of_the_old_one() -> No
     assert float(replaced.std()) == pytest.approx(float(first.std()), rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "remedy"),
-    [
-        ("alexnet", 32, "alexnet cannot take 32×32 images; the least size is 63×63"),
-        ("squeezenet1_1", 8, "squeezenet1_1 cannot take 8×8 images; the least size is 17×17"),
-        ("vit_b_16", (32, 48), "multiple of 16, not 32×48"),
-        ("vit_b_16", 28, "multiple of 16, not 28×28"),
-        ("maxvit_t", 32, "multiples of 224, not 32×32"),
-    ],
-)
-def test_a_size_that_a_torchvision_net_cannot_take_is_refused_at_once(
-    name: str, size: int | tuple[int, int], remedy: str
-) -> None:
-    with pytest.raises(UsageError, match=remedy):
-        build_net(name, channels=3, image_size=size, num_classes=10)
-
-
-def test_the_least_size_that_was_named_works_and_vits_are_made_for_the_images_size() -> None:
-    assert weightless("squeezenet1_1", image_size=17)(torch.empty(2, 3, 17, 17, device="meta")).shape == (2, 10)
+def test_vits_are_made_for_the_images_size() -> None:
     vit = weightless("vit_b_16", channels=1, image_size=32)
     assert vit.encoder.pos_embedding.shape == (1, 4 + 1, 768)
-    assert vit(torch.empty(2, 1, 32, 32, device="meta")).shape == (2, 10)
-
-
-def test_width_is_refused_for_a_torchvision_net() -> None:
-    with pytest.raises(UsageError, match="mobilenet_v2 has a width of its own"):
-        build_net("mobilenet_v2", channels=3, image_size=32, num_classes=10, width=0.5)
 
 
 def test_building_a_net_of_ours_does_not_load_torchvision() -> None:

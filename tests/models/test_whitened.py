@@ -97,21 +97,6 @@ def test_the_net_computes_what_its_description_says(
 
 
 @pytest.mark.parametrize(
-    ("options", "channels", "width"),
-    [({}, 1, 0.25), ({"widths": [8], "depth": 1}, 3, 0.25), ({"widths": [4, 8, 8, 8], "depth": [1, 2, 3, 1]}, 4, 2.0)],
-)
-def test_widths_and_depths_are_as_many_as_asked_for(options: dict[str, Any], channels: int, width: float) -> None:
-    net = made(size=33, channels=channels, width=width, **options)
-    widths = options.get("widths", [64, 256, 256])
-    depths = options.get("depth", 2)
-    depths = depths if isinstance(depths, list) else [depths] * len(widths)
-    assert [len(group.convs) for group in net.groups] == depths
-    assert [group.convs[-1].out_channels for group in net.groups] == [round(units * width) for units in widths]
-    assert net.whiten.out_channels == 8 * channels
-    assert net(some_images(33, channels)).shape == (6, 5)
-
-
-@pytest.mark.parametrize(
     ("patch", "stride", "first"), [(2, 1, 31), (2, 2, 16), (3, 1, 32), (3, 2, 16), (4, 2, 16), (4, 4, 8), (1, 1, 32)]
 )
 def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stride: int, first: int) -> None:
@@ -142,15 +127,16 @@ def test_the_least_size_follows_from_the_options(options: dict[str, Any], least:
 # ---- what is trained, and how it starts
 
 
-def test_whitening_weights_and_norm_scales_are_frozen_and_all_else_is_trained() -> None:
-    net = made(**TINY, norm_momentum=0.443)
+@pytest.mark.parametrize("whiten_bias", [True, False])
+def test_whitening_weights_and_norm_scales_are_frozen_and_all_else_is_trained(whiten_bias: bool) -> None:
+    net = made(**TINY, norm_momentum=0.443, whiten_bias=whiten_bias)
     for norm in (norm for group in net.groups for norm in group.norms):  # as in the records
         assert (norm.eps, norm.momentum, norm.track_running_stats) == (1e-12, 0.443, True)
         assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and not norm.bias.any()
     net(some_images()).square().sum().backward()
     frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}
     norms = {f"groups.{group}.norms.{place}.weight" for group in (0, 1) for place in (0, 1)}
-    assert frozen == {"whiten.weight", *norms}
+    assert frozen == {"whiten.weight", *norms} | (set() if whiten_bias else {"whiten.bias"})
     for name, parameter in net.named_parameters():
         assert (parameter.grad is None) == (name in frozen)
         if name not in frozen:
@@ -251,16 +237,6 @@ def test_bfloat16_autocast_changes_statistics_logits_and_gradients_by_rounding_o
     for plain, lowered, limit in zip(*results, (0.005, 0.005, 0.03, 0.03, 0.25), strict=True):
         assert lowered.dtype == torch.float32
         assert float((plain - lowered).norm() / plain.norm()) < limit
-
-
-def test_a_fixed_first_layer_gives_the_same_logits_and_asks_for_no_gradient() -> None:
-    trained, fixed = made(**TINY), made(**TINY, whiten_bias=False)
-    assert torch.equal(trained(some_images()), fixed(some_images()))
-    fixed(some_images()).sum().backward()
-    assert {name for name, parameter in fixed.named_parameters() if parameter.grad is None} == {
-        *("whiten.weight", "whiten.bias"),
-        *(name for name, _ in fixed.named_parameters() if "norms" in name and name.endswith("weight")),
-    }
 
 
 # ---- options

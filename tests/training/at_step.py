@@ -1,8 +1,6 @@
 """A callback for real commands, told by the environment what to do and when, so that a resumed run does nothing."""
 
 import os
-import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class AtStep(Callback):
-    """In the step after AT_STEP waits while the file AT_STEP_WAIT is there, or sends its own process AT_STEP_SIGNAL.
+    """In the step after AT_STEP sends its own process AT_STEP_SIGNAL.
 
     With AT_STEP_RANK only that process does, and in no case does one that was started again. AT_STAGE is the name of
     another moment for the signal: fit (before its first step), validation or test.
@@ -20,15 +18,8 @@ class AtStep(Callback):
     """
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if os.environ.get("AT_STEP") != str(trainer.global_step):
-            return
-        if "AT_STEP_SIGNAL" in os.environ:
+        if os.environ.get("AT_STEP") == str(trainer.global_step):
             self._send(trainer)
-        elif trainer.is_global_zero:
-            marker = Path(os.environ["AT_STEP_WAIT"])
-            marker.touch()
-            while marker.exists():
-                time.sleep(0.01)
 
     def _send(self, trainer: pl.Trainer) -> None:
         again = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))

@@ -16,6 +16,8 @@ from cifar_lit.training.callbacks import OrderlyStop
 from cifar_lit.training.checkpoint import AtomicCheckpointIO
 from cifar_lit.training.classifier import ImageClassifier
 
+BATCHES = 7  # of an epoch of `shapes_data`: six of 16 images and one of 4
+
 
 class Rows(Logger):
     """Keeps what is logged, as (step, values)."""

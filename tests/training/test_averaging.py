@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import cifar_lit
 from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.classifier import ImageClassifier
 
 
 class Average(Callback):
@@ -62,19 +63,51 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
     assert tested == trainer().test(plain, datamodule=data, verbose=False)
 
 
-def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(tmp_path: Path) -> None:
+def averaged(by_trainer: bool) -> tuple[ImageClassifier, list[Callback]]:
+    """A model whose weights are averaged, and callbacks for its fit.
+
+    As a setting of the model the callback is a new one in each stage; given to the Trainer, it still has the fit's weights.
+    """
+    model = classifier(net="shapenet", lr=0.3, ema_decay=0.0 if by_trainer else 0.95)
+    return model, [WeightAverage(0.95)] if by_trainer else []
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(
+    by_trainer: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     last = last_checkpoint()
     last.dirpath = str(tmp_path)
-    data, model = shapes_data(), classifier(net="shapenet", lr=0.3, ema_decay=0.95)
-    done = fitted(model, data, last, enable_checkpointing=True)
+    data, (model, callbacks) = shapes_data(), averaged(by_trainer)
+    done = fitted(model, data, *callbacks, last, enable_checkpointing=True)
     done.test(model, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert same(weights(model), read_checkpoint(tmp_path / "last.ckpt")["state_dict"])
+    assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
 
 
-def test_without_a_decay_nothing_is_averaged() -> None:
-    model = classifier(ema_decay=0.0)
-    done = fitted(model, shapes_data(), max_epochs=1)
-    assert not [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_weights_that_are_scored_after_the_fit_are_those_in_the_model(by_trainer: bool) -> None:
+    """Neither the average nor the last weights of the fit take their place, however often they are scored."""
+    data, (model, callbacks) = shapes_data(count=100), averaged(by_trainer)
+    done = fitted(model, data, *callbacks, max_epochs=1)
+    for parameter in model.net.parameters():
+        parameter.data.zero_()
+    for _ in range(2):
+        done.validate(model, datamodule=data, verbose=False)
+        assert model.predictions is not None
+        assert torch.allclose(model.predictions["probabilities"], torch.tensor(0.1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(
+    ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    before, model = classifier(net="shapenet", ema_decay=ema_decay), classifier(net="shapenet", ema_decay=0.9 - ema_decay)
+    fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
+    done = fitted(model, shapes_data(), resume=tmp_path / "own.ckpt", max_epochs=2)
+    averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
+    assert (done.global_step, len(averages)) == (14, 0 if ema_decay else 1)
+    assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
 
 
 def test_the_command_line_tests_and_keeps_the_average(alone: Path) -> None:

@@ -1,3 +1,5 @@
+"""Time, random states, and the lines of each epoch."""
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from small_runs import classifier, fitted, shapes_data
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import Clock, EpochLines, Interrupted, LiveBar, NoProfiler, RandomState
+from cifar_lit.training.callbacks import Clock, EpochLines, LiveBar, NoProfiler, RandomState
 
 
 @pytest.fixture
@@ -20,12 +22,16 @@ def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def batch(count: int, share: float = 1.0) -> Batch:
-    return Batch(torch.zeros(count, 3, 2, 2), torch.zeros(count).long(), torch.zeros(count).long(), share)
+def batch(count: int, loss_weight: float = 1.0) -> Batch:
+    return Batch(torch.zeros(count, 3, 2, 2), torch.zeros(count).long(), torch.zeros(count).long(), loss_weight)
 
 
 def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time: SimpleNamespace) -> None:
     clock, fit = Clock(), SimpleNamespace(world_size=1)
+    Clock.on_validation_start(clock, fit, None)  # type: ignore[arg-type]
+    time.seconds += 7
+    Clock.on_validation_end(clock, fit, None)  # type: ignore[arg-type]
+    assert (clock.seconds, clock.training_seconds) == (0, 0)  # of a validation without a fit
 
     def pass_an_epoch(clock: Any) -> None:
         time.seconds += 10
@@ -51,27 +57,16 @@ def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time:
     assert (resumed.seconds, resumed.training_seconds, resumed.images) == (26, 20, 32)
 
 
-def test_the_clock_does_not_count_what_a_device_without_images_computes_with() -> None:
-    clock = Clock()
-    clock.on_train_batch_end(SimpleNamespace(world_size=3), None, None, batch(2, 0.0), 0)  # type: ignore[arg-type]
-    assert clock.images == 0
-
-
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
-def test_the_clock_counts_the_global_batch_on_every_device(parts: tuple[int, ...], total: int) -> None:
+def test_the_clock_counts_the_global_batch_on_every_device_and_nothing_where_there_is_no_part_of_it(
+    parts: tuple[int, ...], total: int
+) -> None:
+    fit: Any = SimpleNamespace(world_size=len(parts))
     for part in parts:
-        clock = Clock()
-        share = part * len(parts) / total
-        clock.on_train_batch_end(SimpleNamespace(world_size=len(parts)), None, None, batch(part, share), 0)  # type: ignore[arg-type]
+        clock: Any = Clock()
+        clock.on_train_batch_end(fit, None, None, batch(part, part * len(parts) / total), 0)
+        clock.on_train_batch_end(fit, None, None, batch(2, 0.0), 0)
         assert clock.images == total
-
-
-def test_validation_without_a_fit_leaves_the_clock_alone(time: SimpleNamespace) -> None:
-    clock = Clock()
-    clock.on_validation_start(None, None)  # type: ignore[arg-type]
-    time.seconds += 7
-    clock.on_validation_end(None, None)  # type: ignore[arg-type]
-    assert (clock.seconds, clock.training_seconds) == (0, 0)
 
 
 class FakeStrategy:
@@ -112,12 +107,6 @@ def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoi
     assert drawn(0, 0, 1) == first
     others = [drawn(1, 0, 1), drawn(0, 1, 3), drawn(0, 2, 3)]
     assert all(other != first for other in others) and others[1] != others[2]
-
-
-def test_an_interruption_knows_the_shells_exit_code() -> None:
-    assert (Interrupted(2).exit_code, Interrupted(15).exit_code) == (130, 143)
-    assert str(Interrupted(15)) == "SIGTERM"
-    assert not isinstance(Interrupted(2), Exception)
 
 
 class Means(Callback):

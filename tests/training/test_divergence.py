@@ -46,6 +46,14 @@ def test_a_training_that_goes_well_is_not_told_off(capsys: pytest.CaptureFixture
     assert "diverges" not in capsys.readouterr().err
 
 
+def test_an_infinite_loss_is_not_finite_either() -> None:
+    """As of a class that the net rules out: the loss is no NaN, and the weights are finite."""
+    model = classifier()
+    model.net[-1].bias.data[1:] = -3e38  # type: ignore[index, union-attr, operator]
+    with pytest.raises(NotFiniteLoss, match=r"^the loss is inf at step 0 of epoch 0$"):
+        fitted(model, shapes_data())
+
+
 def poison(trainer: pl.Trainer, model: Any) -> None:
     """As a last update would that overflows: the loss before it was finite."""
     with torch.no_grad():

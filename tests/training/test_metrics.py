@@ -1,12 +1,19 @@
+"""Metrics are exact, in whatever order and company images come; and every image's prediction is kept once."""
+
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from real_runs import only_run
+from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from cifar_lit.training.metrics import Evaluation, MeanLoss, Score
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.runs.predictions import table_of, write_predictions
+from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score, total_norm
 
 
 @pytest.fixture
@@ -48,33 +55,24 @@ def test_padding_does_not_count(logits: Tensor, labels: Tensor) -> None:
     assert evaluate(padded, answers, batch_size=53) == evaluate(logits, labels, batch_size=53)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_one_image_with_a_loss_beyond_measure_makes_the_mean_not_a_number(value: float) -> None:
-    mean = MeanLoss()
-    mean.update(torch.tensor([1.0, value]), torch.tensor([True, True]))
-    mean.update(torch.tensor([1.0]), torch.tensor([True]))
-    assert math.isnan(float(mean.compute()))
-
-
-def test_padding_that_is_not_a_number_leaves_the_mean_alone() -> None:
-    mean = MeanLoss()
-    mean.update(torch.tensor([2.0, math.nan, 4.0]), torch.tensor([True, False, True]))
-    assert float(mean.compute()) == 3.0
-
-
-def test_the_loss_of_a_net_that_went_astray_is_still_a_mean() -> None:
-    mean = MeanLoss()
-    losses = torch.tensor([3e5, 1e5, 2e5])
-    for _ in range(100):
-        mean.update(losses, torch.ones(3, dtype=torch.bool))
-    assert float(mean.compute()) == pytest.approx(2e5, rel=1e-6)
-
-
-def test_many_small_losses_do_not_vanish_beside_each_other() -> None:
-    mean = MeanLoss()
+@pytest.mark.parametrize(
+    ("losses", "counted", "mean"),
+    [
+        ([1.0, math.nan, 1.0], [True, True, True], math.nan),
+        ([1.0, math.inf, 1.0], [True, True, True], math.nan),
+        ([1.0, 1e30, 1.0], [True, True, True], math.nan),
+        ([2.0, math.nan, 4.0], [True, False, True], 3.0),  # padding may be anything
+        ([3e5, 1e5, 2e5], [True, True, True], 2e5),  # of a net that went astray
+        ([0.1] * 10_000, [True] * 10_000, 0.1),  # small ones do not vanish beside each other
+    ],
+)
+def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
+    losses: list[float], counted: list[bool], mean: float
+) -> None:
+    metric = MeanLoss()
     for _ in range(50):
-        mean.update(torch.full((10_000,), 0.1), torch.ones(10_000, dtype=torch.bool))
-    assert float(mean.compute()) == pytest.approx(0.1, abs=5e-7)
+        metric.update(torch.tensor(losses), torch.tensor(counted))
+    assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
 
 
 def test_a_class_without_images_has_no_accuracy(logits: Tensor) -> None:
@@ -100,3 +98,70 @@ def test_a_reset_forgets_everything(logits: Tensor, labels: Tensor) -> None:
 def test_logits_of_half_precision_are_scored_in_full(logits: Tensor, labels: Tensor) -> None:
     half = logits.bfloat16()
     assert evaluate(half, labels, 100) == evaluate(half.float(), labels, 100)
+
+
+def test_the_norm_is_of_all_numbers_together() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).bfloat16()]
+    flat = torch.cat([tensor.float().flatten() for tensor in tensors])
+    assert total_norm(tensors) == pytest.approx(float(flat.norm()), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("losses", "finite_steps"), [([1.0, 2.0], 2), ([1.0, math.nan, 2.0], 1), ([math.inf, 1.0], 0), ([1.0, -math.inf], 1)]
+)
+def test_the_first_loss_that_is_not_finite_is_remembered_with_its_place(losses: list[float], finite_steps: int) -> None:
+    running = RunningMetrics(torch.device("cpu"))
+    for loss in losses:
+        running.watch(torch.tensor(loss))
+    assert (int(running.non_finite), int(running.finite_steps)) == (finite_steps < len(losses), finite_steps)
+
+
+# ---- predictions
+
+
+def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -> None:
+    collector, logits = PredictionCollector(), torch.randn(6, 3)
+    collector.update(logits[[4, 1, 0]], torch.tensor([2, 1, 0]), torch.tensor([4, 1, 0]))
+    assert collector.logits[0].dtype == torch.float32
+    collector.update(logits[[0, 0]], torch.tensor([-1, -1]), torch.tensor([0, 0]))
+    collector.update(logits[[5, 2]].bfloat16(), torch.tensor([0, 2]), torch.tensor([5, 2]))
+    predictions = collector.compute()
+    assert predictions["indices"].tolist() == [0, 1, 2, 4, 5]
+    assert predictions["labels"].tolist() == [0, 1, 2, 2, 0]
+    torch.testing.assert_close(predictions["probabilities"][[0, 1, 3]], F.softmax(logits[[0, 1, 4]].double(), 1))
+
+
+def test_the_likeliest_class_is_the_one_that_is_counted_even_where_float32_would_round_both_to_1() -> None:
+    collector, logits = PredictionCollector(), torch.tensor([[0.0, 30.0, -90.0], [1e-6, 2e-6, 0.0]])
+    collector.update(logits, torch.tensor([0, 0]), torch.tensor([0, 1]))
+    assert collector.compute()["probabilities"].argmax(1).tolist() == logits.argmax(1).tolist() == [1, 1]
+    assert collector.logits[0].data_ptr() == logits.data_ptr()  # only noted, so that the device is not waited for
+
+
+def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none() -> None:
+    model, data = classifier(), shapes_data(count=100, eval_batch_size=7)
+    done = fitted(model, data, max_epochs=1)
+    assert model.predictions is None and model._collector.logits == []
+    done.test(model, datamodule=data, verbose=False)
+    assert model.predictions is not None and model.score is not None
+    assert torch.equal(model.predictions["labels"], data.test_images.labels)
+    hits = model.predictions["probabilities"].argmax(1) == model.predictions["labels"]
+    assert float(hits.double().mean()) == pytest.approx(model.score.accuracy)
+
+
+def test_a_set_of_one_image_has_predictions_of_one_row(tmp_path: Path) -> None:
+    model, data = classifier(), shapes_data(count=10)
+    whole = data.test_images
+    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)
+    trainer().test(model, datamodule=data, verbose=False)
+    assert model.predictions is not None
+    table = table_of(model.predictions)
+    assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
+    assert table.probability.shape == (1,)
+    assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
+
+
+def test_two_processes_write_the_rows_that_one_writes_for_the_same_net(alone: Path, pair: Path) -> None:
+    one, two = ((only_run(folder) / "predictions.csv").read_text().splitlines() for folder in (alone, pair))
+    assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
+    assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]

@@ -1,3 +1,5 @@
+"""Muon against torch's own, SGD and the definition: directions, rates, decay, skipped steps."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -76,13 +78,10 @@ def test_the_direction_of_a_step_is_the_nearest_orthogonal_one(shape: tuple[int,
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
     matrices = left @ torch.diag_embed(values.clamp(min=values.max() / 20)) @ right  # 5 steps lift no less than that to 1
     made = orthogonalized(matrices, steps=5)
-    found = left.mT @ made @ right.mT
+    turned = left.mT @ made @ right.mT
     values = torch.linalg.svdvals(made)
     assert values.min() > 0.65 and values.max() < 1.25
-    torch.testing.assert_close(found, torch.diag_embed(torch.diagonal(found, dim1=1, dim2=2)))  # the singular vectors stay
-
-
-def test_zeros_stay_zeros() -> None:
+    torch.testing.assert_close(turned, torch.diag_embed(torch.diagonal(turned, dim1=1, dim2=2)))  # the singular vectors stay
     assert not orthogonalized(torch.zeros(2, 4, 6)).any()
 
 
@@ -174,7 +173,7 @@ def test_a_rate_below_zero_counts_as_zero(kind: Callable[[float], Any]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("value", [float("nan"), 1.0])
 def test_a_step_with_found_inf_changes_nothing(shape: tuple[int, ...], lr: Any, value: float) -> None:
     optimizer = both_kinds(lr)
     params = stepped(optimizer)
@@ -184,17 +183,6 @@ def test_a_step_with_found_inf_changes_nothing(shape: tuple[int, ...], lr: Any, 
         parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
     assert_alike(everything(optimizer), before)
-
-
-def test_a_first_step_with_found_inf_leaves_no_trace_in_those_that_follow() -> None:
-    optimizer = both_kinds()
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in params:
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    optimizer.found_inf = torch.tensor(0.0)
-    assert_alike(stepped(optimizer), stepped(both_kinds()), 1e-6)
 
 
 def test_parameters_without_gradient_are_left_out() -> None:
@@ -209,18 +197,6 @@ def test_parameters_without_gradient_are_left_out() -> None:
     assert_alike(params[::2], before[::2])
     assert_alike(params[1::2], expected[1::2], 5e-3)  # another batch, other roundings in bfloat16
     assert all(parameter not in optimizer.state for parameter in params[::2])
-
-
-def test_it_goes_on_from_its_state_as_if_never_stopped() -> None:
-    whole = both_kinds()
-    through = stepped(whole, 6)
-    first = both_kinds()
-    half = [parameter.detach().clone() for parameter in stepped(first, 3)]
-    second = both_kinds(lr=7.0, momentum=0.0)
-    second.load_state_dict(first.state_dict())
-    for parameter, value in zip([one for group in second.param_groups for one in group["params"]], half, strict=True):
-        parameter.data.copy_(value)
-    assert_alike(stepped(second, 3, first=3), through)
 
 
 def test_a_step_never_waits_for_the_device() -> None:
@@ -284,8 +260,5 @@ def test_a_captured_step_is_the_eager_one() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         Muon(parameters(FILTERS), **{"lr": 0.1, **settings})
-
-
-def test_a_vector_cannot_be_made_orthogonal() -> None:
-    with pytest.raises(ValueError, match="orthogonal=False"):
+    with pytest.raises(ValueError, match="orthogonal=False"):  # a vector cannot be made orthogonal
         Muon(parameters(VECTORS), 0.1)

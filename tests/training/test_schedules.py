@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_factor
+from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_factor, schedule_from
 
 
 def optimizer(lr: float = 1.0) -> SGD:
@@ -17,12 +17,12 @@ def optimizer(lr: float = 1.0) -> SGD:
 
 def rates(schedule: LRScheduler, steps: int) -> list[float]:
     """The learning rate before each step and after the last."""
-    found = [float(schedule.get_last_lr()[0])]
+    values = [float(schedule.get_last_lr()[0])]
     for _ in range(steps):
         schedule.optimizer.step()
         schedule.step()
-        found.append(float(schedule.get_last_lr()[0]))
-    return found
+        values.append(float(schedule.get_last_lr()[0]))
+    return values
 
 
 def test_cosine_is_torchs_cosine_annealing() -> None:
@@ -30,15 +30,12 @@ def test_cosine_is_torchs_cosine_annealing() -> None:
     assert rates(ours, 40) == pytest.approx(rates(CosineAnnealingLR(optimizer(0.3), 40, eta_min=0.03), 40))
 
 
-def test_triangular_without_warm_up_is_torchs_linear_fall() -> None:
+def test_triangular_is_torchs_linear_fall_after_a_rise_in_a_straight_line() -> None:
     ours = Schedule(optimizer(0.3), "triangular", 25, final=0.2)
     theirs = LinearLR(optimizer(0.3), start_factor=1.0, end_factor=0.2, total_iters=25)
     assert rates(ours, 25) == pytest.approx(rates(theirs, 25))
-
-
-def test_triangular_with_warm_up_rises_and_falls_in_straight_lines() -> None:
-    ours = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
-    assert ours == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    risen = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
+    assert risen == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (25, 0.25)])
@@ -62,13 +59,6 @@ def test_the_rate_peaks_at_one_and_ends_and_stays_at_the_final_factor(name: str,
     assert max(factors) == 1.0 == factors[10]
     assert factors[50:] == pytest.approx([final] * 10)
     assert min(factors) >= final
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_warm_up_is_part_of_the_training(name: str) -> None:
-    factors = [schedule_factor(name, done, 20, 5, 0.0) for done in range(6)]
-    assert factors == sorted(factors)
-    assert (factors[0], factors[5]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -99,6 +89,17 @@ def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: f
         schedule.step()
     assert [first for first, _ in found] == pytest.approx([2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)])
     assert [second for _, second in found] == pytest.approx([max(0.0, 3 * (1 - step / end)) for step in range(11)])
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_the_settings_of_a_model_are_in_epochs_however_often_the_rate_changes(every: str) -> None:
+    settings = {"schedule": "triangular", "schedule_every": every, "warmup_epochs": 0.0, "final_lr": 0.0, "whiten_epochs": 17 / 7}
+    schedule, total = schedule_from(whitened(), settings, 35, 7), 35 if every == "step" else 5
+    for done in range(total):
+        expected = [2 * (1 - done / total), max(0.0, 3 * (1 - done / (17 if every == "step" else 17 / 7)))]
+        assert schedule.get_last_lr() == pytest.approx(expected)
+        schedule.optimizer.step()
+        schedule.step()
 
 
 def test_without_an_end_of_its_own_the_whitening_follows_the_others() -> None:
@@ -149,24 +150,10 @@ def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
     used: list[float] = []
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
     model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
-    fitted(
-        model,
-        shapes_data(
-            val_size=24,
-        ),
-        logger=rows,
-        log_every_n_steps=1,
-        max_epochs=4,
-    )
+    fitted(model, shapes_data(val_size=24), logger=rows, log_every_n_steps=1, max_epochs=4)
     by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-@pytest.mark.parametrize("settings", [{"schedule": "one_cycle"}, {"schedule": "cosine", "warmup_epochs": 1.0}])
-def test_a_warm_up_by_the_epoch_is_refused_as_its_first_epoch_would_stand_still(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="schedule_every step"):
-        classifier(schedule_every="epoch", **settings)
 
 
 def test_accumulated_batches_count_as_one_step_of_the_schedule() -> None:

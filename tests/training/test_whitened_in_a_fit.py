@@ -17,7 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training import initialise
+from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -38,26 +38,20 @@ def filters(images: Tensor) -> Tensor:
     return weight
 
 
-def test_the_first_layer_is_computed_from_the_training_images_as_they_are() -> None:
+@pytest.mark.parametrize("most", [5000, 30])
+def test_the_first_layer_is_computed_once_from_training_images_as_they_are(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert classifier_module.WHITENING_IMAGES == 5000  # as the records take
+    monkeypatch.setattr(classifier_module, "WHITENING_IMAGES", most)
     model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
     fitted(model, data)
+    fitted(model, shapes_data(count=60, split_seed=5), max_epochs=1)
     net: Any = model.net
     assert bool(net.whitened)
-    assert torch.equal(net.whiten.weight, filters(data.plain_images(5000)))
+    assert torch.equal(net.whiten.weight, filters(data.plain_images(most)))
     rows = data.train_images.images[data.split[0]]
     plain = normalise(rows, *(torch.tensor(values) for values in data.statistics))
     assert torch.equal(data.plain_images(5000), plain)
     assert plain.shape == (100, 3, 16, 16)
-
-
-def test_no_more_images_than_the_records_take_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert initialise.IMAGES == 5000
-    monkeypatch.setattr(initialise, "IMAGES", 30)
-    model, data = classifier(**SMALL), augmented_data()
-    fitted(model, data, max_epochs=1)
-    net: Any = model.net
-    assert torch.equal(net.whiten.weight, filters(data.plain_images(30)))
-    assert not torch.equal(net.whiten.weight, filters(data.plain_images(5000)))
 
 
 class Kept(Callback):
@@ -107,15 +101,6 @@ def test_a_resumed_net_keeps_its_first_layer(ema_decay: float, tmp_path: Path, m
     assert calls == [100, 100]
 
 
-def test_a_second_fit_of_a_net_keeps_its_first_layer() -> None:
-    model = classifier(**SMALL)
-    fitted(model, augmented_data(), max_epochs=1)
-    net: Any = model.net
-    before = net.whiten.weight.clone()
-    fitted(model, shapes_data(count=60, split_seed=5), max_epochs=1)
-    assert torch.equal(net.whiten.weight, before)
-
-
 def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:
     rows = torch.arange(4)
     loader = DataLoader([Batch(torch.zeros(4, 3, 16, 16), rows, rows)], batch_size=None, collate_fn=lambda batch: batch)
@@ -145,7 +130,7 @@ def trained() -> ImageClassifier:
 
 @pytest.mark.parametrize("views", ["mirror", "full"])
 def test_views_are_scored_beside_the_plain_images(views: str, trained: ImageClassifier) -> None:
-    plain, model = classifier(**SMALL), classifier(**SMALL, tta=views)
+    plain, model, looks = classifier(**SMALL), classifier(**SMALL, tta=views), []
     data = shapes_data(count=600, eval_batch_size=50)
     scored = []
     for each in (plain, model):
@@ -158,20 +143,11 @@ def test_views_are_scored_beside_the_plain_images(views: str, trained: ImageClas
     by_hand = Evaluation(10)
     with torch.no_grad():
         by_hand.update(views_by_hand(model.net.eval(), images, views), data.test_images.labels)
-    found, expected = model.views_score, by_hand.compute()
-    assert found is not None and model.score is not None
-    assert found[0] == expected.accuracy and found.confusion == expected.confusion and found.images == 120
-    assert found.loss == pytest.approx(expected.loss, abs=2e-6)
-    assert found.loss != model.score.loss
-
-
-def test_a_validation_looks_at_the_images_as_they_are(trained: ImageClassifier) -> None:
-    model, looks = classifier(**SMALL, tta="full"), []
-    model.load_state_dict(trained.state_dict())
+    score, expected = model.views_score, by_hand.compute()
+    assert score is not None and model.score is not None
+    assert score.accuracy == expected.accuracy and score.confusion == expected.confusion and score.images == 120
+    assert score.loss == pytest.approx(expected.loss, abs=2e-6)
+    assert score.loss != model.score.loss
     model.net.register_forward_pre_hook(lambda net, images: looks.append(len(images[0])))
-    data = shapes_data(count=600)
     trainer().validate(model, datamodule=data, verbose=False)
-    assert looks == [20]
-    trainer().test(model, datamodule=data, verbose=False)
-    assert looks == [20, *[120] * 7]
-    assert model.views_score is not None
+    assert looks == [20]  # as they are
