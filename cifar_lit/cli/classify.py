@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from cifar_lit.cli.errors import parsed
@@ -25,8 +24,6 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from cifar_lit.inference.classify import ImageFile
     from cifar_lit.inference.load import Classifier
     from cifar_lit.runs.predictions import CsvRows, JsonRows, Row
@@ -74,13 +71,11 @@ def share_cores() -> None:
 
 
 def _settings(argv: list[str]) -> Namespace:
-    parser = ArgumentParser(
-        prog="cifar-lit classify",
-        description="Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
-        "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame.",
-        exit_on_error=False,
-        allow_abbrev=False,
+    description = (
+        "Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
+        "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame."
     )
+    parser = ArgumentParser(prog="cifar-lit classify", description=description, exit_on_error=False, allow_abbrev=False)
     add = parser.add_argument
     add("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
     add("paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin")
@@ -132,38 +127,44 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
 
     if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
         raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
-    for flag in ("csv", "jsonl"):
-        if (settings[flag] or "").lower().endswith(SUFFIXES):
-            raise UsageError(f"--{flag}={settings[flag]} would write rows into a picture: name a .{flag} file")
     for flag in ("csv", "jsonl", "sheet"):
-        target = Path(settings[flag] or "-")
+        name = settings[flag] or "-"
+        if flag != "sheet" and name.lower().endswith(SUFFIXES):
+            raise UsageError(f"--{flag}={name} would write rows into a picture: name a .{flag} file")
+        target = Path(name)
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classifies, and writes rows, sheet and explanations; returns how many files could not be read."""
+    import torch
+
     from cifar_lit.inference.classify import MAX_PICTURES, classify_files, contact_sheet, save_picture
+    from cifar_lit.inference.explain import activation_maps, draw_explanation
     from cifar_lit.runs.predictions import CsvRows, JsonRows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
     sheet_rows: list[Row] = []
     with ExitStack() as stack:
-        targets: list[tuple[type[CsvRows] | type[JsonRows], str | None]] = [(CsvRows, settings.csv), (JsonRows, settings.jsonl)]
-        row_files = [_row_file(target, kind, top, len(files)) for kind, target in targets if target is not None]
-        writers = [stack.enter_context(row_file) for row_file in row_files]
-        if not row_files:
+        if settings.explain is not None:  # before anything is written: not every net has maps
+            activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
+        targets = [(target, kind) for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)) if target is not None]
+        writers = [stack.enter_context(_row_file(target, kind, top, len(files))) for target, kind in targets]
+        if not targets:
             writers.append(ClassTable([file.path for file in files], classifier.classes, top).write)
-        explain = _explainer(classifier, Path(settings.explain)) if settings.explain is not None else None
         # a bar would be drawn into rows that appear on the same terminal
-        quiet = sys.stdout.isatty() and (not row_files or "-" in (settings.csv, settings.jsonl))
+        quiet = sys.stdout.isatty() and (not targets or "-" in (settings.csv, settings.jsonl))
         advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
-            if explain:
-                explain([row for row in rows if row.error is None], images)
+            if settings.explain is not None and len(images):
+                readable = (row for row in rows if row.error is None)
+                for row, image, activation in zip(readable, images, activation_maps(classifier.net, images), strict=True):
+                    name = f"{row.index:05}-{Path(row.path or '').stem}.png"
+                    save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
             sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
             failed += sum(row.error is not None for row in rows)
             if advance:
@@ -177,26 +178,9 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     return failed
 
 
-def _explainer(classifier: Classifier, folder: Path) -> Callable[[Sequence[Row], Tensor], None]:
-    """What draws where the classes of rows were found in their images, into a folder; raises UsageError where it cannot."""
-    import torch
-
-    from cifar_lit.inference.classify import save_picture
-    from cifar_lit.inference.explain import activation_maps, draw_explanation
-
-    activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
-
-    def explain(rows: Sequence[Row], images: Tensor) -> None:
-        maps = activation_maps(classifier.net, images) if rows else images
-        for row, image, activation in zip(rows, images, maps, strict=True):
-            save_picture(draw_explanation(row, image, activation), folder / f"{row.index:05}-{Path(row.path or '').stem}.png")
-
-    return explain
-
-
 @contextmanager
 def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
-    """What writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
+    """Writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
     if target == "-":
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
@@ -215,38 +199,33 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
 
 
 class ClassTable:
-    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row.
-
-    Args:
-        paths: of all rows to come.
-        classes: all names.
-        top: how many a row names.
-    """
+    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row."""
 
     def __init__(self, paths: Sequence[str], classes: Sequence[str], top: int) -> None:
-        self._path_width = max(4, *(cell_len(printable(path)) for path in paths))
         self._class_width = max(cell_len(printable(name)) for name in classes)
-        self._top, self._started = top, False
-        width = self._path_width + top * (self._class_width + 8) + 82  # a reason has fewer letters than 80
-        self._console = Console(width=None if sys.stdout.isatty() else width, highlight=False)
+        self._widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[self._class_width + 6] * top]
+        names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
+        self._header: list[Text] | None = [Text(name, "bold") for name in names]
+        self._console = Console(highlight=False, soft_wrap=True)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Prints rows, under the names of the columns if they are the first."""
-        table = Table(box=None, show_header=not self._started, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        self._started = True
-        table.add_column("file", width=self._path_width, overflow="fold")
-        for name in ["class", "second", "third", *(f"{rank}th" for rank in range(4, self._top + 1))][: self._top]:
-            table.add_column(name, width=self._class_width + 6, no_wrap=True)
-        table.add_column("", overflow="fold")
+        if self._header:
+            self._print(self._header)
+            self._header = None
         for row in rows:
-            cells = [Text(f"{printable(name):<{self._class_width}} {probability:.3f}") for name, probability in row.top]
-            if row.error is None:
-                cells[0].stylize("bold")
-                cells.append(Text("unlike the training images" if row.unlike else "", "yellow"))
-            else:
-                cells = [*[Text()] * self._top, Text(row.error, "red")]
-            table.add_row(Text(printable(row.path or "")), *cells)
-        self._console.print(table)
+            path = Text(printable(row.path or ""))
+            if row.error is not None:
+                self._print([path, *(Text() for _ in self._widths[1:])], Text(row.error, "red"))
+                continue
+            cells = [Text(f"{set_cell_size(printable(name), self._class_width)} {value:.3f}") for name, value in row.top]
+            cells[0].stylize("bold")
+            self._print([path, *cells], Text("unlike the training images" if row.unlike else "", "yellow"))
+
+    def _print(self, cells: list[Text], note: Text | None = None) -> None:
+        for cell, width in zip(cells, self._widths, strict=True):
+            cell.truncate(width, pad=True)
+        self._console.print(Text("  ").join([*cells, note or Text()]))
 
 
 def printable(text: str) -> str:

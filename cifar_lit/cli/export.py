@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from rich.table import Table
+from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables, say
 from cifar_lit.cli.errors import parsed
@@ -18,6 +19,12 @@ DESCRIPTION = (
     "out, class names in the metadata. Runs the file on test images and keeps it only if it answers as the net does."
 )
 CHECKED = 1000
+USAGE = {  # how a file of each format is used
+    "onnx": "  session = onnxruntime.InferenceSession(FILE)\n"
+    '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
+    "torch-export": "  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",
+    "safetensors": "  cifar-lit classify FILE PICTURE",
+}
 
 
 def export(argv: list[str]) -> None:
@@ -57,34 +64,21 @@ def export(argv: list[str]) -> None:
     exported = export_net(net, settings.to, path, Sample(images, labels), calibration.images if calibration else None)
     result = exported.check
 
-    table = Table()
-    table.add_column("")
-    table.add_column("PyTorch", justify="right")
-    table.add_column(f"{settings.to} {settings.quantize or ''}".strip(), justify="right")
+    right = partial(Column, justify="right")
+    table = Table("", right("PyTorch"), right(f"{settings.to} {settings.quantize or ''}".strip()))
     table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, exported.size)))
     if result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))
     for batch, seconds in exported.seconds.items():
         table.add_row(f"batch of {batch}", *(f"{1e3 * value:.2f} ms" for value in seconds))
     for_tables().print(table)
+    file = display_path(path)
     say(
         f"decisions agree on {result.agreeing:,} of {result.images:,} · "
         f"largest difference of a probability {result.difference:.1e}",
         *([f"calibrated on {calibration.what}"] if calibration else []),
-        f"wrote {display_path(path)}",
-        *_usage(settings.to, path),
+        f"wrote {file}",
+        "",
+        "use it:",
+        USAGE[settings.to].replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file)),
     )
-
-
-def _usage(to: str, path: Path) -> list[str]:
-    """The lines that say how the file is used."""
-    file = display_path(path)
-    lines = {
-        "onnx": [
-            f"  session = onnxruntime.InferenceSession({file!r})",
-            '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
-        ],
-        "torch-export": [f"  torch.export.load({file!r}).module()(images)  # uint8 (batch, C, H, W)"],
-        "safetensors": [f"  cifar-lit classify {shlex.quote(file)} PICTURE"],
-    }
-    return ["", "use it:", *lines[to]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
@@ -12,11 +13,11 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit import __version__
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.serve.images import Limits
+from cifar_lit.inference.serve.bodies import Limits
 from cifar_lit.runs.run_folder import weights_file
 
 if TYPE_CHECKING:
-    from cifar_lit.inference.serve.net import ModelInfo
+    from cifar_lit.inference.serve.workers import ModelInfo
 
 DESCRIPTION = """Serves a run's net over HTTP, with a page at / for trying it.
 
@@ -44,18 +45,16 @@ def serve(argv: list[str]) -> None:
     settings = parsed(parser, argv)
     limits = _limits(settings)
     file = weights_file(settings.run)
-    try:
-        from cifar_lit.inference.serve.service import serve as run_service
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "cifar_lit":
-            raise
-        raise Failure(f'serve needs {error.name}, which is not installed: pip install "cifar-lit[serve]"') from None
+    if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
+        raise Failure(f'serve needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[serve]"')
+    from cifar_lit.inference.serve.http import serve as run_service
+
     with _listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
         def on_ready(info: ModelInfo) -> None:
-            size = "×".join(map(str, (info.channels, *info.size)))
+            size = "×".join(map(str, (info.channels, *info.image_size)))
             print(f"serving {info.net} ({size}, {len(info.classes)} classes) on {info.device}")
             if not local:
                 print(f"open to every machine that reaches {host}: there is no password and no encryption")
@@ -66,16 +65,11 @@ def serve(argv: list[str]) -> None:
 
 
 def _limits(settings: Namespace) -> Limits:
-    for name in ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds"):
+    names = ("max_pixels", "max_images", "decode_seconds", "body_seconds")
+    for name in ("max_mb", *names):
         if not 0 < settings[name] < 1e12:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {settings[name]:g}")
-    return Limits(
-        body=round(settings.max_mb * 1e6),
-        pixels=settings.max_pixels,
-        images=settings.max_images,
-        decode_seconds=settings.decode_seconds,
-        body_seconds=settings.body_seconds,
-    )
+    return Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -83,18 +77,14 @@ def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be from 0 to 65535, not {port}")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
-        raise UsageError(
-            f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too"
-        ) from None
+        text = f"--host {host} is no address: use 127.0.0.1 for this machine alone, 0.0.0.0 for every other too"
+        raise UsageError(text) from None
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is for IPv4 too
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a service that just ended leaves its port behind
-        sock.bind(address)
-        sock.listen(512)
+        sock = socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
     except OSError as error:
-        sock.close()
         if error.errno == errno.EADDRINUSE:
             raise Failure(f"port {port} is in use: choose another with --port, or --port 0 for a free one") from None
         if error.errno == errno.EADDRNOTAVAIL:
@@ -102,6 +92,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EACCES:
             raise UsageError(f"port {port} may not be used without more rights: choose one above 1023 with --port") from None
         raise
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: an answer would wait 40 ms otherwise
     return sock
 
 

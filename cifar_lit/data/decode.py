@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -42,6 +42,7 @@ _UPRIGHT = {  # by EXIF orientation
 }  # fmt: skip
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
+T = TypeVar("T")
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
 
 
@@ -135,7 +136,7 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
     ahead: deque[Future[Pixels]] = deque()
     try:
         for chunk in chunks:
-            ahead.append(_submit(pool, work, chunk))
+            ahead.append(submit_without_main(pool, work, chunk))
             if len(ahead) > 4 * workers:
                 yield ahead.popleft().result()
         while ahead:
@@ -144,12 +145,12 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, work: Callable[[Sequence[str]], Pixels], chunk: Sequence[str]) -> Future[Pixels]:
+def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
     """Submits with the main script out of sight: a spawned process would run it again, and import all of torch with it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        return pool.submit(work, chunk)
+        return pool.submit(function, *args)
     finally:
         sys.modules["__main__"] = main
 

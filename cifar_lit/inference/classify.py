@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -34,46 +36,45 @@ class ImageFile(NamedTuple):
 
 
 def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
-    """The image files that some paths name, in the order of the paths.
+    """The image files that some paths name, in their order; those that are not there have an error.
 
     Args:
         paths: each a file, whatever its suffix; a folder, for the images in it and below, known by their suffixes, in natural
             order (2.png before 10.png), without hidden ones; a pattern with *, ? or [, where ** means any depth; or - for the
             paths in `stdin`. They are kept as text that `os` understands: a name need not be UTF-8.
         stdin: paths, one a line, or with a NUL behind each.
-
-    Returns:
-        Files, among them those that are not there or folders that hold no image, with the error.
     """
     for path in paths:
         if path == "-":
             data = stdin.read()
-            for line in data.split(b"\0" if b"\0" in data else b"\n"):
-                if line:
-                    yield from _files_of(os.fsdecode(line), pattern=False)
+            lines = data.split(b"\0" if b"\0" in data else b"\n")
+            literal = [os.fsdecode(line) for line in lines if line]
+        elif PATTERN.search(path) and not os.path.lexists(path):
+            yield from _matches(path)
+            continue
         else:
-            yield from _files_of(path, pattern=True)
+            literal = [path]
+        for name in literal:
+            if os.path.isdir(name):  # noqa: PTH112
+                files = _files_below(name)
+                yield next(files, ImageFile(name, "the folder holds no JPEG, PNG, WebP, BMP or GIF"))
+                yield from files
+            else:
+                yield ImageFile(name)
 
 
-def _files_of(path: str, pattern: bool) -> Iterator[ImageFile]:
-    if os.path.isdir(path):  # noqa: PTH112
-        files = _files_below(path, frozenset())
-        yield next(files, ImageFile(path, "the folder holds no JPEG, PNG, WebP, BMP or GIF"))
-        yield from files
-    elif pattern and PATTERN.search(path) and not os.path.lexists(path):
-        matches = sorted(glob.glob(path, recursive=True), key=natural)  # noqa: PTH207
-        if not matches:
-            yield ImageFile(path, "no file fits this pattern")
-        for match in matches:
-            if not os.path.isdir(match):  # noqa: PTH112
-                yield ImageFile(match)
-            elif "**" not in path:  # ** gives what is in the folder too
-                yield from _files_below(match, frozenset())
-    else:
-        yield ImageFile(path)
+def _matches(pattern: str) -> Iterator[ImageFile]:
+    matches = sorted(glob.glob(pattern, recursive=True), key=natural)  # noqa: PTH207
+    if not matches:
+        yield ImageFile(pattern, "no file fits this pattern")
+    for match in matches:
+        if not os.path.isdir(match):  # noqa: PTH112
+            yield ImageFile(match)
+        elif "**" not in pattern:  # ** gives what is in the folder too
+            yield from _files_below(match)
 
 
-def _files_below(folder: str, parents: frozenset[str]) -> Iterator[ImageFile]:
+def _files_below(folder: str, parents: frozenset[str] = frozenset()) -> Iterator[ImageFile]:
     """Images in a folder and below it; a link that leads back to a parent is not followed."""
     real = os.path.realpath(folder)
     if real in parents:
@@ -104,7 +105,7 @@ POOL_FROM = 200  # fewer files are decoded before other processes have started
 
 
 def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int = TOP) -> Iterator[tuple[list[Row], Tensor]]:
-    """Rows of predictions for files, in order, a chunk at a time; only some chunks are in memory, however many files there are.
+    """Classifies files in order, a chunk at a time; only some chunks are in memory, however many files there are.
 
     Returns:
         For each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
@@ -116,24 +117,20 @@ def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int 
     work = partial(decode_files, size=classifier.size, channels=classifier.channels)
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
     paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
-    index = 0
+    indices = count()
     try:
         for chunk, (pixels, errors) in zip(chunks, decode_chunks(work, paths, all_cores=len(files) >= POOL_FROM), strict=True):
             array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *classifier.size, classifier.channels)
             images = torch.from_numpy(array).permute(0, 3, 1, 2)
             predictions = iter(classifier.predict_batch(images, top))
-            position, rows = 0, []  # position: among the files that were given to the decoder
+            reasons = map(errors.get, count())  # of each file that was given to the decoder, None for the readable ones
+            rows = []
             for file in chunk:
-                error = file.error
-                if error is None:
-                    error = errors.get(position)
-                    position += 1
-                if error is None:
-                    best = next(predictions)
-                    rows.append(Row(index, best.top, path=file.path, novelty=best.novelty, unlike=best.unlike))
+                if error := file.error or next(reasons):
+                    rows.append(Row(next(indices), (), path=file.path, error=error))
                 else:
-                    rows.append(Row(index, (), path=file.path, error=error))
-                index += 1
+                    best = next(predictions)
+                    rows.append(Row(next(indices), best.top, path=file.path, novelty=best.novelty, unlike=best.unlike))
             yield rows, images
     except BrokenProcessPool as error:
         raise Failure("a decoding process was ended from outside, mostly for want of memory: lower --max-pixels") from error
@@ -189,11 +186,9 @@ def save_picture(image: Image.Image, path: Path) -> None:
 
 
 def _thumbnail(row: Row) -> Image.Image:
-    if row.error is None and row.path is not None:
-        try:
+    with suppress(DecodeError):  # gone since it was classified
+        if row.error is None and row.path is not None:
             return Image.fromarray(decode(row.path, (SIDE, SIDE)))
-        except DecodeError:  # gone since it was classified
-            pass
     return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image
@@ -68,6 +67,8 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
 
 def draw_explanation(row: Row, image: Tensor, activation: Tensor) -> Image.Image:
     """An image as the net takes it, uint8 (C, H, W), beside itself under its activation map, float32 (H, W), in warm colours."""
+    import matplotlib
+
     net_view = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).expand(-1, -1, 3).numpy()))
     scale = SIDE / max(net_view.size)
     width, height = (max(round(side * scale), 1) for side in net_view.size)

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from cifar_lit.files import atomic_write
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import ModelProto
     from torch.export import ExportedProgram
 
 FORMAT = "cifar-lit export 1"
@@ -37,6 +38,7 @@ METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first with Gelu as one operator, which onnxruntime computes from 1.17 on
 MAX_ONNX_BYTES = 2**31 - 2**20  # one protobuf message ends at 2 GiB
 TIMED_BATCHES = (1, 64)
+TIMING_SECONDS, MIN_TURNS, MAX_TURNS = 1.0, 5, 100  # for a batch; turns of the net and of the file
 
 Runner = Callable[[Tensor], Tensor]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
 
@@ -49,9 +51,8 @@ class Sample(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A file that was kept."""
+    """What is known of a file that was kept."""
 
-    path: Path
     size: int  # bytes
     check: Check
     seconds: dict[int, tuple[float, float]]  # for each of the timed batches the medians of the net and of the file
@@ -70,19 +71,14 @@ def check_request(to: str, quantize: str | None) -> None:
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
-    """Where the file goes if nothing is said: beside `model`, the model.safetensors that it is made from.
-
-    Raises UsageError for safetensors, which would be `model` itself.
-    """
+    """Where the file goes if nothing is said: beside the model.safetensors that it is made from."""
     if to == "safetensors":
         raise UsageError(f"{model} is the run's own: name a place for its checked copy with --out FILE")
     return model.with_name(model.stem + (f".{quantize}" if quantize else "") + FORMATS[to].suffix)
 
 
 def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Tensor | None = None) -> Exported:
-    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike.
-
-    A file that was at `path` before stays as it was unless the new one is kept.
+    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike; else `path` stays as it was.
 
     Args:
         net: on the CPU, in evaluation mode.
@@ -108,10 +104,9 @@ def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Ten
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
     seconds = {}
     for batch in TIMED_BATCHES:
-        images = sample.images[torch.arange(batch) % len(sample.images)]
-        net_times, file_times = latencies([net_runner, file_runner], images)
-        seconds[batch] = statistics.median(net_times), statistics.median(file_times)
-    return Exported(path, path.stat().st_size, result, seconds)
+        times = latencies([net_runner, file_runner], sample.images[torch.arange(batch) % len(sample.images)])
+        seconds[batch] = statistics.median(times[0]), statistics.median(times[1])
+    return Exported(path.stat().st_size, result, seconds)
 
 
 # ---- Whether an exported file answers as the net that it was made from, and how fast.
@@ -141,37 +136,34 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
 
     labels: int64 (N,), or None. Fewer images than a batch are repeated to fill it.
     """
-    expected = torch.cat([net(batch) for batch in images.split(CHECKED_BATCHES[-1])])
-    answers = torch.cat([file(batch) for batch in images.split(CHECKED_BATCHES[-1])])
-    difference = _difference(answers, expected)
+    expected, answers = (torch.cat([run(batch) for batch in images.split(CHECKED_BATCHES[-1])]) for run in (net, file))
+    differences = [_difference(answers, expected)]
     for batch in CHECKED_BATCHES:
         places = torch.arange(batch) % len(images)
-        difference = max(difference, _difference(file(images[places]), expected[places]))
+        differences.append(_difference(file(images[places]), expected[places]))
     before, after = expected.argmax(1), answers.argmax(1)
     accuracy = None
     if labels is not None:
         accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
-    return Check(len(images), difference, int((before == after).sum()), accuracy)
+    return Check(len(images), max(differences), int((before == after).sum()), accuracy)
 
 
 def _difference(answers: Tensor, expected: Tensor) -> float:
     """The largest difference, infinite where the shapes differ or something is no number."""
     if answers.shape != expected.shape or not bool(answers.isfinite().all()):
-        return float("inf")
+        return math.inf
     return float((answers - expected).abs().max())
 
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
     """Raises Failure where a file does not answer as its net within the limits above; in float these leave only rounding."""
-    if not int8:
-        if not result.difference <= MAX_DIFFERENCE:
-            raise Failure(
-                f"the file does not answer as the net: a probability differs by {result.difference:.2g}, more than "
-                f"{MAX_DIFFERENCE:g}, so it was not kept; another --to, or another version of torch or onnxruntime may do"
-            )
-        return
+    if not int8 and not result.difference <= MAX_DIFFERENCE:
+        raise Failure(
+            f"the file does not answer as the net: a probability differs by {result.difference:.2g}, more than "
+            f"{MAX_DIFFERENCE:g}, so it was not kept; another --to, or another version of torch or onnxruntime may do"
+        )
     loss = result.accuracy[0] - result.accuracy[1] if result.accuracy else 0.0
-    if result.difference == float("inf") or result.agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS:
+    if int8 and (result.difference == math.inf or result.agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
         raise Failure(
             f"int8 changes too much of this net: {result.agreement:.1%} of the decisions agree (at least {MIN_AGREEMENT:.0%} "
             f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
@@ -179,18 +171,12 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
         )
 
 
-def latencies(
-    runners: Sequence[Runner], images: Tensor, seconds: float = 1.0, min_turns: int = 5, max_turns: int = 100
-) -> list[list[float]]:
-    """The seconds that each runner takes for `images`, run in turn, so that a disturbance meets all; the first turn warms up.
-
-    Returns:
-        A list of turns for each runner: at least `min_turns`, then as many as start within `seconds`, at most `max_turns`.
-    """
+def latencies(runners: Sequence[Runner], images: Tensor) -> list[list[float]]:
+    """The seconds that each runner takes for `images`, a list for each; run in turn, so that a disturbance meets all."""
     times: list[list[float]] = [[] for _ in runners]
     started = time.perf_counter()
-    for turn in range(max_turns + 1):
-        if turn > min_turns and time.perf_counter() - started > seconds:
+    for turn in range(MAX_TURNS + 1):  # the first turn warms up
+        if turn > MIN_TURNS and time.perf_counter() - started > TIMING_SECONDS:
             break
         for runner, own_times in zip(runners, times, strict=True):
             before = time.perf_counter()
@@ -230,12 +216,7 @@ def runner_of(net: LoadedNet) -> Runner:
 
 
 def _without_gradients(module: nn.Module) -> Runner:
-    def run(images: Tensor) -> Tensor:
-        with torch.no_grad():
-            probabilities: Tensor = module(images)
-        return probabilities
-
-    return run
+    return torch.no_grad()(lambda images: module(images))
 
 
 def metadata(net: LoadedNet) -> dict[str, str]:
@@ -282,7 +263,6 @@ def traced(net: LoadedNet) -> ExportedProgram:
 
 
 def _write_torch_export(net: LoadedNet, path: Path) -> None:
-    """Writes what `torch.export.load` reads, with `metadata.json` among its extra files."""
     program = traced(net)
     with silenced(), path.open("wb") as file:
         torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)})
@@ -365,24 +345,21 @@ MAX_FLOAT_FRACTION = 0.05  # of all weights: a layer at either end that holds mo
 
 
 def quantised(model: ModelProto, images: Tensor) -> ModelProto:
-    """The model with quantise and dequantise operators around its layers (QDQ), its metadata kept.
+    """The model, in float before, with quantise and dequantise operators around its layers (QDQ), its metadata kept.
 
-    The least and greatest value of each activation over the images are its range, as percentiles and entropy gained nothing on
-    CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's 8-bit products overflow
-    on. The first and the last layer stay in float where they hold few weights: there rounding costs most, of pixels and of
-    logits, and saves least.
+    The least and greatest value of each activation over training images, uint8 (N, C, H, W), are its range: percentiles and
+    entropy gained nothing on CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's
+    8-bit products overflow on. The first and the last layer stay in float where they hold few weights: there rounding costs most,
+    of pixels and of logits, and saves least.
 
-    Args:
-        model: in float.
-        images: uint8 (N, C, H, W), of training.
-
-    Raises:
-        Failure: nothing is left to quantise, or onnxruntime cannot.
+    Raises Failure where nothing is left to quantise, or onnxruntime cannot.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    batches = ({"images": batch.contiguous().numpy()} for batch in images.split(CALIBRATION_BATCH))
+    reader = SimpleNamespace(get_next=lambda: next(batches, None))
     with TemporaryDirectory() as folder:
         plain, prepared, ready = (str(Path(folder) / f"{name}.onnx") for name in ("plain", "prepared", "ready"))
         Path(plain).write_bytes(model.SerializeToString())
@@ -393,7 +370,7 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
                 layers, kept = _layers(onnx.load(prepared))
                 if layers:
                     quantize_static(
-                        prepared, ready, _Batches(images), quant_format=QuantFormat.QDQ, per_channel=True,
+                        prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
                         activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
                         op_types_to_quantize=list(LAYERS), nodes_to_exclude=kept,
                     )  # fmt: skip
@@ -412,24 +389,9 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
 def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
     """The names of the layers that are quantised, and of those that are kept in float."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-
-    def weights(node: NodeProto) -> int:
-        return sum(sizes.get(name, 0) for name in node.input)
-
     layers = [node for node in model.graph.node if node.op_type in LAYERS]
-    most = MAX_FLOAT_FRACTION * sum(map(weights, layers))
-    ends = {node.name: node for node in (*layers[:1], *layers[-1:])}
-    kept = [name for name, node in ends.items() if weights(node) <= most]
-    return [node.name for node in layers if node.name not in kept], kept
-
-
-class _Batches:
-    """Calibration images as onnxruntime asks for them; it takes any object with `get_next`."""
-
-    def __init__(self, images: Tensor) -> None:
-        self._batches: Iterator[Tensor] = iter(images.split(CALIBRATION_BATCH))
-
-    def get_next(self) -> dict[str, Any] | None:
-        """The next batch by input name, None after the last."""
-        batch = next(self._batches, None)
-        return None if batch is None else {"images": batch.contiguous().numpy()}
+    weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}
+    names = list(weights)
+    ends = dict.fromkeys((*names[:1], *names[-1:]))
+    kept = [name for name in ends if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]
+    return [name for name in names if name not in kept], kept

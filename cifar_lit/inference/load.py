@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,13 @@ BATCH = 256  # images that are computed at once
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one image.
-
-    Args:
-        label: the class with the highest probability.
-        probability: its probability, in 0 … 1.
-        top: the likeliest classes with their probabilities, the best first.
-        novelty: distance from the training images, 0 … 2; None where the weights have no novelty data.
-        unlike: whether that is further than 95 % of the images that were held out then; None likewise.
-    """
+    """The prediction for one image."""
 
     label: str
-    probability: float
-    top: tuple[tuple[str, float], ...]
-    novelty: float | None = None
-    unlike: bool | None = None
+    probability: float  # of the label, 0 … 1
+    top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
+    novelty: float | None = None  # distance from the training images, 0 … 2; None where the weights have no novelty data
+    unlike: bool | None = None  # whether that is further than 95 % of the images that were held out then; None likewise
 
 
 class Classifier:
@@ -96,11 +89,11 @@ class Classifier:
         distances: list[float | None] = [None] * len(images)
         if self.net.novelty and self.card.novelty and len(images):
             distances = novelty(embeddings, self.net.novelty, self.card.novelty).tolist()
+        threshold = self.card.novelty["threshold"] if self.card.novelty else math.inf
         predictions = []
         for values, labels, distance in zip(probabilities.tolist(), order.tolist(), distances, strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unlike = None if distance is None else distance > self.card.novelty["threshold"]
-            predictions.append(Prediction(*best[0], best, distance, unlike))
+            predictions.append(Prediction(*best[0], best, distance, None if distance is None else distance > threshold))
         return predictions
 
     def prepare(self, images: Any) -> Tensor:
@@ -110,25 +103,21 @@ class Classifier:
         elif not isinstance(images, Sequence) or isinstance(images, str):
             images = [images]
         arrays = [self._prepare_one(image) for image in images]
-        empty = np.zeros((0, *self.size, self.channels), np.uint8)
-        return torch.from_numpy(np.stack(arrays) if arrays else empty).permute(0, 3, 1, 2)
+        array = np.stack(arrays) if arrays else np.zeros((0, *self.size, self.channels), np.uint8)
+        return torch.from_numpy(array).permute(0, 3, 1, 2)
 
     def _prepare_one(self, image: Any) -> np.ndarray:
         """One image as uint8 (H, W, C) of the net's size, by the same steps as a file."""
         if isinstance(image, str | Path):
             return decode(image, self.size, self.channels)
-        if not isinstance(image, Image.Image):
-            image = Image.fromarray(_to_uint8(image))
-        return pixels_of(image, self.size, self.channels)
+        return pixels_of(image if isinstance(image, Image.Image) else _to_picture(image), self.size, self.channels)
 
 
-def _to_uint8(image: Any) -> np.ndarray:
-    """uint8 (H, W) or (H, W, 3 … 4) of an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
-    if isinstance(image, Tensor):
-        image = image.detach().cpu()
-        array = (image.movedim(0, -1) if image.ndim == 3 else image).numpy()
-    else:
-        array = np.asarray(image)
+def _to_picture(image: Any) -> Image.Image:
+    """A picture from an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
+    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    if isinstance(image, Tensor) and image.ndim == 3:
+        array = array.transpose(1, 2, 0)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or not array.size:
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
@@ -137,7 +126,7 @@ def _to_uint8(image: Any) -> np.ndarray:
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image must be uint8 or floating in 0 … 1, not {array.dtype}")
-    return array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
 def load(path: str | Path, device: str = "cpu") -> Classifier:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,36 +9,20 @@ from small_nets import write_fitted_net, write_net, write_novelty_net
 
 torch.set_num_threads(1)
 
-# Run folders that tests leave as they are.
+
+def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
+    """A run folder that tests leave as it is."""
+    return pytest.fixture(scope="session")(lambda tmp_path_factory: write(tmp_path_factory.mktemp("runs") / "run-1"))
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A net of random weights."""
-    return write_net(tmp_path_factory.mktemp("net"))
-
-
-@pytest.fixture(scope="session")
-def novelty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with novelty data."""
-    return write_novelty_net(tmp_path_factory.mktemp("novelty"))
-
-
-@pytest.fixture(scope="session")
-def fitted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A net of drawn figures that decides with confidence."""
-    return write_fitted_net(tmp_path_factory.mktemp("fitted") / "shapes-1")
-
-
-@pytest.fixture(scope="session")
-def served_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny net of 16 × 16 images for services."""
-    return write_net(tmp_path_factory.mktemp("served"), "lenet", side=16, gain=3)
+run = _shared(write_net)
+novelty_run = _shared(write_novelty_net)
+fitted_run = _shared(write_fitted_net)
+served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3))
 
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets exports take two turns of time instead of seconds."""
-    from cifar_lit.inference.export import latencies
-
-    monkeypatch.setattr("cifar_lit.inference.export.latencies", lambda *args: latencies(*args, seconds=0, min_turns=1))
+    monkeypatch.setattr("cifar_lit.inference.export.TIMING_SECONDS", 0)
+    monkeypatch.setattr("cifar_lit.inference.export.MIN_TURNS", 1)

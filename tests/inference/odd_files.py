@@ -10,10 +10,9 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -23,8 +22,7 @@ GREY = tuple((luma,) * 3 for luma in (76, 150, 29, 255))
 BLACK_AND_WHITE = tuple((luma,) * 3 for luma in (0, 255, 0, 255))
 
 
-@dataclass(frozen=True)
-class OddFile:
+class OddFile(NamedTuple):
     """A file and what is to come of it."""
 
     name: str
@@ -33,18 +31,13 @@ class OddFile:
     quarters: tuple[tuple[int, ...], ...] | None = QUARTERS  # about what decoding is to give; None where nothing is to be seen
     reason: str | None = None  # a part of the reason for which it is refused; None where it is readable
 
-    @property
-    def readable(self) -> bool:
-        return self.reason is None
-
 
 def write_odd_files(folder: Path) -> list[Path]:
     """Writes all of them into a folder that is made for them; returns the paths in the order of `ODD_FILES`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / odd.name for odd in ODD_FILES]
-    for path, odd in zip(paths, ODD_FILES, strict=True):
-        path.write_bytes(odd.make())
-    return paths
+    folder.mkdir(parents=True)
+    for odd in ODD_FILES:
+        (folder / odd.name).write_bytes(odd.make())
+    return [folder / odd.name for odd in ODD_FILES]
 
 
 # ---- pictures
@@ -133,29 +126,25 @@ def with_chunk(kind: bytes, data: bytes) -> bytes:
 
 def broken_sum() -> bytes:
     """A PNG whose pixels do not fit the check sum."""
-    whole = bytearray(encoded(picture(), "PNG"))
-    whole[whole.index(b"IDAT") + 12] ^= 0xFF
-    return bytes(whole)
+    before, kind, rest = encoded(picture(), "PNG").partition(b"IDAT")
+    return before + kind + rest[:8] + bytes([rest[8] ^ 0xFF]) + rest[9:]
 
 
 # ---- other files
 
 
-def run_length_bmp() -> bytes:
-    """The picture as a BMP of 8 bits with run lengths."""
-    palette = b"".join(bytes((blue, green, red, 0)) for red, green, blue in QUARTERS)
-    rows = [bytes((24, 2, 24, 3, 0, 0))] * 24 + [bytes((24, 0, 24, 1, 0, 0))] * 24  # from the bottom up
-    data = b"".join(rows) + b"\0\1"
-    start = 14 + 40 + len(palette)
-    header = struct.pack("<IiiHHIIiiII", 40, 48, 48, 1, 8, 1, len(data), 2835, 2835, 4, 4)
+def bmp(height: int, depth: int, compression: int, palette: bytes, data: bytes) -> bytes:
+    colours = len(palette) // 4
+    header = struct.pack("<IiiHHIIiiII", 40, 48, height, 1, depth, compression, len(data), 2835, 2835, colours, colours)
+    start = 54 + len(palette)
     return b"BM" + struct.pack("<IHHI", start + len(data), 0, 0, start) + header + palette + data
 
 
-def top_down_bmp() -> bytes:
-    """A BMP of 24 bits whose height is negative: its first row is the top one."""
-    data = picture().tobytes("raw", "BGR")
-    header = struct.pack("<IiiHHIIiiII", 40, 48, -48, 1, 24, 0, len(data), 2835, 2835, 0, 0)
-    return b"BM" + struct.pack("<IHHI", 54 + len(data), 0, 0, 54) + header + data
+def run_length_bmp() -> bytes:
+    """The picture as a BMP of 8 bits with run lengths."""
+    palette = b"".join(bytes((blue, green, red, 0)) for red, green, blue in QUARTERS)
+    rows = bytes((24, 2, 24, 3, 0, 0)) * 24 + bytes((24, 0, 24, 1, 0, 0)) * 24  # from the bottom up
+    return bmp(48, 8, 1, palette, rows + b"\0\1")
 
 
 def offset_gif() -> bytes:
@@ -189,91 +178,88 @@ CUT = "cut short"
 UNKNOWN = "not a JPEG, PNG, WebP, BMP or GIF"
 
 
-def _odd_files() -> Iterator[OddFile]:
-    yield OddFile("plain.jpg", "JPEG", jpeg)
-    yield OddFile("progressive.jpg", "progressive JPEG", lambda: jpeg(progressive=True))
-    yield OddFile("subsampled.jpg", "JPEG, colours at half size", lambda: jpeg(subsampling=2))
-    yield OddFile("restarts.jpg", "JPEG with restart markers", lambda: jpeg(restart_marker_blocks=1))
-    yield OddFile("grey.jpg", "grey JPEG", lambda: encoded(picture(mode="L"), "JPEG", quality=95), GREY)
-    yield OddFile("cmyk.jpg", "CMYK JPEG", lambda: encoded(picture(mode="CMYK"), "JPEG", quality=95))
-    for orientation in range(2, 9):
-        yield OddFile(
-            f"turned-{orientation}.jpg", f"JPEG, EXIF orientation {orientation}", lambda o=orientation: turned(o, "JPEG")
-        )
-    yield OddFile("turned.webp", "WebP, EXIF orientation 6", lambda: turned(6, "WEBP"))
-    yield OddFile("turned.png", "PNG, EXIF orientation 8", lambda: turned(8, "PNG"))
-    yield OddFile("damaged-exif.jpg", "JPEG with damaged EXIF", lambda: jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xffrubbish"))
-    yield OddFile("two-pictures.jpg", "JPEG of two pictures (MPO)", lambda: animated("MPO"))
-    yield OddFile("rest-behind.jpg", "JPEG with a megabyte of rubbish behind it", lambda: jpeg() + b"rubbish!" * 131072)
-    yield OddFile("large.jpg", "JPEG of 24 megapixels", lambda: encoded(picture(4900), "JPEG", quality=75))
-    yield OddFile("named.png", "JPEG with the suffix of a PNG", jpeg)
-    yield OddFile("no-suffix", "JPEG without a suffix", jpeg)
-    yield OddFile("SHOUTED.JPG", "JPEG with its suffix in capitals", jpeg)
-    yield OddFile("one-pixel.png", "PNG of one pixel", lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), (RED,) * 4)
-    yield OddFile("line.png", "PNG of 5,000 × 1 pixels", lambda: encoded(Image.new("RGB", (5000, 1), RED), "PNG"), (RED,) * 4)
-    yield OddFile("column.jpg", "JPEG of 1 × 5,000 pixels", lambda: encoded(Image.new("RGB", (1, 5000), RED), "JPEG"), (RED,) * 4)
-    yield OddFile("plain.png", "PNG", lambda: encoded(picture(), "PNG"))
-    yield OddFile("interlaced.png", "interlaced PNG", interlaced_png)
-    yield OddFile("grey.png", "grey PNG", lambda: encoded(picture(mode="L"), "PNG"), GREY)
-    yield OddFile("bits.png", "PNG of 1 bit", lambda: encoded(picture(mode="L").convert("1", dither=0), "PNG"), BLACK_AND_WHITE)
-    yield OddFile("palette.png", "PNG with a palette", lambda: encoded(picture().quantize(4), "PNG"))
-    yield OddFile("alpha.png", "PNG, transparent in part", lambda: encoded(see_through(), "PNG"))
-    yield OddFile("grey-alpha.png", "grey PNG, transparent in part", lambda: encoded(see_through(mode="LA"), "PNG"), GREY)
-    yield OddFile("palette-alpha.png", "PNG with a transparent palette entry", lambda: encoded(see_through().quantize(8), "PNG"))
-    yield OddFile("colour-alpha.png", "PNG with one transparent colour", lambda: encoded(picture(), "PNG", transparency=WHITE))
-    yield OddFile("deep-grey.png", "grey PNG of 16 bits", lambda: deep("L", 0), GREY)
-    yield OddFile("deep.png", "PNG of 16 bits", lambda: deep("RGB", 2))
-    yield OddFile("deep-alpha.png", "PNG of 16 bits, transparent in part", lambda: deep("RGBA", 6))
-    yield OddFile("deep-grey-alpha.png", "grey PNG of 16 bits, transparent in part", lambda: deep("LA", 4), GREY)
-    yield OddFile("animated.png", "animated PNG", lambda: animated("PNG"))
-    yield OddFile("gamma.png", "PNG with a gamma of its own", lambda: with_chunk(b"gAMA", struct.pack(">I", 100_000)))
-    yield OddFile("animated.gif", "animated GIF", lambda: animated("GIF"))
-    yield OddFile("alpha.gif", "GIF, transparent in part", lambda: encoded(see_through(), "GIF"))
-    yield OddFile("part.gif", "GIF whose first frame is smaller than its canvas", offset_gif, None)
-    yield OddFile("plain.webp", "WebP", lambda: encoded(picture(), "WEBP", quality=95))
-    yield OddFile("lossless.webp", "lossless WebP", lambda: encoded(picture(), "WEBP", lossless=True))
-    yield OddFile("alpha.webp", "WebP, transparent in part", lambda: encoded(see_through(), "WEBP", lossless=True))
-    yield OddFile("animated.webp", "animated WebP", lambda: animated("WEBP"))
-    yield OddFile("plain.bmp", "BMP", lambda: encoded(picture(), "BMP"))
-    yield OddFile("palette.bmp", "BMP with a palette", lambda: encoded(picture().quantize(4), "BMP"))
-    yield OddFile("runs.bmp", "BMP with run lengths", run_length_bmp)
-    yield OddFile("top-down.bmp", "BMP whose first row is the top one", top_down_bmp)
-    yield OddFile('blank in name, "quoted".jpg', "name with blank, comma and quotes", jpeg)
-    yield OddFile("новый-図.jpg", "name of letters beyond ASCII", jpeg)
-    yield OddFile("two\nlines.jpg", "name with a line break", jpeg)
-    yield OddFile(os.fsdecode(b"latin-\xe9.jpg"), "name that is no UTF-8", jpeg)
-    yield OddFile("[bold]tag[red].jpg", "name like a tag of the terminal's", jpeg)
-
-    yield OddFile("empty.jpg", "empty file", lambda: b"", None, "empty")
-    yield OddFile("page.jpg", "HTML page named .jpg", lambda: b"<!doctype html><title>404</title>" * 20, None, UNKNOWN)
-    yield OddFile("zeros.png", "nothing but zeros", lambda: bytes(5000), None, UNKNOWN)
-    yield OddFile("behind-rubbish.jpg", "JPEG behind rubbish", lambda: b"rubbish!" + jpeg(), None, UNKNOWN)
-    yield OddFile("half.jpg", "JPEG cut in half", lambda: cut(jpeg(), 0.5), None, CUT)
-    yield OddFile("beginning.jpg", "first 20 bytes of a JPEG", lambda: jpeg()[:20], None, UNKNOWN)
-    yield OddFile("zero-rest.jpg", "JPEG whose second half is zeros", lambda: zeroed(jpeg(), 0.6), None, CUT)
-    yield OddFile("half-progressive.jpg", "progressive JPEG cut in half", lambda: cut(jpeg(progressive=True), 0.7), None, CUT)
-    yield OddFile("half.png", "PNG cut in half", lambda: cut(encoded(picture(), "PNG"), 0.5), None, CUT)
-    yield OddFile("sum.png", "PNG with a wrong check sum", broken_sum, None, "broken")
-    yield OddFile("nothing.png", "PNG of 0 × 0 pixels", lambda: png(0, 0, 8, 2, b""), None, UNKNOWN)
-    yield OddFile("no-pixels.png", "PNG without pixels", lambda: png(48, 48, 8, 2, b""), None, CUT)
-    yield OddFile("half.gif", "GIF cut in half", lambda: cut(encoded(picture(), "GIF"), 0.5), None, CUT)
-    yield OddFile("half.webp", "WebP cut in half", lambda: cut(encoded(picture(), "WEBP"), 0.5), None, CUT)
-    yield OddFile("half.bmp", "BMP cut in half", lambda: cut(encoded(picture(), "BMP"), 0.5), None, CUT)
-    yield OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb, None, "pixels")
-    yield OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", lambda: bomb(2_000_000_000, 1), None, "pixels")
-    yield OddFile(
+ODD_FILES = (
+    OddFile("plain.jpg", "JPEG", jpeg),
+    OddFile("progressive.jpg", "progressive JPEG", lambda: jpeg(progressive=True)),
+    OddFile("subsampled.jpg", "JPEG, colours at half size", lambda: jpeg(subsampling=2)),
+    OddFile("restarts.jpg", "JPEG with restart markers", lambda: jpeg(restart_marker_blocks=1)),
+    OddFile("grey.jpg", "grey JPEG", lambda: encoded(picture(mode="L"), "JPEG", quality=95), GREY),
+    OddFile("cmyk.jpg", "CMYK JPEG", lambda: encoded(picture(mode="CMYK"), "JPEG", quality=95)),
+    *(
+        OddFile(f"turned-{orientation}.jpg", f"JPEG, EXIF orientation {orientation}", lambda o=orientation: turned(o, "JPEG"))
+        for orientation in range(2, 9)
+    ),
+    OddFile("turned.webp", "WebP, EXIF orientation 6", lambda: turned(6, "WEBP")),
+    OddFile("turned.png", "PNG, EXIF orientation 8", lambda: turned(8, "PNG")),
+    OddFile("damaged-exif.jpg", "JPEG with damaged EXIF", lambda: jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xffrubbish")),
+    OddFile("two-pictures.jpg", "JPEG of two pictures (MPO)", lambda: animated("MPO")),
+    OddFile("rest-behind.jpg", "JPEG with a megabyte of rubbish behind it", lambda: jpeg() + b"rubbish!" * 131072),
+    OddFile("large.jpg", "JPEG of 24 megapixels", lambda: encoded(picture(4900), "JPEG", quality=75)),
+    OddFile("named.png", "JPEG with the suffix of a PNG", jpeg),
+    OddFile("no-suffix", "JPEG without a suffix", jpeg),
+    OddFile("SHOUTED.JPG", "JPEG with its suffix in capitals", jpeg),
+    OddFile("one-pixel.png", "PNG of one pixel", lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), (RED,) * 4),
+    OddFile("line.png", "PNG of 5,000 × 1 pixels", lambda: encoded(Image.new("RGB", (5000, 1), RED), "PNG"), (RED,) * 4),
+    OddFile("column.jpg", "JPEG of 1 × 5,000 pixels", lambda: encoded(Image.new("RGB", (1, 5000), RED), "JPEG"), (RED,) * 4),
+    OddFile("plain.png", "PNG", lambda: encoded(picture(), "PNG")),
+    OddFile("interlaced.png", "interlaced PNG", interlaced_png),
+    OddFile("grey.png", "grey PNG", lambda: encoded(picture(mode="L"), "PNG"), GREY),
+    OddFile("bits.png", "PNG of 1 bit", lambda: encoded(picture(mode="L").convert("1", dither=0), "PNG"), BLACK_AND_WHITE),
+    OddFile("palette.png", "PNG with a palette", lambda: encoded(picture().quantize(4), "PNG")),
+    OddFile("alpha.png", "PNG, transparent in part", lambda: encoded(see_through(), "PNG")),
+    OddFile("grey-alpha.png", "grey PNG, transparent in part", lambda: encoded(see_through(mode="LA"), "PNG"), GREY),
+    OddFile("palette-alpha.png", "PNG with a transparent palette entry", lambda: encoded(see_through().quantize(8), "PNG")),
+    OddFile("colour-alpha.png", "PNG with one transparent colour", lambda: encoded(picture(), "PNG", transparency=WHITE)),
+    OddFile("deep-grey.png", "grey PNG of 16 bits", lambda: deep("L", 0), GREY),
+    OddFile("deep.png", "PNG of 16 bits", lambda: deep("RGB", 2)),
+    OddFile("deep-alpha.png", "PNG of 16 bits, transparent in part", lambda: deep("RGBA", 6)),
+    OddFile("deep-grey-alpha.png", "grey PNG of 16 bits, transparent in part", lambda: deep("LA", 4), GREY),
+    OddFile("animated.png", "animated PNG", lambda: animated("PNG")),
+    OddFile("gamma.png", "PNG with a gamma of its own", lambda: with_chunk(b"gAMA", struct.pack(">I", 100_000))),
+    OddFile("animated.gif", "animated GIF", lambda: animated("GIF")),
+    OddFile("alpha.gif", "GIF, transparent in part", lambda: encoded(see_through(), "GIF")),
+    OddFile("part.gif", "GIF whose first frame is smaller than its canvas", offset_gif, None),
+    OddFile("plain.webp", "WebP", lambda: encoded(picture(), "WEBP", quality=95)),
+    OddFile("lossless.webp", "lossless WebP", lambda: encoded(picture(), "WEBP", lossless=True)),
+    OddFile("alpha.webp", "WebP, transparent in part", lambda: encoded(see_through(), "WEBP", lossless=True)),
+    OddFile("animated.webp", "animated WebP", lambda: animated("WEBP")),
+    OddFile("plain.bmp", "BMP", lambda: encoded(picture(), "BMP")),
+    OddFile("palette.bmp", "BMP with a palette", lambda: encoded(picture().quantize(4), "BMP")),
+    OddFile("runs.bmp", "BMP with run lengths", run_length_bmp),
+    OddFile("top-down.bmp", "BMP whose first row is the top one", lambda: bmp(-48, 24, 0, b"", picture().tobytes("raw", "BGR"))),
+    OddFile('blank in name, "quoted".jpg', "name with blank, comma and quotes", jpeg),
+    OddFile("новый-図.jpg", "name of letters beyond ASCII", jpeg),
+    OddFile("two\nlines.jpg", "name with a line break", jpeg),
+    OddFile(os.fsdecode(b"latin-\xe9.jpg"), "name that is no UTF-8", jpeg),
+    OddFile("[bold]tag[red].jpg", "name like a tag of the terminal's", jpeg),
+    OddFile("empty.jpg", "empty file", lambda: b"", None, "empty"),
+    OddFile("page.jpg", "HTML page named .jpg", lambda: b"<!doctype html><title>404</title>" * 20, None, UNKNOWN),
+    OddFile("zeros.png", "nothing but zeros", lambda: bytes(5000), None, UNKNOWN),
+    OddFile("behind-rubbish.jpg", "JPEG behind rubbish", lambda: b"rubbish!" + jpeg(), None, UNKNOWN),
+    OddFile("half.jpg", "JPEG cut in half", lambda: cut(jpeg(), 0.5), None, CUT),
+    OddFile("beginning.jpg", "first 20 bytes of a JPEG", lambda: jpeg()[:20], None, UNKNOWN),
+    OddFile("zero-rest.jpg", "JPEG whose second half is zeros", lambda: zeroed(jpeg(), 0.6), None, CUT),
+    OddFile("half-progressive.jpg", "progressive JPEG cut in half", lambda: cut(jpeg(progressive=True), 0.7), None, CUT),
+    OddFile("half.png", "PNG cut in half", lambda: cut(encoded(picture(), "PNG"), 0.5), None, CUT),
+    OddFile("sum.png", "PNG with a wrong check sum", broken_sum, None, "broken"),
+    OddFile("nothing.png", "PNG of 0 × 0 pixels", lambda: png(0, 0, 8, 2, b""), None, UNKNOWN),
+    OddFile("no-pixels.png", "PNG without pixels", lambda: png(48, 48, 8, 2, b""), None, CUT),
+    OddFile("half.gif", "GIF cut in half", lambda: cut(encoded(picture(), "GIF"), 0.5), None, CUT),
+    OddFile("half.webp", "WebP cut in half", lambda: cut(encoded(picture(), "WEBP"), 0.5), None, CUT),
+    OddFile("half.bmp", "BMP cut in half", lambda: cut(encoded(picture(), "BMP"), 0.5), None, CUT),
+    OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb, None, "pixels"),
+    OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", lambda: bomb(2_000_000_000, 1), None, "pixels"),
+    OddFile(
         "text-bomb.png",
         "PNG with 200 MB of packed text",
         lambda: with_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000))),
         None,
         "packed text",
-    )
-    yield OddFile("scan.tiff", "TIFF", lambda: encoded(picture(), "TIFF"), None, "a TIFF")
-    yield OddFile("scan.jpg", "TIFF named .jpg", lambda: encoded(picture(), "TIFF"), None, "a TIFF")
-    yield OddFile("photo.heic", "HEIC's beginning", lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), None, "HEIC")
-    yield OddFile("photo.avif", "AVIF's beginning", lambda: b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), None, "AVIF")
-    yield OddFile("drawing.png", "SVG named .png", lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', None, UNKNOWN)
-    yield OddFile("page.pdf", "PDF", lambda: b"%PDF-1.7\n" + bytes(200), None, "a PDF")
-
-
-ODD_FILES = tuple(_odd_files())
+    ),
+    OddFile("scan.tiff", "TIFF", lambda: encoded(picture(), "TIFF"), None, "a TIFF"),
+    OddFile("scan.jpg", "TIFF named .jpg", lambda: encoded(picture(), "TIFF"), None, "a TIFF"),
+    OddFile("photo.heic", "HEIC's beginning", lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), None, "HEIC"),
+    OddFile("photo.avif", "AVIF's beginning", lambda: b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), None, "AVIF"),
+    OddFile("drawing.png", "SVG named .png", lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', None, UNKNOWN),
+    OddFile("page.pdf", "PDF", lambda: b"%PDF-1.7\n" + bytes(200), None, "a PDF"),
+)

@@ -6,15 +6,13 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -40,10 +38,7 @@ def form(*files: tuple[str, bytes]) -> tuple[bytes, dict[str, str]]:
     return b"".join(parts) + b"--x-y--\r\n", {"Content-Type": "multipart/form-data; boundary=x-y"}
 
 
-@dataclass
-class Answer:
-    """An HTTP answer."""
-
+class Answer(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -57,13 +52,11 @@ class Answer:
         """The error in words, after checking that it is one line of JSON without a traceback."""
         assert self.headers["content-type"] == "application/json"
         (text,) = self.json.values()
-        assert list(self.json) == ["error"] and isinstance(text, str)
-        assert text and "\n" not in text and "Traceback" not in text
-        return text
+        assert list(self.json) == ["error"] and text and "\n" not in text and "Traceback" not in text
+        return str(text)
 
 
-@dataclass
-class Service:
+class Service(NamedTuple):
     """A service that runs. lines: what it printed until it was ready."""
 
     process: subprocess.Popen[str]
@@ -76,22 +69,13 @@ class Service:
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """Answer to one request over a connection of its own."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
             return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
-        finally:
-            connection.close()
 
     def predict(self, body: Any, headers: dict[str, str] | None = None, query: str = "") -> Answer:
         return self.ask("POST", f"/predict{query}", body, headers or JPEG)
-
-    def send(self, data: bytes) -> bytes:
-        """What comes back for raw bytes until the service closes the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(data)
-            return b"".join(iter(lambda: connection.recv(65536), b""))
 
     def processes(self) -> list[int]:
         """Every process of the service, the first one first."""

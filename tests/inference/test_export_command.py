@@ -62,9 +62,8 @@ def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys
 def test_int8_is_calibrated_on_training_images_and_lies_beside_the_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export([str(run), "--to", "onnx", "--quantize", "int8"])
     out = capsys.readouterr().out
-    assert "checking on 80 test images of shapes" in out
-    assert "calibrated on 400 training images of shapes" in out
-    assert f"wrote {run}/model.int8.onnx" in out
+    for line in ("checking on 80 test images of", "calibrated on 400 training images of", f"wrote {run}/model.int8.onnx"):
+        assert line in out
 
 
 def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +112,7 @@ def test_images_are_spread_evenly_over_the_set(run: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
+        ("damaged/model.safetensors --to onnx", r"config\.yaml is not valid YAML at line 1"),
         ("RUN --to onxx", "Did you mean onnx"),
         ("RUN --to onnx --quantize int4", "--quantize knows int8 only"),
         ("RUN --to torch-export --quantize int8", "with --to onnx"),
@@ -126,11 +126,7 @@ def test_images_are_spread_evenly_over_the_set(run: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path, argv: str, text: str) -> None:
+    shutil.copytree(run, "damaged")
+    Path("damaged/config.yaml").write_text("data: [")
     with pytest.raises(UsageError, match=text):
         export(argv.replace("RUN", str(run)).split())
-
-
-def test_a_damaged_configuration_is_named(run: Path) -> None:
-    (run / "config.yaml").write_text("data: [")
-    with pytest.raises(UsageError, match=r"config\.yaml is not valid YAML at line 1"):
-        export([str(run), "--to", "onnx"])

@@ -20,15 +20,16 @@ from cifar_lit.inference.load import Classifier
 
 GREY = ("1", "L", "LA", "La", "I;16", "F")
 MODES = (*GREY, "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "PA", "RGBX", "RGBa")
+DIRECT = {"P": "P", "PA": "P", "RGBa": "RGBA", "La": "LA"}  # modes that another is made from
 
 
-def in_mode(mode: str, size: int = 48) -> Image.Image:
-    if mode in ("I;16", "F"):
-        grey = np.asarray(picture(size, "L"))
-        return Image.fromarray(grey.astype(np.uint16) * 257 if mode == "I;16" else grey.astype(np.float32) / 255)
-    if mode == "PA":
-        return picture(size, "P").convert("PA")
-    return picture(size, {"RGBa": "RGBA", "La": "LA"}.get(mode, "RGB")).convert(mode)
+def in_mode(mode: str) -> Image.Image:
+    grey = np.asarray(picture(mode="L"))
+    if mode == "I;16":
+        return Image.fromarray(grey.astype(np.uint16) * 257)
+    if mode == "F":
+        return Image.fromarray(grey.astype(np.float32) / 255)
+    return picture(mode=DIRECT.get(mode, "RGB")).convert(mode)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,9 @@ def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, t
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     (alone,) = classifier.predict(image)
     assert (alone.label, alone.probability) == alone.top[0]
-    for prediction in classifier.predict([str(tmp_path / "a.png"), tmp_path / "a.png", image, array, tensor, array / 255.0]):
-        assert prediction.label == alone.label
-        assert prediction.probability == pytest.approx(alone.probability, abs=1e-5)
-    assert [prediction.label for prediction in classifier.predict(np.stack([array, array]))] == [alone.label] * 2
+    kinds = [str(tmp_path / "a.png"), tmp_path / "a.png", image, array, tensor, array / 255.0]
+    for prediction in [*classifier.predict(kinds), *classifier.predict(np.stack([array, array]))]:
+        assert (prediction.label, prediction.probability) == (alone.label, pytest.approx(alone.probability, abs=1e-5))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from browser import Open, Opened
 from serving import Service, picture, running
 from small_nets import CLASSES
 
-pytest.importorskip("litserve", reason="LitServe is not installed: pip install 'cifar-lit[serve]'")
+pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
 DROP = """([base64, name, kind, how]) => {
     const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));

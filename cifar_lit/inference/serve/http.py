@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 import sys
 from asyncio import TimerHandle
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+import uvicorn
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.config import Config
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cifar_lit.inference.serve.images import DecoderPool, Limits, RequestError, parse_body
-from cifar_lit.inference.serve.net import ModelInfo
+from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
+from cifar_lit.inference.serve.workers import Decoders, ModelInfo, NetRequest, NetRunner
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
@@ -33,6 +36,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
 MAX_BODIES = 16  # as many full-sized bodies are held at a time
 DEFAULT_TOP = 3
 MAX_INLINE_BYTES = 100_000  # of a body that is parsed in less time than a thread takes to start
@@ -41,61 +45,119 @@ MAX_CONNECTIONS = 512
 LINGER_SECONDS = 1.0
 
 
-def error(status: int, text: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An answer with one line that says what is wrong."""
-    return JSONResponse({"error": text}, status, {**(headers or {}), **({"Retry-After": "1"} if status == 503 else {})})
+def serve(
+    path: str,
+    sock: socket.socket,
+    local: bool,
+    accelerator: str,
+    limits: Limits,
+    version: str,
+    on_ready: Callable[[ModelInfo], None],
+) -> None:
+    """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
 
-
-def set_up_app(app: FastAPI, info: ModelInfo, decoders: DecoderPool, limits: Limits, local: bool, version: str) -> None:
-    """Gives LitServe's app our page, health and errors; of its own routes only POST /predict stays.
-
-    local: whether the service is bound to this machine alone. version: of the program, for /health.
+    Args:
+        path, accelerator: as for `NetRunner`, whose errors are raised here too.
+        sock: a listening socket; `local` if it is bound to this machine alone.
+        version: of the program, for /health.
+        on_ready: called when requests are answered.
     """
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) == "/predict"]
-    app.router.redirect_slashes = False
-    app.state.ready, app.state.reader = True, RequestReader(info, decoders, limits)
-    contents = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
-    facts = {"net": info.net, "classes": list(info.classes), "image_size": list(info.size), "channels": info.channels}
-    about = {"status": "ok", **facts, "device": info.device, "version": version, "limits": asdict(limits)}
-
-    async def page(request: Request) -> Response:
-        content, kind = contents[request.url.path]
-        return Response(content, 200, HEADERS, kind)
-
-    async def health(request: Request) -> Response:
-        return JSONResponse(about) if app.state.ready else error(503, "the net is being loaded again")
-
-    for path in FILES:
-        app.add_route(path, page, ["GET"])
-    app.add_route("/health", health, ["GET"])
-
-    async def answer_error(request: Request, fault: Exception) -> Response:
-        if isinstance(fault, RequestError):
-            return error(fault.status, fault.text)
-        assert isinstance(fault, HTTPException)
-        path, method = request.url.path[:80], request.method[:20]
-        allowed = sorted({word.strip() for word in (fault.headers or {}).get("Allow", "").split(",")} - {"HEAD"})
-        texts = {
-            404: f"there is nothing at {path}: POST /predict, GET /health, or the page at /",
-            405: f"{path} does not take {method}: use {' or '.join(allowed)}",
-            500: "the net failed on this request; the service's console says why",
-        }
-        return error(fault.status_code, texts.get(fault.status_code, str(fault.detail)), fault.headers)
-
-    app.add_exception_handler(RequestError, answer_error)
-    app.add_exception_handler(HTTPException, answer_error)
-    app.add_middleware(RequestGuard, state=app.state, limits=limits, local=local)
+    signal.signal(signal.SIGTERM, _exit)
+    with closing(NetRunner(path, accelerator)) as net, closing(Decoders(net.info, limits)) as decoders:
+        config = uvicorn.Config(
+            GZipMiddleware(App(net, decoders, limits, local, version)),
+            http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none", lifespan="off",
+            log_config=None, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=STOP_SECONDS,
+        )  # fmt: skip
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
+        asyncio.run(_run(uvicorn.Server(config), sock, net, on_ready))
 
 
-class RequestReader:
-    """From a request to what the net's process takes: {"pixels": (H·W·C bytes of each image), "top", "seen", "many"}."""
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
-    def __init__(self, info: ModelInfo, decoders: DecoderPool, limits: Limits) -> None:
-        self.info, self.decoders, self.limits = info, decoders, limits
+
+async def _run(server: uvicorn.Server, sock: socket.socket, net: NetRunner, on_ready: Callable[[ModelInfo], None]) -> None:
+    """Runs the server until it is stopped, or until the net cannot be loaded again, which is raised."""
+    batches, serving = asyncio.create_task(net.run()), asyncio.create_task(server.serve([sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    on_ready(net.info)
+    await asyncio.wait([batches, serving], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+    if not batches.cancel():
+        await batches
+
+
+class App:
+    """The ASGI application: who may ask, how many at a time, for how long; no exception leaves it.
+
+    A service that is bound to this machine alone (`local`) answers only to names of this machine: a page from elsewhere that
+    makes its own name point here (DNS rebinding) is refused. Pages of other sites are refused in any case, and no answer allows
+    them to read it.
+    """
+
+    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, local: bool, version: str) -> None:
+        self.net, self.decoders, self.limits, self.local = net, decoders, limits, local
+        self._about = {"status": "ok", **net.info._asdict(), "version": version, "limits": asdict(limits)}
+        self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+        self._running = 0
         self._held = 0  # bytes of the bodies of all requests
 
-    async def __call__(self, request: Request) -> dict[str, Any]:
-        """Raises RequestError for whatever is wrong with the request."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        request = Request(scope, receive)
+        self._running += 1
+        try:
+            self._check(request)
+            answer = await self._answer(request)
+        except RequestError as error:
+            answer = JSONResponse({"error": error.text}, error.status, {"Retry-After": "1"} if error.status == 503 else None)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            print(f"cifar-lit: {scope['path']} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            answer = JSONResponse({"error": "the service failed on this request; its console says why"}, 500)
+        finally:
+            self._running -= 1
+        await answer(scope, receive, send)
+
+    def _check(self, request: Request) -> None:
+        """Raises RequestError where the client may not ask, or not now."""
+        host = request.headers.get("host", "")
+        if self.local and not _is_local(host):
+            text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
+            raise RequestError(400, text)
+        if request.method not in ("GET", "HEAD"):
+            origin = request.headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc != host:
+                text = "pages of other sites may not use this service: ask it from its own page, or from a program"
+                raise RequestError(403, text)
+            if not self.net.ready:
+                raise RequestError(503, "the net is being loaded again: send the request again in some seconds")
+            if self._running > self.limits.requests:
+                raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
+
+    async def _answer(self, request: Request) -> Response:
+        path, method = request.url.path, request.method
+        if path not in (*self._pages, "/health", "/predict"):
+            raise RequestError(404, f"there is nothing at {path[:80]}: POST /predict, GET /health, or the page at /")
+        allowed = "POST" if path == "/predict" else "GET"
+        if method != allowed and (allowed, method) != ("GET", "HEAD"):
+            raise RequestError(405, f"{path} does not take {method[:20]}: use {allowed}")
+        if path in self._pages:
+            content, kind = self._pages[path]
+            return Response(content, 200, HEADERS, kind)
+        if path == "/predict":
+            return JSONResponse(await self._predict(request))
+        if not self.net.ready:
+            raise RequestError(503, "the net is being loaded again")
+        return JSONResponse(self._about)
+
+    async def _predict(self, request: Request) -> dict[str, Any]:
+        """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
         body = bytearray()
         try:
@@ -106,93 +168,35 @@ class RequestReader:
                 self._held += len(chunk)
                 if self._held > MAX_BODIES * self.limits.body:
                     raise RequestError(503, "too much is being sent at once: send it again later")
-            timeout: asyncio.Timeout = request.scope["timeout"]
-            timeout.reschedule(asyncio.get_running_loop().time() + self.limits.answer_seconds)
-            content = (request.headers.get("content-type", ""), bytes(body), self.limits)
-            images = parse_body(*content) if len(body) < MAX_INLINE_BYTES else await asyncio.to_thread(parse_body, *content)
-            pixels: list[bytes] = []
-            turn = self.decoders.count  # files are decoded in turns, so that a batch leaves room for others
-            for start in range(0, len(images.files), turn):
-                files = images.files[start : start + turn]
-                pixels += await asyncio.gather(*(self.decoders.decode(name, data) for name, data in files))
+            async with asyncio.timeout(self.limits.answer_seconds):
+                content = (request.headers.get("content-type", ""), bytes(body), self.limits)
+                images = parse_body(*content) if len(body) < MAX_INLINE_BYTES else await asyncio.to_thread(parse_body, *content)
+                pixels: list[bytes] = []
+                turn = self.decoders.count  # files are decoded in turns, so that a batch leaves room for others
+                for start in range(0, len(images.files), turn):
+                    files = images.files[start : start + turn]
+                    pixels += await asyncio.gather(*(self.decoders.decode(name, data) for name, data in files))
+                predictions = await self.net.predict(NetRequest(pixels, top, seen))
+        except TimeoutError:
+            limit = f"{self.limits.answer_seconds:g} s"
+            raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
         finally:
             self._held -= len(body)
-        return {"pixels": pixels, "top": top, "seen": seen, "many": images.many}
-
-    def _check_size(self, size: int) -> None:
-        if size > self.limits.body:
-            limit = f"{self.limits.body / 1e6:g} MB"
-            raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
+        return {"predictions": predictions} if images.many else predictions[0]
 
     def _top(self, text: str | None) -> int:
-        count = len(self.info.classes)
+        """How many classes to name."""
+        count = len(self.net.info.classes)
         if text is None:
             return min(DEFAULT_TOP, count)
         if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0):
             raise RequestError(422, f"top must be a whole number from 1 to {count}, not {text[:20]!r}")
         return min(int(text), count)
 
-
-class RequestGuard:
-    """ASGI around everything: who may ask, how many at a time, for how long; no exception leaves it.
-
-    A service that is bound to this machine alone answers only to names of this machine: a page from elsewhere that makes its
-    own name point here (DNS rebinding) is refused. Pages of other sites are refused in any case, and no answer allows them to
-    read it.
-    """
-
-    def __init__(self, app: ASGIApp, state: Any, limits: Limits, local: bool) -> None:
-        self.app, self.state, self.limits, self.local = app, state, limits, local
-        self._running = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        begun = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        self._running += 1
-        try:
-            self._check(scope)
-            async with asyncio.timeout(None) as scope["timeout"]:
-                await self.app(scope, receive, send_and_note)
-            return
-        except RequestError as refusal:
-            answer = error(refusal.status, refusal.text)
-        except ClientDisconnect:
-            return
-        except TimeoutError:
-            limit = f"{self.limits.answer_seconds:g} s"
-            answer = error(503, f"there was no answer within {limit}: the service is busy, try again later")
-        except Exception as fault:
-            print(f"cifar-lit: {scope['path']} failed: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
-            answer = error(500, "the service failed on this request; its console says why")
-        finally:
-            self._running -= 1
-        if not begun:
-            await answer(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
-        if self.local and not _is_local(host):
-            text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
-            raise RequestError(400, text)
-        if scope["method"] not in ("GET", "HEAD"):
-            origin = headers.get(b"origin")
-            if origin is not None and urlsplit(origin).netloc != host:
-                text = "pages of other sites may not use this service: ask it from its own page, or from a program"
-                raise RequestError(403, text)
-            if not self.state.ready:
-                raise RequestError(503, "the net is being loaded again: send the request again in some seconds")
-            if self._running > self.limits.requests:
-                raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
+    def _check_size(self, size: int) -> None:
+        if size > self.limits.body:
+            limit = f"{self.limits.body / 1e6:g} MB"
+            raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
 
 
 def _is_local(host: str) -> bool:
@@ -203,9 +207,6 @@ def _is_local(host: str) -> bool:
     return name in ("localhost", "::1") or name.endswith(".localhost") or (name.startswith("127.") and name.count(".") == 3)
 
 
-# ---- Connections that end.
-
-
 class TimeoutProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on time, headers and connections, and errors in JSON.
 
@@ -213,14 +214,12 @@ class TimeoutProtocol(HttpToolsProtocol):
     answered before, as a body that is too large is. uvicorn itself would wait for ever.
     """
 
-    seconds = 10.0
-
-    def __init__(self, config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, seconds: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._seconds = seconds
         self._timer: TimerHandle | None = None
+        self._part = ""  # of a request that is being read: header, body, or refused
         self._header_bytes = 0
-        self._in_headers = True
-        self._begun = self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, unless there are too many."""
@@ -228,38 +227,37 @@ class TimeoutProtocol(HttpToolsProtocol):
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(503, "too many connections: close some, or come back later")
         else:
-            self._start_timer(self.seconds)
+            self._set_timer(self._seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Lets go of the timer."""
-        self._stop_timer()
+        self._set_timer(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Reads on; a header without end is refused before it fills the memory."""
-        if self._refused:
+        if self._part == "refused":
             return
         super().data_received(data)
-        if self._in_headers and not self._refused and not self.transport.is_closing():
+        if self._part == "header" and not self.transport.is_closing():
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB")
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
-        self._begun = self._in_headers = True
-        self._header_bytes = 0
-        self._start_timer(self.seconds)
+        self._part, self._header_bytes = "header", 0
+        self._set_timer(self._seconds)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The body follows."""
-        self._in_headers = False
+        self._part = "body"
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """The request is here: answering it has a time of its own."""
-        self._stop_timer()
+        self._set_timer(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -270,7 +268,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         """The last answer on this connection. What is still on its way is read and dropped for a while before the connection
         is closed: closed at once, the client might lose the answer with it.
         """
-        self._refused = True
+        self._part = "refused"
         body = json.dumps({"error": text}, ensure_ascii=False).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
@@ -278,26 +276,18 @@ class TimeoutProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.write_eof()
-        self._start_timer(LINGER_SECONDS)
+        self._set_timer(LINGER_SECONDS)
 
-    def _start_timer(self, seconds: float) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self._expire)
-
-    def _stop_timer(self) -> None:
+    def _set_timer(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         """The request did not arrive in time: says so, unless it has its answer already."""
-        answered = self.cycle is not None and self.cycle.response_started and not self._in_headers
-        if self.transport.is_closing():
-            return
-        if self._begun and not answered and not self._refused:
-            limit = f"{self.seconds:g} s"
-            self._refuse(
-                408, f"the request did not arrive within {limit}: send less, or start the service with more --body-seconds"
-            )
+        if self._part == "header" or (self._part == "body" and not self.cycle.response_started):
+            limit = f"{self._seconds:g} s"
+            text = f"the request did not arrive within {limit}: send less, or start the service with more --body-seconds"
+            self._refuse(408, text)
         else:
             self.transport.close()

@@ -1,0 +1,118 @@
+"""The images in the body of a request: raw, in a form, or as base64 in JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesHeaderParser
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one request may ask for."""
+
+    body: int = 10_000_000  # bytes
+    pixels: int = 25_000_000  # of one image, as its header says, before anything is decoded
+    images: int = 64
+    decode_seconds: float = 2.0  # for one image, after which its decoder is killed
+    body_seconds: float = 10.0  # in which a request must have arrived as a whole
+    answer_seconds: float = 20.0  # in which it must be answered after that
+    requests: int = 128  # at a time; further ones get 503
+
+
+class RequestError(Exception):
+    """A request that is answered with an HTTP status of 4xx or 5xx and one line that names the remedy."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status, text)
+        self.status, self.text = status, text
+
+
+WAYS = "send one image as the body with its type (image/jpeg), a form with files (multipart/form-data), or JSON with base64"
+
+
+class Images(NamedTuple):
+    """The files of a request, each with the name that errors call it by; whether it is answered as a list."""
+
+    files: list[tuple[str, bytes]]
+    many: bool
+
+
+def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
+    """The files in a body of this type; raises RequestError for other types, for damaged bodies, none or too many images."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind.startswith("image/") or kind in ("application/octet-stream", ""):
+        images = Images([("the image", body)], many=False)
+    elif kind == "multipart/form-data":
+        images = Images(_form_files(content_type, body), many=True)
+    elif kind == "application/json":
+        images = _json_images(body)
+    elif kind == "application/x-www-form-urlencoded":  # what `curl --data-binary` says by default
+        raise RequestError(
+            415, f"the body is said to be {kind}: with curl, add -H 'Content-Type: image/jpeg', or use -F image=@FILE"
+        )
+    else:
+        raise RequestError(415, f"the type {kind[:80]!r} is not taken: {WAYS}")
+    if not images.files:
+        raise RequestError(400, f"there is no image in the request: {WAYS}")
+    if len(images.files) > limits.images:
+        raise RequestError(413, f"{len(images.files)} images are too many: at most {limits.images} in one request")
+    for name, data in images.files:
+        if not data:
+            raise RequestError(400, f"{name} is empty: {WAYS}")
+        known = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a"))
+        if not known and not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):  # which needs no decoder
+            raise RequestError(415, f"{name} is not a JPEG, PNG, WebP, BMP or GIF: convert it to one of these")
+    return images
+
+
+def _form_files(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
+    """The files of a form (RFC 7578); fields that are no files say nothing here and are left out."""
+    header = Message()
+    header["content-type"] = content_type.replace("\r", " ").replace("\n", " ")
+    boundary = header.get_param("boundary")
+    if not isinstance(boundary, str) or not boundary:
+        raise RequestError(400, "the form has no boundary: leave its Content-Type to the program that makes the form")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
+    if len(parts) < 2 or not parts[-1].startswith(b"--"):
+        raise RequestError(400, "the form is cut short or damaged: send it again")
+    files: list[tuple[str, bytes]] = []
+    for part in parts[1:-1]:
+        head, separator, data = part.partition(b"\r\n\r\n")
+        if not separator:
+            raise RequestError(400, "a part of the form has no headers: send it again")
+        name = BytesHeaderParser().parsebytes(head.lstrip(b"\r\n")).get_filename()
+        if name is not None:
+            printable = "".join(letter if letter.isprintable() else "?" for letter in name)[:80]
+            files.append((f"image {len(files) + 1} ({printable or 'without a name'})", data))
+    return files
+
+
+def _json_images(body: bytes) -> Images:
+    example = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
+    try:
+        content: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestError(400, f"the body is not valid JSON: send {example}") from None
+    if not isinstance(content, dict) or len(content.keys() & {"image", "images"}) != 1:
+        raise RequestError(422, f'the JSON must hold either "image" or "images": {example}')
+    if "image" in content:
+        return Images([("the image", _from_base64("the image", content["image"]))], many=False)
+    if not isinstance(content["images"], list):
+        raise RequestError(422, '"images" must be a list of base64 texts; for one image, send {"image": "<base64>"}')
+    named = ((f"image {number}", text) for number, text in enumerate(content["images"], 1))
+    return Images([(name, _from_base64(name, text)) for name, text in named], many=True)
+
+
+def _from_base64(name: str, text: object) -> bytes:
+    """The bytes of a base64 text, which may be a data: URL and may be folded into lines."""
+    if not isinstance(text, str):
+        raise RequestError(422, f"{name} must be a base64 text, not {type(text).__name__}")
+    try:
+        url_data = text.partition(",")[2] if text.startswith("data:") else text
+        return base64.b64decode("".join(url_data.split()), validate=True)
+    except ValueError:
+        raise RequestError(422, f"{name} is not valid base64: encode the file's bytes, all of them") from None
