@@ -27,6 +27,7 @@ from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import takes_any_size
+from cifar_lit.plugins import own_modules
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.train import Run
@@ -121,7 +122,8 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses our line; the usage screen that argparse prints with an error is left out."""
-        self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
+        with own_modules():  # of callbacks, loggers and metrics; what may be imported `trust` says
+            self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's settings must not override flags."""

@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
@@ -94,6 +95,7 @@ def _run(argv: list[str], default: str) -> int:
         return 0
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
     if name in OWN:
+        _allow_own_runs(rest)
         module, _, function = OWN[name].partition(":")
         code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
         return code or 0
@@ -102,6 +104,20 @@ def _run(argv: list[str], default: str) -> int:
         raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
     _train(flags.parse(name, rest), rest)
     return 0
+
+
+def _allow_own_runs(argv: list[str]) -> None:
+    """Lets the nets and data sets from files of the user's own be imported that the runs on a line were trained with."""
+    for word in argv:
+        try:
+            path = Path(word)
+            config = (path if path.is_dir() else path.parent) / "config.yaml"
+            if path.exists() and config.is_file():
+                from cifar_lit.cli.trust import allow_own_run
+
+                allow_own_run(config)
+        except (UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
+            continue
 
 
 def _train(command: flags.Command, argv: list[str]) -> None:

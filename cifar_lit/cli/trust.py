@@ -3,10 +3,11 @@
 A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; therefore
 
 - what is typed on the command line is trusted: classes that flags name may be named by files too;
-- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` are taken, unless
-  `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote: such runs are resumed and tested
-  as they were started. jsonargparse asks before each import, also for files that a file points to;
-- so it is with nets and data sets of one's own, whose names (`model.net`, `data.dataset`) are paths to import and no plain words;
+- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those of
+  `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote:
+  such runs are resumed, tested and used as they were started. jsonargparse asks before each import, also for files that a file
+  points to;
+- so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 
 A file can still say where a run reads images and writes results: that is what it is for.
@@ -43,9 +44,10 @@ SAFE = {
     "strategies": ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"),
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
+SAFE_PACKAGE = "torchmetrics.classification"  # all in it; jsonargparse asks for where a class is defined, too
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _CLASS = re.compile(r"\b[A-Z]\w+\b")
-_PLAIN_NAME = re.compile(r"[\w-]+")  # of a net or data set that comes with the package or with torchvision
+_PLAIN_NAME = re.compile(r"[\w-]+")  # of what comes with the package or with torchvision
 
 _allowed_before: set[str] = set()
 
@@ -58,7 +60,7 @@ def guard(command: Command, base: Path | None) -> None:
     files = [base] if base is not None and base.parent != RECIPES else []
     files += [Path(config).expanduser() for config in command.configs]
     files += [Path(value) for group in ("trainer", "model", "data") for value in command.values(group) if Path(value).is_file()]
-    typed = {*command.values("model.net"), *command.values("data.dataset")}
+    typed = {value for flag in ("model.net", "model.optimizer", "data.dataset") for value in command.values(flag)}
     trusted = []
     for file in files:
         text = plain_text(file)
@@ -69,12 +71,22 @@ def guard(command: Command, base: Path | None) -> None:
     allow([*command.flags, *trusted])
 
 
+def allow_own_run(config: Path) -> None:
+    """Lets the net and the data set that a config.yaml names be imported, if a run of this user wrote it."""
+    if _mark(plain_text(config)).is_file():
+        allow_imports(_own_names(plain_values(config)))
+
+
 def _own_names(settings: Any) -> set[str]:
-    """The nets and data sets of one's own in nested settings; a key may be `net`, `model.net` or `model: {net: …}`."""
+    """Nets, optimizers and data sets of one's own in nested settings; a key may be `net`, `model.net` or `model: {net: …}`."""
     names: set[str] = set()
     for key, value in settings.items() if isinstance(settings, dict) else ():
         names |= _own_names(value)
-        if str(key).rpartition(".")[2] in ("net", "dataset") and isinstance(value, str) and not _PLAIN_NAME.fullmatch(value):
+        if (
+            str(key).rpartition(".")[2] in ("net", "optimizer", "dataset")
+            and isinstance(value, str)
+            and not _PLAIN_NAME.fullmatch(value)
+        ):
             names.add(value)
     return names
 
@@ -98,7 +110,7 @@ def allow(words: Iterable[str]) -> None:
     named = {name for word in words for name in named_classes(word)}
     own = {name for name in named if name.partition(".")[0] != "jsonargparse"}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
-    set_parsing_settings(import_path_allowlist=sorted(known | own))
+    set_parsing_settings(import_path_allowlist=sorted(known | own | {SAFE_PACKAGE}))
     allow_imports(own)
     _allowed_before.update(own - known)
 

@@ -33,7 +33,7 @@ class ImageData(pl.LightningDataModule):
     """Images of one data set as uint8 in memory, split, batched, augmented and normalised.
 
     Args:
-        dataset: cifar10, cifar100, fashion_mnist, folder or shapes.
+        dataset: cifar10, cifar100, fashion_mnist, folder, shapes, or the import path of a function; see `data.sources`.
         root: where archives are kept (`data` if not given), or the folder of own images.
         batch_size: images a training step takes over all devices together.
         eval_batch_size: images a device takes at once in validation, test and prediction.

@@ -36,7 +36,7 @@ class ImageClassifier(pl.LightningModule):
     """A net by name that is trained with cross-entropy.
 
     Args:
-        net: name of the net, see README.
+        net: name of a net, or the import path of a class or function; see `models.registry`.
         input_shape: channels, height and width of the images; given by the data.
         num_classes: given by the data.
         width: multiplies the hidden widths of our nets.

@@ -1,4 +1,4 @@
-"""Optimizers by name, over groups of parameters by what they are for."""
+"""Optimizers by name or import path, over groups of parameters by what they are for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.plugins import import_callable
 from cifar_lit.training.muon import Muon
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
@@ -40,8 +41,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trainable parameters of `net` in groups, each with its `role`, rate and settings; empty groups are left out.
 
-    sgd and adamw: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too) without it: decay
-    on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
+    sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too)
+    without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
 
     muon, which follows airbench94_muon (K. Jordan, 2024):
 
@@ -65,7 +66,7 @@ def parameter_groups(
             {"role": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
             {"role": "biases", "params": others, "lr": lr, "weight_decay": 0.0},
         ]
-        if optimizer == "sgd":
+        if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
             groups = [{**group, "momentum": momentum, "nesterov": nesterov} for group in groups]
         return [group for group in groups if group["params"]]
     head = [weight for weight in weights if weight.ndim == 2][-1:]
@@ -104,7 +105,7 @@ def check_optimizer(
     whiten_epochs: float | None = None,
 ) -> None:
     """Raises UsageError when an optimizer of these settings cannot be meant."""
-    if name not in OPTIMIZERS:
+    if name not in OPTIMIZERS and "." not in name:
         raise UsageError(f"model.optimizer must be one of {', '.join(OPTIMIZERS)}, not {name!r}.{nearest(name, OPTIMIZERS)}")
     if not lr > 0:
         raise UsageError(f"the learning rate must be above 0, not {lr:g}: set --lr")
@@ -146,7 +147,7 @@ def build_optimizer(
 
     Args:
         net: the net.
-        name: one of OPTIMIZERS.
+        name: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
         lr: the highest rate.
         fused: do a step of sgd or adamw in one kernel, on CPUs too; only so do they heed `found_inf`. Muon always does.
         capturable: keep each group's rate in a 0-dim float32 tensor of its own beside the parameters, where a captured
@@ -164,12 +165,29 @@ def build_optimizer(
         optimizer = Muon(groups, lr, steps=3, products=products)
     elif name == "adamw":
         optimizer = AdamW(groups, lr, fused=one_kernel, capturable=capturable)
+    elif name != "sgd":
+        optimizer = _own_optimizer(name, groups, lr, capturable, settings)
     else:
         optimizer = SGD(groups, lr, fused=one_kernel)
         _make_buffers(optimizer)
     # A fused step can unscale gradients itself, too late for clipping: let Lightning's plugin for mixed precision do so.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[union-attr]
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(optimizer)
+    return optimizer
+
+
+def _own_optimizer(
+    name: str, groups: list[dict[str, Any]], lr: float, capturable: bool, settings: Mapping[str, Any]
+) -> Optimizer:
+    """An optimizer by import path. Raises UsageError where it is none, or would not heed a setting."""
+    if capturable:
+        raise UsageError(f"a step of {name} cannot be captured: add --model.capture false")
+    optimizer = import_callable(name)(groups, lr=lr)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"{name} must return a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    for setting in ("momentum", "nesterov", "weight_decay"):
+        if settings.get(setting) and setting not in optimizer.defaults:
+            raise UsageError(f"{name} takes no {setting}: leave model.{setting} out, or set it to 0")
     return optimizer
 
 

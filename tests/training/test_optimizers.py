@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
+from cifar_lit.plugins import allow_imports
 from cifar_lit.training.optimizers import (
     OPTIMIZERS,
     build_optimizer,
@@ -103,6 +104,19 @@ def test_every_trainable_parameter_is_in_exactly_one_group(name: str) -> None:
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
         check_optimizer(**{"name": "muon", "lr": 0.1, "momentum": 0.6, "nesterov": True, **settings})
+
+
+def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
+    allow_imports(["torch.optim.RMSprop", "torch.optim.Adagrad"])
+    weights, biases = build_optimizer(net(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01).param_groups
+    assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
+    assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
+    with pytest.raises(UsageError, match=r"torch\.optim\.Adagrad takes no momentum"):
+        build_optimizer(net(), "torch.optim.Adagrad", 0.1, momentum=0.5)
+    with pytest.raises(UsageError, match=r"add --model\.capture false"):
+        build_optimizer(net(), "torch.optim.RMSprop", 0.1, capturable=True)
+    with pytest.raises(UsageError, match=r"torch\.optim\.SGD would run code"):
+        build_optimizer(net(), "torch.optim.SGD", 0.1)
 
 
 def saved(name: str, **settings: Any) -> tuple[dict[str, Any], nn.Module]:

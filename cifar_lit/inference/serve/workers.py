@@ -24,6 +24,7 @@ from cifar_lit.data.decode import DecodeError, decode, start_worker, submit_with
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.serve.bodies import Limits, RequestError
+from cifar_lit.plugins import allow_imports, allowed_imports
 
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
@@ -166,7 +167,7 @@ class NetRunner:
     """
 
     def __init__(self, path: str, accelerator: str) -> None:
-        self._setup = (0, _load_net, path, accelerator)
+        self._setup = (0, _load_net, path, accelerator, allowed_imports())
         self._queue: asyncio.Queue[tuple[NetRequest, asyncio.Future[list[dict[str, Any]]]]] = asyncio.Queue()
         self._worker = Worker(*self._setup)
         try:
@@ -227,12 +228,13 @@ class NetRunner:
 _classifier: Classifier  # in the net's process
 
 
-def _load_net(path: str, accelerator: str) -> ModelInfo:
+def _load_net(path: str, accelerator: str, imports: list[str]) -> ModelInfo:
     global _classifier
     import torch
 
     from cifar_lit.inference.load import load
 
+    allow_imports(imports)  # of a net from the user's own file
     try:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
         device = resolve_device(accelerator)

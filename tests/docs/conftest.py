@@ -1,0 +1,21 @@
+"""Every page is followed in an empty working folder, and leaves no module of its own behind."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cifar_lit.train
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    # TensorBoard's pictures would take half of the time, and no page is about them
+    monkeypatch.setattr(cifar_lit.train, "draw_for_tensorboard", lambda *args: None)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]

@@ -1,0 +1,136 @@
+"""docs/extending.md does what it says: its files are written, its commands run, and what they leave is looked at."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from contract.command_line import checkpoint_of, metrics_of, rows_of
+from doc_pages import Page
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import cifar_lit
+from cifar_lit.data.augment import Augmentation
+
+PAGE = Page("extending.md")
+RUN = Path("lightning_logs/quickstart-1")
+
+
+def test_a_net() -> None:
+    PAGE.follow(PAGE.section("A net"))
+    assert metrics_of(RUN)["net"] == "my_nets.MyNet"
+    weights = checkpoint_of(RUN / "checkpoints/best.ckpt")["state_dict"]
+    assert sum(name.endswith("running_mean") for name in weights) == 3  # one for each block
+    assert cifar_lit.load(RUN).card.net == "my_nets.MyNet"
+    Image.new("RGB", (16, 16)).save("black.png")
+    classify = ["cifar-lit", "classify", str(RUN), "black.png"]
+    PAGE.run(classify)
+    with (RUN / "config.yaml").open("a") as config:
+        config.write("# as it would come from someone else\n")
+    with pytest.raises(AssertionError, match=r"my_nets\.MyNet would run code"):
+        PAGE.run(classify)
+
+
+def test_a_data_set() -> None:
+    PAGE.follow(PAGE.section("A data set"))
+    run = Path("lightning_logs/tudui-1")
+    metrics = metrics_of(run)
+    assert (metrics["dataset"], metrics["test"]["images"], list(metrics["test"]["per_class"])) == (
+        "my_data.stripes",
+        200,
+        ["across", "down"],
+    )
+    assert "across" in (run / "report.html").read_text()
+    assert cifar_lit.load("stripes.safetensors").classes == ("across", "down")
+
+
+def test_an_augmentation_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    PAGE.follow(PAGE.section("An augmentation"))
+    score = metrics_of(RUN)["val"]
+    monkeypatch.setattr(sys.modules["my_augment"].Contrast, "on_train_batch_start", lambda *args: None)
+    PAGE.follow(PAGE.section("An augmentation"))
+    assert metrics_of(Path("lightning_logs/quickstart-2"))["val"] != score  # of a training on plain images
+
+
+def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    (patch,) = [block for block in PAGE.section("An augmentation") if block.kind == "patch"]
+    shutil.copytree(Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
+    augment = load_module(Path("cifar_lit/data/augment.py"), monkeypatch)
+    datamodule = load_module(Path("cifar_lit/data/datamodule.py"), monkeypatch)
+    plan = datamodule.ImageData(flip="random", grey=0.5).augmentation.plan(400, 4, 4, seed=1, epoch=2)
+    images = torch.randint(256, (400, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batch = augment.augment_batch(images, torch.arange(400), plan)
+    grey = (batch == batch[..., :1]).all(3).flatten(1).all(1)
+    assert 150 < int(grey.sum()) < 250
+    assert grey.equal(plan[:, 5] == 1)
+    assert plan[:, :5].equal(Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2))  # the other draws are as before
+
+
+def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the package from a changed file, in its place for those that are loaded after it."""
+    name = ".".join(path.with_suffix("").parts)
+    spec = spec_from_file_location(name, path.absolute())
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_metric() -> None:
+    named, own = PAGE.follow(PAGE.section("A metric"))
+    assert any(line.startswith("test top2 0.") for line in named.lines)
+    metrics = metrics_of(RUN)
+    for part in ("val", "test"):
+        assert metrics[part]["accuracy"] <= metrics[part]["top2"] <= 1
+        assert [float(row[f"{part}/top2"]) for row in rows_of(RUN / "metrics.csv") if row[f"{part}/top2"]] == [
+            pytest.approx(metrics[part]["top2"])
+        ]
+    assert {"val/top2", "test/top2"} <= scalars(RUN)
+    assert "top2" in (RUN / "report.html").read_text()
+    assert any(line.startswith("test margin 0.") for line in own.lines)
+    assert 0 < metrics_of(Path("lightning_logs/quickstart-2"))["test"]["margin"] < 1
+
+
+def scalars(run_dir: Path) -> set[str]:
+    """The names of TensorBoard's curves in a run folder."""
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_an_optimizer() -> None:
+    (answer,) = PAGE.follow(PAGE.section("An optimizer"))
+    assert any(line.startswith("optimizer") and "my_optim.SignSGD · lr 0.002" in line for line in answer.lines)
+    (state,) = checkpoint_of(RUN / "checkpoints/last.ckpt")["optimizer_states"]
+    assert set(state["state"][0]) == {"average"}
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.01, 0.0]  # the recipe's: weights, biases
+    PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # a config.yaml of this user's own
+
+
+def test_a_callback_and_a_logger() -> None:
+    PAGE.follow(PAGE.section("A callback or a logger"))
+    for scores, log, run in (("scores.txt", "log.jsonl", 1), ("scores-from-yaml.txt", "log-from-yaml.jsonl", 2)):
+        accuracy = metrics_of(Path(f"lightning_logs/quickstart-{run}"))["val"]["accuracy"]
+        epoch, score = Path(scores).read_text().split()
+        assert (int(epoch), float(score)) == (0, pytest.approx(accuracy))
+        names = {name for line in Path(log).read_text().splitlines() for name in json.loads(line)}
+        assert {"step", "lr", "train/loss", "val/accuracy", "test/accuracy"} <= names
+
+
+def test_a_recipe() -> None:
+    PAGE.follow(PAGE.section("A recipe"))
+    assert metrics_of(Path("lightning_logs/mine-1"))["net"] == "lenet"
+
+
+def test_every_example_is_followed() -> None:
+    """No section of code without a test here."""
+    kinds = {(block.language, block.kind) for block in PAGE.blocks()}
+    assert kinds == {("python", "file"), ("yaml", "file"), ("bash", "run"), ("diff", "patch")}
