@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
-from cifar_lit.training.optimizers import build_optimizer, check_optimizer, override_optimizer_settings, parameter_groups
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.optimizers import build_optimizer, override_optimizer_settings, parameter_groups
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that tell the groups apart.
@@ -117,8 +118,8 @@ def test_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_the_rat
 def test_muons_settings_are_refused_with_other_optimizers(name: str, settings: dict[str, Any]) -> None:
     setting = next(iter(settings))
     with pytest.raises(UsageError, match=rf"model\.{setting} goes only with model.optimizer muon.* set --model\.{setting} \S+$"):
-        check_optimizer(name, 0.1, 0.0, False, **settings)
-    check_optimizer("muon", 0.1, 0.0, False, **settings)
+        ImageClassifier("lenet", optimizer=name, **settings)
+    ImageClassifier("lenet", optimizer="muon", **settings)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_muons_settings_are_refused_with_other_optimizers(name: str, settings: d
 )
 def test_muons_settings_out_of_range_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        check_optimizer("muon", 0.1, 0.6, True, **settings)
+        ImageClassifier("lenet", optimizer="muon", **settings)
 
 
 def test_new_settings_on_resume_reach_each_group_at_the_point_the_schedule_had_come_to() -> None:
