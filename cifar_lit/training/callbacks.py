@@ -197,7 +197,7 @@ class Interrupted(BaseException):
         self.requeue = requeue
 
 
-class DisableLightningSignals(Callback):
+class NoSignalHandlers(Callback):
     """Keeps the Trainer from taking the signals over at the start of each stage: fit, validation, test.
 
     Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other

@@ -53,13 +53,7 @@ class Schedule(LambdaLR):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        total: float,
-        warmup: float = 0.0,
-        final: float = 0.0,
-        whitening: float | None = None,
+        self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0, whitening: float | None = None
     ) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} leaves nothing of {total:g} to train: lower model.warmup_epochs")

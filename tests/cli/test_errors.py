@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cifar_lit.training.step import NotFiniteLoss
 from command_line import draw_folder, matches, refused, typed
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -19,7 +18,7 @@ from cifar_lit.cli.errors import explain_error
 from cifar_lit.data import archives
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.callbacks import Interrupted, NotFiniteLoss
 
 S = "--recipe small.yaml"
 OWN = "--data.num_classes null --data.image_size null"  # over what the recipe says of its shapes

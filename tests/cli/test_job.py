@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from cifar_lit.cli.run import Run
 from command_line import config_of, metrics_of, refused, typed
 
 from cifar_lit.cli.flags import Command, parse
-from cifar_lit.cli.run import Run
 from cifar_lit.distributed.job import DECIDED, Job, go_on, job_of
 from cifar_lit.distributed.rendezvous import agree
 from cifar_lit.errors import Failure, UsageError

@@ -74,17 +74,11 @@ def test_validation_without_a_fit_leaves_the_clock_alone(time: SimpleNamespace) 
     assert (clock.seconds, clock.training_seconds) == (0, 0)
 
 
-class FakeStrategy:
-    def reduce(self, rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
-        """As if the other of two devices had put its state, all sevens, into the second row."""
-        rows[1] = 7
-        return rows
-
-
 def test_each_device_gets_its_own_random_state_back() -> None:
     own = torch.get_rng_state()
-    pair: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=FakeStrategy())
-    model: Any = SimpleNamespace(device=torch.device("cpu"))
+    pair: Any = SimpleNamespace(world_size=2, global_rank=0)
+    # as if the state of the other of two devices were all sevens
+    model: Any = SimpleNamespace(device=own.device, all_gather=lambda state: torch.stack((state, torch.full_like(state, 7))))
     checkpoint: dict[str, Any] = {}
     RandomState().on_save_checkpoint(pair, model, checkpoint)
     (states,) = checkpoint["random_state"]
