@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_lit.cli.flags import SHORT, TRAINING, Command, arguments, parse, recipe_names, recipe_path
+from cifar_lit.cli.flags import SHORT, Command, arguments, parse, recipe_names, recipe_path
 from cifar_lit.distributed.launcher import apply_torchrun
 from cifar_lit.errors import UsageError
 
@@ -117,11 +117,6 @@ def test_help_and_a_printed_configuration_run_nothing() -> None:
     assert asks == {"--help": True, "-h": True, "--print_config": True, "--print_config=skip_default": True, "--a": False}
 
 
-def test_every_training_command_is_parsed_alike() -> None:
-    lines = {tuple(parse(name, ["--lr", "1", "--data.count=5"]).flags) for name in TRAINING}
-    assert lines == {("--model.lr=1", "--data.count=5")}
-
-
 # ---- recipes
 
 
@@ -155,24 +150,3 @@ def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(argv: str) -
     command = parse("fit", argv.split())
     apply_torchrun(command, STARTED)
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
-
-
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        ("--devices 4", r"--devices 4 contradicts torchrun, which started 2 \(--nproc-per-node\): leave --devices out"),
-        ("--trainer.devices 0,1,2", "--devices 0,1,2 contradicts torchrun"),
-        ("--nodes 1", r"--nodes 1 contradicts torchrun, which started 2 \(--nnodes\)"),
-    ],
-)
-def test_flags_that_contradict_torchrun_are_refused(argv: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        apply_torchrun(parse("fit", argv.split()), STARTED)
-
-
-def test_without_torchrun_the_flags_stay() -> None:
-    for missing in STARTED:
-        if missing != "WORLD_SIZE":
-            command = parse("fit", ["--devices", "3"])
-            apply_torchrun(command, {name: value for name, value in STARTED.items() if name != missing})
-            assert command.flags == ["--trainer.devices=3"]
