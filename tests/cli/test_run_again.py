@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Typed, config_of, files_of, metrics_of, refused, typed
+from command_line import config_of, files_of, metrics_of, refused, typed
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
@@ -86,17 +86,11 @@ def test_loggers_of_ones_own_write_beside_ours_and_none_writes_none() -> None:
 # ---- test-time views
 
 
-def test_without_views_nothing_is_said_of_them(training: tuple[Path, Typed]) -> None:
-    run, answer = training
-    assert "tta" not in metrics_of(run)["test"]
-    assert "views" not in answer.out
-    assert config_of(run)["model"]["tta"] == "none"
-
-
 @pytest.mark.parametrize("views", ["mirror", "full"])
 def test_a_checkpoint_is_tested_with_views_beside_its_plain_score(run: Path, views: str) -> None:
     answer = typed("test", "--ckpt_path", run / "checkpoints/best.ckpt", "--model.tta", views)
     assert answer.code == 0, answer.err
+    assert "tta" not in metrics_of(run)["test"]
     test = metrics_of(OWN)["test"]
     scored = test.pop("tta")
     assert test == metrics_of(run)["test"]
