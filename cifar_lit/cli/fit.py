@@ -147,11 +147,11 @@ class TrainingCLI(LightningCLI):
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
         sharding.refuse(self.settings, self.machine)
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
-        if self.name == "predict":
-            if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
-                raise UsageError("predict runs on one device: leave --devices out, or name one")
-            trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
+        if self.name == "predict" and trainer.devices == "auto":
+            trainer.devices = 1
         devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
+        if self.name == "predict" and devices > 1:
+            raise UsageError("predict runs on one device: leave --devices out, or name one")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
