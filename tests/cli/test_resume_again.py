@@ -64,7 +64,8 @@ def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_ha
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
     imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunLock"
-    hold = f"{imports}; RunLock(Path({str(unfinished)!r})).acquire(); print('held', flush=True); time.sleep(60)"
+    # a lock that nothing refers to is given back
+    hold = f"{imports}; lock = RunLock(Path({str(unfinished)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         line = f"cifar-lit: process {other.pid} on {socket.gethostname()} is writing …small-1: wait until it ends, or …"
