@@ -81,14 +81,10 @@ def _cpu_name() -> str:
     """The processor's name, as far as the system tells."""
     import platform
 
-    try:
-        with Path("/proc/cpuinfo").open() as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _cpu_bf16() -> bool:
@@ -103,15 +99,12 @@ def _cpu_bf16() -> bool:
 
 
 def resolve_device(name: str, machine: Machine | None = None) -> str:
-    """torch's name of a device, for commands that compute without a Trainer.
+    """torch's name of a device ("cpu", "cuda", "cuda:1", "mps"), for commands that compute without a Trainer.
 
     Args:
         name: auto (the first GPU, else Apple's, else the CPU), cpu, gpu (Apple's where there is no other), cuda or mps; gpu:1 and
             cuda:1 are the second one.
         machine: this one if not given.
-
-    Returns:
-        "cpu", "cuda", "cuda:1" or "mps".
 
     Raises:
         UsageError: the machine has no such device; it says what the machine has.
@@ -133,13 +126,8 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
     """Accelerator and devices as the Trainer takes them, checked against the machine.
 
-    Args:
-        machine: what there is.
-        accelerator: one of ACCELERATORS.
-        devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
-
-    Raises:
-        UsageError: the machine lacks some of it; it says what the machine has.
+    devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all). Raises UsageError where the
+    machine lacks some of it; it says what the machine has.
     """
     if accelerator not in ACCELERATORS:
         raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}")
@@ -153,12 +141,11 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         raise UsageError(f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it")
     if kind == "cpu" and chosen == -1:
         raise UsageError(f"--devices -1 means every GPU, but this machine has {machine}: use --devices 1")
-    if kind == "gpu":
-        missing = [number for number in chosen if number >= len(machine.gpus)] if isinstance(chosen, list) else []
-        if missing:
-            raise UsageError(f"there is no GPU {missing[0]}: this machine has {machine}")
-        if isinstance(chosen, int) and chosen > len(machine.gpus):
-            raise UsageError(f"--devices {chosen} asks for more GPUs than there are: this machine has {machine}")
+    count = len(machine.gpus)
+    if kind == "gpu" and isinstance(chosen, list) and max(chosen) >= count:
+        raise UsageError(f"there is no GPU {next(number for number in chosen if number >= count)}: this machine has {machine}")
+    if kind == "gpu" and isinstance(chosen, int) and chosen > count:
+        raise UsageError(f"--devices {chosen} asks for more GPUs than there are: this machine has {machine}")
     return accelerator, chosen
 
 

@@ -15,8 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from cifar_lit.cli import console
-from cifar_lit.cli.summary import card_rows, print_results
+from cifar_lit.cli.console import print_results, print_start_card
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
@@ -27,22 +26,16 @@ from cifar_lit.runs.model_file import ModelCard, build_loaded_net, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
 from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path
-from cifar_lit.training.callbacks import (
-    Clock,
-    DisableLightningSignals,
-    DivergenceWarning,
-    EpochLines,
-    LiveBar,
-    OrderlyStop,
-    RandomState,
-)
+from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
 
-class Run:
+class Run(Callback):
     """What a training command has besides data, model and Trainer: its folder, callbacks and loggers, and its results.
+
+    As a callback it claims the folder, points checkpoints into it, and introduces the run.
 
     Args:
         folder: where everything goes.
@@ -63,7 +56,7 @@ class Run:
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """Checkpoints by validation only where there is one; a live bar on a terminal."""
-        callbacks: list[Callback] = [DisableLightningSignals(), RunFolderSetup(self), *([LiveBar()] if bar else [])]
+        callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
         if self.trains:
             callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]
             callbacks += [self.best, self.last] if validates else [self.last]
@@ -80,46 +73,70 @@ class Run:
         self.board = TensorBoardCurves(self.folder, None) if self.command == "test" else None
         return [self.board] if self.board else []
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Claims the folder. Raises Failure where processes would start from different checkpoints."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        start = " of step ".join(filter(None, ("/".join(Path(self.notes.get("resume", "")).parts[-3:]), self.notes.get("step"))))
+        path, first = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
+        if start != first:  # on a file system whose nodes see changes late, or not at all
+            raise Failure(
+                f"process {trainer.global_rank} would start from {start or 'the beginning'}, the first one from "
+                f"{first or 'the beginning'}: --logs must be a folder that all processes see alike"
+            )
+        self.folder.follow(Path(path))
+        for checkpoint in trainer.checkpoint_callbacks:
+            if getattr(checkpoint, "dirpath", "") is None:
+                checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            if self.trains:  # a run that is killed before its first checkpoint is still seen to be a training
+                (self.folder.path / "checkpoints").mkdir(exist_ok=True)
+            write_text(self.folder.path / "config.yaml", self.config)  # of a resumed run too: flags may have changed it
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the start card, and shows TensorBoard what the net is about to see."""
+        if trainer.is_global_zero:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            print_start_card(self, trainer, pl_module, data)
+            if self.board in trainer.loggers and not self.folder.resumed:  # none of ours in a fast_dev_run
+                self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
+
     # ---- what it does
 
-    def fit(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: Path | None) -> None:
+    def fit(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None) -> None:
         """Trains, takes the best weights, tests them once if the command is `train`, and writes the results."""
         data.trainer = trainer  # it tells how many devices there are
         data.train_dataloader()  # refuses what cannot be shared out among them, before there is a run folder
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        val = self._load_best_weights(model)
+        best = read_checkpoint(Path(self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"))
+        model.load_state_dict(best["state_dict"])
+        val = Score.from_dict(best["cifar_lit"]["score"]) if self.best.best_model_path else None
         test = self._evaluate("test", trainer, model, data) if self.command == "train" else None
         if val and not test:
             trainer.loggers = []  # which have this score already; what is wanted is each image's prediction
             self._evaluate("validate", trainer, model, data)
-        self._finish(trainer, model, data, val, test)
+        self._finish(model, data, val, test)
 
-    def validate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: Path) -> None:
+    def validate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
         """Scores a checkpoint on the validation images."""
         if not len(data.split[1]):
             raise UsageError("there is nothing to validate on: data.val_size is 0")
         load_weights(model, checkpoint)
-        self._finish(trainer, model, data, self._evaluate("validate", trainer, model, data), None)
+        self._finish(model, data, self._evaluate("validate", trainer, model, data), None)
 
-    def test(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: Path) -> None:
+    def test(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
         """Scores a checkpoint on the test images."""
         load_weights(model, checkpoint)
-        self._finish(trainer, model, data, None, self._evaluate("test", trainer, model, data))
+        self._finish(model, data, None, self._evaluate("test", trainer, model, data))
 
-    def predict(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: Path) -> None:
+    def predict(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
         """Writes the probabilities of every test image to predictions.csv."""
         load_weights(model, checkpoint)
         batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
         count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches)
         print(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
-
-    def _load_best_weights(self, model: ImageClassifier) -> Score | None:
-        """Loads the weights that are to be tested; returns the validation score they had."""
-        checkpoint = read_checkpoint(Path(self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"))
-        model.load_state_dict(checkpoint["state_dict"])
-        return Score.from_dict(checkpoint["cifar_lit"]["score"]) if self.best.best_model_path else None
 
     def _evaluate(self, stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
         model.score = model.predictions = None
@@ -128,9 +145,8 @@ class Run:
 
     # ---- what it leaves
 
-    def _finish(
-        self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
-    ) -> None:
+    def _finish(self, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> None:
+        trainer = model.trainer
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = metrics_of(self.settings, trainer, model, data, self.clock if self.trains else None, val, test)
@@ -158,45 +174,9 @@ class Run:
         (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
 
 
-class RunFolderSetup(Callback):
-    """Claims the run folder on the first device, points checkpoints into it, and introduces the run."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before anything is written. Raises Failure where processes would start from different checkpoints."""
-        run = self._run
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        start = " of step ".join(filter(None, ("/".join(Path(run.notes.get("resume", "")).parts[-3:]), run.notes.get("step"))))
-        path, first = trainer.strategy.broadcast((str(run.folder.path) if trainer.is_global_zero else "", start))
-        if start != first:  # on a file system whose nodes see changes late, or not at all
-            raise Failure(
-                f"process {trainer.global_rank} would start from {start or 'the beginning'}, the first one from "
-                f"{first or 'the beginning'}: --logs must be a folder that all processes see alike"
-            )
-        run.folder.follow(Path(path))
-        for checkpoint in trainer.checkpoint_callbacks:
-            if getattr(checkpoint, "dirpath", "") is None:
-                checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
-        if trainer.is_global_zero:
-            if run.trains:  # a run that is killed before its first checkpoint is still seen to be a training
-                (run.folder.path / "checkpoints").mkdir(exist_ok=True)
-            write_text(run.folder.path / "config.yaml", run.config)  # of a resumed run too: flags may have changed it
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the start card, and shows TensorBoard what the net is about to see."""
-        if trainer.is_global_zero:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            console.start_card(card_rows(self._run, trainer, pl_module, data), "cifar-lit")
-            if self._run.board in trainer.loggers and not self._run.folder.resumed:  # none of ours in a fast_dev_run
-                self._run.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
-
-
-def load_weights(model: ImageClassifier, path: Path) -> None:
+def load_weights(model: ImageClassifier, path: str) -> None:
     """Takes the weights of a checkpoint; raises Failure where they are another net's."""
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(Path(path).expanduser())
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError:

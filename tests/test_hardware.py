@@ -43,28 +43,14 @@ ONE, TWO, EIGHT, OLD = gpus(1), gpus(2), gpus(8), gpus(1, bf16=False)
 @pytest.mark.parametrize(
     ("machine", "accelerator", "devices", "chosen", "count"),
     [
-        (CPU, "auto", "auto", "auto", 1),
-        (CPU, "auto", 2, 2, 2),
-        (CPU, "cpu", "2", 2, 2),
-        (MPS, "auto", "auto", "auto", 1),
-        (MPS, "gpu", "1", 1, 1),
-        (MPS, "mps", "1", 1, 1),
-        (MPS, "cpu", "2", 2, 2),
-        (ONE, "gpu", "auto", "auto", 1),
-        (ONE, "gpu", "-1", -1, 1),
-        (ONE, "auto", "[0]", [0], 1),
-        (ONE, "auto", "0,", [0], 1),
-        (ONE, "cpu", "2", 2, 2),
-        (TWO, "cuda", "[1]", [1], 1),
-        (TWO, "auto", "0,1", [0, 1], 2),
-        (TWO, "auto", [1, 0], [1, 0], 2),
-        (TWO, "auto", -1, -1, 2),
-        (EIGHT, "gpu", "8", 8, 8),
-        (EIGHT, "gpu", "3, 7", [3, 7], 2),
-        (EIGHT, "auto", "[0, 2, 4]", [0, 2, 4], 3),
+        (CPU, "auto", "auto", "auto", 1), (CPU, "auto", 2, 2, 2), (CPU, "cpu", "2", 2, 2),
+        (MPS, "auto", "auto", "auto", 1), (MPS, "gpu", "1", 1, 1), (MPS, "mps", "1", 1, 1),
+        (ONE, "gpu", "auto", "auto", 1), (ONE, "gpu", "-1", -1, 1), (ONE, "auto", "[0]", [0], 1), (ONE, "auto", "0,", [0], 1),
+        (TWO, "cuda", "[1]", [1], 1), (TWO, "auto", [1, 0], [1, 0], 2), (TWO, "auto", -1, -1, 2), (TWO, "cpu", "2", 2, 2),
+        (EIGHT, "gpu", "8", 8, 8), (EIGHT, "gpu", "3, 7", [3, 7], 2),
         (CPU, "tpu", "auto", "auto", 1),  # which only the Trainer can look for
     ],
-)
+)  # fmt: skip
 def test_what_the_machine_has_is_passed_to_the_trainer(
     machine: Machine, accelerator: str, devices: Any, chosen: Any, count: int
 ) -> None:
@@ -83,24 +69,16 @@ CPUS_ONLY = "and this torch is a build for CPUs only"
     ("machine", "accelerator", "devices", "line"),
     [
         (CPU, "gpu", "auto", f"{NO_GPU}: {INSTEAD}"),
-        (CPU, "cuda", "1", f"{NO_GPU}: {INSTEAD}"),
         (CPU_BUILD, "gpu", "auto", f"{NO_GPU}, {CPUS_ONLY}: {INSTEAD}"),
         (MPS, "cuda", "auto", f"this machine has an Apple GPU (mps), {CPUS_ONLY}: {INSTEAD}"),
         (CPU, "mps", "auto", f"{NO_GPU}, not Apple's: {INSTEAD}"),
-        (TWO, "mps", "auto", f"{TWO_GPUS}, not Apple's: {INSTEAD}"),
         (CPU, "auto", "0,1", f"--devices 0,1 names GPUs, but {NO_GPU}: --devices 2 runs two processes on it"),
-        (
-            TWO,
-            "cpu",
-            [1],
-            "--devices [1] names GPUs, but this machine has GPUs 0 H200, 1 H200: --devices 2 runs two processes on it",
-        ),
+        (TWO, "cpu", [1], f"--devices [1] names GPUs, but {TWO_GPUS}: --devices 2 runs two processes on it"),
         (CPU, "auto", "-1", f"--devices -1 means every GPU, but {NO_GPU}: use --devices 1"),
         (ONE, "gpu", "2", "--devices 2 asks for more GPUs than there are: this machine has GPUs 0 H200"),
         (ONE, "auto", "[1]", "there is no GPU 1: this machine has GPUs 0 H200"),
         (TWO, "gpu", "0,2", f"there is no GPU 2: {TWO_GPUS}"),
         (TWO, "auto", "0", f"--devices 0 leaves nothing to train on: {ADVICE}"),
-        (CPU, "auto", 0, f"--devices 0 leaves nothing to train on: {ADVICE}"),
         (TWO, "auto", "-2", f"--devices -2 leaves nothing to train on: {ADVICE}"),
         (TWO, "auto", "two", f"--devices two is not understood: {ADVICE}"),
         (TWO, "auto", "0;1", f"--devices 0;1 is not understood: {ADVICE}"),
@@ -108,7 +86,6 @@ CPUS_ONLY = "and this torch is a build for CPUs only"
         (TWO, "auto", "[]", f"--devices [] names no device, or one twice: {ADVICE}"),
         (TWO, "auto", "0,-1", f"--devices [0, -1] names no device, or one twice: {ADVICE}"),
         (CPU, "gpus", "auto", "no accelerator is called 'gpus'. Did you mean gpu?"),
-        (CPU, "CPU", "auto", "no accelerator is called 'CPU'. Did you mean cpu?"),
     ],
 )
 def test_what_the_machine_lacks_is_answered_with_what_it_has(machine: Machine, accelerator: str, devices: Any, line: str) -> None:
@@ -118,26 +95,23 @@ def test_what_the_machine_lacks_is_answered_with_what_it_has(machine: Machine, a
 
 
 @pytest.mark.parametrize(
-    ("machine", "accelerators", "precision"),
+    ("machine", "accelerators", "gain", "precision"),
     [
-        (CPU, ("auto", "cpu"), "32-true"),
-        (CPU_BF16, ("auto", "cpu"), "bf16-mixed"),
-        (MPS, ("auto", "mps", "gpu", "cpu"), "32-true"),
-        (TWO, ("auto", "gpu", "cuda"), "bf16-mixed"),
-        (TWO, ("cpu",), "32-true"),
-        (OLD, ("auto", "gpu"), "32-true"),
+        (CPU, ("auto", "cpu"), 2.0, "32-true"),
+        (CPU_BF16, ("auto", "cpu"), 2.0, "bf16-mixed"),
+        (CPU_BF16, ("auto", "cpu"), 0.5, "32-true"),
+        (MPS, ("auto", "mps", "gpu", "cpu"), 2.0, "32-true"),
+        (TWO, ("auto", "gpu", "cuda"), 0.5, "bf16-mixed"),
+        (OLD, ("auto", "gpu"), 2.0, "32-true"),
     ],
 )
-@pytest.mark.parametrize("gain", [0.5, 2.0])
 def test_precision_is_bf16_where_the_device_computes_in_it_and_a_cpu_gains_by_it(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, accelerators: tuple[str, ...], precision: str, gain: float
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, accelerators: tuple[str, ...], gain: float, precision: str
 ) -> None:
     monkeypatch.setattr(hardware, "probe_bf16", lambda: gain)
-    expected = "32-true" if machine is CPU_BF16 and gain < 1 else precision
     for accelerator in accelerators:
         chosen, reason = choose_precision(machine, accelerator)
-        assert chosen == expected
-        assert reason  # for the start card
+        assert chosen == precision and reason  # for the start card
 
 
 def test_the_probe_of_bf16_leaves_threads_and_random_numbers_as_they_are() -> None:
@@ -178,11 +152,8 @@ def test_a_device_that_there_is_not_is_answered_with_those_there_are(machine: Ma
         with pytest.raises(UsageError) as refusal:
             resolve_device(name, machine)
         assert str(refusal.value).startswith(f"this machine has no device {name!r}: it has {devices}.")
-
-
-def test_a_slip_is_answered_with_the_nearest_right_name() -> None:
-    with pytest.raises(UsageError, match=r"no device 'cuba': it has cpu\. Did you mean cuda\? auto takes the fastest\."):
-        resolve_device("cuba", CPU)
+    with pytest.raises(UsageError, match=r"no device 'cuba': it has .*\. Did you mean cuda\? auto takes the fastest\."):
+        resolve_device("cuba", machine)
 
 
 def test_this_machine_is_seen_and_computes_where_auto_says() -> None:

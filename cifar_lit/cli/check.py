@@ -156,7 +156,7 @@ def fault(answer: Answer, limit: float) -> tuple[int, int, str] | None:
     if wrong := [message for message in messages if message.get("wrong")]:
         return 0, 0, f"computes wrong numbers: {wrong[0]['tried'][0]}: {wrong[0]['wrong']}"
     if error := next((message["error"] for message in messages if "error" in message), None):
-        return (3 if any(sign in error for sign in LOST_PEER) else 1), len(messages), f"fails in {stage}: {error}"
+        return (3 if LOST_PEER.search(error) else 1), len(messages), f"fails in {stage}: {error}"
     if any("done" in message for message in messages):
         return None
     if code is None:

@@ -1,51 +1,109 @@
-"""What is printed around a run: the start card and the results."""
+"""What is printed around a run: the card at its start, and the results at its end."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import rich
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
+from cifar_lit.runs.run_folder import display_path
 
-def start_card(rows: Sequence[tuple[str, str]], title: str) -> None:
-    """Prints what is about to run, as a box on a terminal and as plain lines elsewhere."""
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            print(f"{name:<12} {value}")
-        sys.stdout.flush()
-        return
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        grid.add_row(f"[dim]{name}[/]", value)
-    rich.get_console().print(Panel(grid, title=title, title_align="left", expand=False))
+if TYPE_CHECKING:  # for commands that need no torch
+    import lightning.pytorch as pl
 
-
-def accuracy_table(classes: Sequence[str], per_class: Sequence[float], counts: Sequence[int]) -> None:
-    """Prints the accuracy of each class; of more than 30 only the ten best and the ten worst."""
-    table = Table(title="test accuracy per class", title_justify="left", title_style="")
-    table.add_column("class")
-    table.add_column("accuracy", justify="right")
-    table.add_column("images", justify="right")
-    rows = list(zip(classes, per_class, counts, strict=True))
-    if len(rows) > 30:
-        rows.sort(key=lambda row: -row[1])
-        rows[10:-10] = [("…", 0.0, 0)]
-    for name, accuracy, count in rows:
-        table.add_row(name, "" if name == "…" else f"{accuracy:.4f}" if count else "no image", "" if name == "…" else str(count))
-    rich.get_console().print(table)
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.train import Run
+    from cifar_lit.training.metrics import Score
 
 
 def say(*lines: str) -> None:
     """Prints lines as they are, however long."""
-    for line in lines:
-        print(line)
-    sys.stdout.flush()
+    print(*lines, sep="\n", flush=True)
 
 
 def for_tables() -> Console:
     """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
     return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
+    """Prints what is about to run, as a box on a terminal and as plain lines elsewhere."""
+    rows = card_rows(run, trainer, model, data)
+    if not sys.stdout.isatty():
+        say(*(f"{name:<12} {value}" for name, value in rows.items()))
+        return
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        grid.add_row(f"[dim]{name}[/]", value)
+    rich.get_console().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+
+
+def card_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dict[str, str]:
+    """What is about to run, by name."""
+    train, val = (len(part) for part in data.split)
+    channels, height, width = data.input_shape
+    world, batch_size = trainer.world_size, data.batch_size
+    share = batch_size // world
+    exact = "=" if share * world == batch_size else "≈"
+    device, h, notes = trainer.strategy.root_device.type, model.hparams, run.notes
+    parameters = sum(parameter.numel() for parameter in model.net.parameters())
+    kept = f"in the memory of {device}" if data.placed("train")[1] == "device" else f"read by {data.workers} workers"
+    size = f"{channels}×{height}×{width}"
+    smaller = "".join(f"{side} px for {share:.0%}, " for side, share in data.resolutions.items()) if data.resolutions else ""
+    rows = {
+        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
+        "sizes": f"{smaller}then {height} px" if smaller else "",
+        "net": f"{h['net']} · {parameters:,} parameters",
+        "devices": f"{world} × {device}",
+        "precision": str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else ""),
+        "batch": f"{batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch",
+        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {trainer.max_epochs} epochs · seed {data.seed}",
+        "resumes": "",
+        "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
+    }
+    if "resume" in notes:
+        rows["resumes"] = f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+    return {name: value for name, value in rows.items() if value}
+
+
+def accuracy_table(score: Score, data: ImageData) -> Table:
+    """The accuracy of each class; of more than 30 only the ten best and the ten worst."""
+    columns = (Column(name, justify="right") for name in ("accuracy", "images"))
+    table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
+    classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
+    if len(classes) > 30:
+        classes.sort(key=lambda row: -row[1])
+    rows = [(name, f"{accuracy:.4f}" if count else "no image", str(count)) for name, accuracy, count in classes]
+    for row in rows if len(rows) <= 30 else [*rows[:10], ("…", "", ""), *rows[-10:]]:
+        table.add_row(*row)
+    return table
+
+
+def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
+    """Prints the results and the next commands."""
+    if test:
+        rich.get_console().print(accuracy_table(test, data))
+        if views := metrics["test"].get("tta"):
+            say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
+        for name, value in test.metrics.items():
+            say(f"test {name} {value:.4f}")
+        say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
+    elif val := metrics["val"]:
+        further = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in ("accuracy", "loss"))
+        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}{further}")
+    if run.trains:
+        say(f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second'] or 0:.0f} images/s")
+    folder = display_path(run.folder.path)
+    say(f"run {folder}")
+    if run.trains:
+        say("", "next:", f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
+        if test is None:
+            checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
+            say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
+        say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
+        say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{folder}'))\"")

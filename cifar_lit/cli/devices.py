@@ -35,14 +35,14 @@ def list_devices(argv: list[str]) -> None:
     settings = parsed(parser, argv)
     if settings.check and settings.net:
         raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
-    if not settings.check and (settings.devices or settings.limit != MAX_SILENCE):
-        raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
     if not 0 < settings.limit < 1e6:
         raise UsageError(f"--limit must be more than 0 seconds, not {settings.limit:g}")
     if settings.check:
         from cifar_lit.cli.check import check
 
         check(settings.accelerator, settings.devices, settings.limit)
+    elif settings.devices or settings.limit != MAX_SILENCE:
+        raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
     elif settings.net:
         _list_parameters(settings)
     else:
@@ -95,19 +95,13 @@ def _list_parameters(settings: Namespace) -> None:
     from cifar_lit.models.registry import build_net
 
     accelerator, _ = choose_devices(detect_machine(), settings.accelerator, 1)
-    net = build_net(
-        settings.net,
-        channels=settings.channels,
-        image_size=settings.image_size,
-        num_classes=settings.num_classes,
-        width=settings.width,
-    )
+    shape = {name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
+    net = build_net(settings.net, **shape)
     net = Fabric(accelerator=accelerator, devices=1).to_device(net)
     table = Table("parameter", "shape", "dtype", Column("count", justify="right"), "device")
     for name, parameter in net.named_parameters():
-        shape = "×".join(map(str, parameter.shape))
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        table.add_row(name, shape, dtype, f"{parameter.numel():,}", str(parameter.device))
+        size, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
+        table.add_row(name, size, dtype, f"{parameter.numel():,}", str(parameter.device))
     total = sum(parameter.numel() for parameter in net.parameters())
     console = for_tables()
     console.print(table)

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-LOST_PEER = (  # what a process says whose peer has gone or is late
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "NCCL",
-    "Broken pipe",
-    "recvValue failed",
-    "Socket Timeout",
-)
+LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
 
 
 def explain_error(error: BaseException) -> tuple[str, int]:
@@ -40,43 +33,33 @@ def explain_error(error: BaseException) -> tuple[str, int]:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
-    text = first_line(error)
-    if isinstance(error, UsageError):
-        return f"cifar-lit: {error}", 2
-    if isinstance(error, Failure):
-        return f"cifar-lit: {error}", 1
+    text, kind = first_line(error), type(error).__name__
+    if isinstance(error, (UsageError, Failure)):
+        return f"cifar-lit: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "\ncifar-lit: stopped", 130
-    if not isinstance(error, Exception):
-        return _interruption(error)
-    kind = type(error).__name__
-    if kind == "MisconfigurationException":
-        return f"cifar-lit: {text}", 2
+    if not isinstance(error, Exception):  # Interrupted, and the like
+        hint = getattr(error, "resume", None)
+        return "cifar-lit: stopped" + (f". Go on with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
         reached = "a checkpoint" if "weight" in text else "the weights"
-        return (
-            f"cifar-lit: {text}; stopped before it reached {reached}. Checkpoints of before are intact: "
-            "lower --lr, or try --precision 32-true"
-        ), 1
-    if is_out_of_memory(error):
-        return "cifar-lit: out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net", 1
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"cifar-lit: the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume", 1
-    if isinstance(error, PermissionError):
-        return f"cifar-lit: no permission for {error.filename}: choose another folder with --logs or --data-dir", 1
-    if text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
+        text += f"; stopped before it reached {reached}. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
+    elif is_out_of_memory(error):
+        text = "out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = f"the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume"
+    elif isinstance(error, PermissionError):
+        text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
+    elif text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
         return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
-    if is_lost_peer(error):
+    elif is_lost_peer(error):
         hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
-        return f"cifar-lit: another process of this run ended early; what it printed says why. {hint}.", 1
-    if isinstance(error, ValueError):
+        text = f"another process of this run ended early; what it printed says why. {hint}."
+    elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
-    return f"cifar-lit: {kind}: {text} (--debug shows where)", 1
-
-
-def _interruption(error: BaseException) -> tuple[str, int]:
-    hint = getattr(error, "resume", None)
-    return (f"cifar-lit: stopped. Go on with:\n  {hint}" if hint else "cifar-lit: stopped"), getattr(error, "exit_code", 1)
+    else:
+        text = f"{kind}: {text} (--debug shows where)"
+    return f"cifar-lit: {text}", 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -101,7 +84,7 @@ def explain_out_of_memory(data: ImageData) -> Iterator[None]:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER)
+    return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
 
 
 # ---- the parser's errors
@@ -130,10 +113,7 @@ def long_flags(parser: ArgumentParser) -> list[str]:
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
-    """One line for what the parser found wrong.
-
-    message: the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes.
-    """
+    """One line for the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes."""
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return UNTRUSTED.format(match[1])
     if match := re.match(r"unrecognized arguments: (\S+)", message):
@@ -161,8 +141,8 @@ def _wrong_value(key: str, message: str) -> str:
         return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
     if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
         return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
-    choices = [choice for group in re.findall(r"Literal\[(.*?)\]", message) for choice in re.findall(r"'([^']+)'", group)]
-    choices = list(dict.fromkeys(choices))
+    literals = " ".join(re.findall(r"Literal\[(.*?)\]", message))
+    choices = list(dict.fromkeys(re.findall(r"'([^']+)'", literals)))
     kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
     if choices:
         choices = ["true", "false", *choices] if _TYPES["bool"] in kinds else choices

@@ -48,10 +48,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI with one sub-command, our arguments and our run around the Trainer.
-
-    Making one runs the command. Raises UsageError, Failure, Interrupted and what Lightning raises.
-    """
+    """LightningCLI with one sub-command, our arguments and our run around the Trainer; making one runs the command."""
 
     model: ImageClassifier
     datamodule: ImageData
@@ -79,19 +76,25 @@ class TrainingCLI(LightningCLI):
     # ---- where settings come from
 
     def _resumed_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from; the same in every process of the run."""
-        if self.command.resume is None:
+        """The checkpoint to go on from, the same in every process of the run; nothing is read of it yet."""
+        command = self.command
+        if command.resume is None:
             return None
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        checkpoint = resolve_resume(self.command, self.first)
-        forget_repeated_words(self.command, checkpoint.resolve().parent.parent)
+        chosen = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
+        checkpoint = Path(chosen) if chosen else find_resumable(Path(command.logs or LOGS), command.resume or None)
+        run = run_of(checkpoint)
+        if run is None:
+            raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
+        check_unfinished(run, needs_test=command.name == "train")
+        forget_repeated_words(command, run)
         return checkpoint
 
     def _base_settings(self) -> Path | None:
         """The weakest settings: of the run that is resumed or tested, else of a recipe."""
         command = self.command
-        if self.checkpoint is not None:
+        if self.checkpoint:
             return self.checkpoint.resolve().parent.parent / "config.yaml"
         if command.recipe:
             return recipe_path(command.recipe)
@@ -145,11 +148,11 @@ class TrainingCLI(LightningCLI):
                 raise UsageError(f"there is no checkpoint {tested}")
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
-        if self.name == "predict":
-            if trainer.devices not in ("auto", 1) and not (isinstance(trainer.devices, list) and len(trainer.devices) == 1):
-                raise UsageError("predict runs on one device: leave --devices out, or name one")
-            trainer.devices = 1 if trainer.devices == "auto" else trainer.devices
+        if self.name == "predict" and trainer.devices == "auto":
+            trainer.devices = 1
         devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
+        if self.name == "predict" and devices > 1:
+            raise UsageError("predict runs on one device: leave --devices out, or name one")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
@@ -163,19 +166,16 @@ class TrainingCLI(LightningCLI):
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         configured = self.config_init[self.name].trainer
-        callbacks, loggers = configured.callbacks or [], configured.logger
+        callbacks, loggers = (
+            each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
+        )
         validates = len(self.datamodule.split[1]) > 0
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
+        watched = [RankProgress(self.watch)] if self.watch else []
+        ours = [] if configured.logger is False else self.run.loggers(step)
         return super().instantiate_trainer(
-            callbacks=[
-                *(callbacks if isinstance(callbacks, list) else [callbacks]),
-                *self.run.callbacks(validates, bar=bar),
-                *([RankProgress(self.watch)] if self.watch else []),
-            ],
-            logger=[
-                *(self.run.loggers(step) if loggers is not False else []),
-                *(logger for logger in (loggers if isinstance(loggers, list) else [loggers]) if isinstance(logger, Logger)),
-            ],
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *watched],
+            logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
             enable_progress_bar=bar,
             profiler=configured.profiler or NoProfiler(),
@@ -186,13 +186,12 @@ class TrainingCLI(LightningCLI):
     def _tune(self) -> None:
         """Finds what `--auto-batch` and `--auto-lr` ask for; it is recorded as if it had been typed."""
         auto, trainer = self.command.auto, self.settings.trainer
-        if not auto:
-            return
-        if self.name != "fit":
+        if auto and self.name != "fit":
             raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
-        device = device_of(self.machine, trainer.accelerator, trainer.devices)
-        search(auto, self.model, self.datamodule, device, str(trainer.precision))
-        self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
+        if auto:
+            device = device_of(self.machine, trainer.accelerator, trainer.devices)
+            search(auto, self.model, self.datamodule, device, str(trainer.precision))
+            self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
 
     def _make_run(self) -> tuple[Run, int | None]:
         """The run, its folder claimed where it is resumed, and the step that it goes on from."""
@@ -213,13 +212,15 @@ class TrainingCLI(LightningCLI):
             self.watch.release, self.watch.advice = folder.release, lambda: advice(self._resume_line(), os.environ)
         return Run(folder, yaml.safe_load(text), text, self.notes, self.command.name), step
 
-    # ---- running; LightningCLI calls the method of the sub-command's name
+    # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Runs it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
             with explain_out_of_memory(self.datamodule):
-                super()._run_subcommand(subcommand)
+                getattr(self.run, subcommand)(
+                    self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path
+                )
         except Interrupted as interruption:
             interruption.resume = self._resume_line()
             raise
@@ -234,22 +235,6 @@ class TrainingCLI(LightningCLI):
             return None
         return f"{program(sys.argv[0], self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
 
-    def fit(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """Trains; `train` goes on to test the best weights."""
-        self.run.fit(self.trainer, model, datamodule, self.checkpoint or ckpt_path)
-
-    def validate(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """Scores a checkpoint on the validation images."""
-        self.run.validate(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
-
-    def test(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """Scores a checkpoint on the test images."""
-        self.run.test(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
-
-    def predict(self, model: ImageClassifier, datamodule: ImageData, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """Writes the class and its probability for every test image to predictions.csv in a run folder."""
-        self.run.predict(self.trainer, model, datamodule, Path(ckpt_path).expanduser())
-
 
 def check_settings(settings: Any) -> None:
     """Raises UsageError for what no type refuses and no training can be made with, before data are touched."""
@@ -262,8 +247,8 @@ def check_settings(settings: Any) -> None:
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
     epochs, data = settings.trainer.max_epochs, settings.data
-    numbers = (("--epochs", epochs), ("--batch-size", data.batch_size), ("data.eval_batch_size", data.eval_batch_size))
-    for flag, number in numbers:
+    numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
+    for flag, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{flag} must be at least 1, not {number}")
     if data.resolutions and not takes_any_size(settings.model.net):
@@ -273,28 +258,12 @@ def check_settings(settings: Any) -> None:
 def program(script: str, command: str) -> str:
     """How this program was started, as one would type it again: by its script, console script or module."""
     path = Path(script)
-    if path.name == "__main__.py":
-        return f"python -m cifar_lit {command}"
-    if path.suffix == ".py":
+    if path.suffix == ".py" and path.name != "__main__.py":
         return f"python {script}"
-    return f"{path.name} {command}"
+    return f"{'python -m cifar_lit' if path.suffix else path.name} {command}"
 
 
 # ---- resuming
-
-
-def resolve_resume(command: Command, first: bool) -> Path:
-    """The checkpoint that a line with --resume means; nothing is read yet. first: in the run's first process.
-
-    Raises UsageError when there is none, it lies in no run folder, or its run is finished.
-    """
-    chosen = None if first else os.environ.get(RESUMED_CHECKPOINT)
-    checkpoint = Path(chosen) if chosen else find_resumable(Path(command.logs or LOGS), command.resume or None)
-    run = run_of(checkpoint)
-    if run is None:
-        raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
-    check_unfinished(run, needs_test=command.name == "train")
-    return checkpoint
 
 
 def forget_repeated_words(command: Command, run: Path) -> None:
@@ -319,9 +288,7 @@ def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Pa
     To be called when the run's lock is held: until then another process may have written there, or come to its end.
     Raises UsageError when the run is finished by now, Failure when nothing can be gone on from.
     """
-    run = run_of(checkpoint)
-    assert run is not None
-    check_unfinished(run, needs_test=command.name == "train")
+    check_unfinished(checkpoint.resolve().parent.parent, needs_test=command.name == "train")
     named = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()
     if named or (not first and RESUMED_CHECKPOINT in os.environ):
         contents, damaged = read_checkpoint(checkpoint), None

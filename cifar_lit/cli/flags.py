@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -50,7 +50,7 @@ class Command:
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
         trust: configuration files may name any class.
         auto: which of "batch" and "lr" are to be searched for before the training.
-        flags: all others, as LightningCLI takes them.
+        flags: all others, as LightningCLI takes them, each one word with its value.
         job: what a new run's folder records of the scheduler's job that it belongs to, None outside one.
     """
 
@@ -70,24 +70,12 @@ class Command:
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
     def without(self, flag: str) -> list[str]:
-        """The flags but for one long one and its values."""
-        kept: list[str] = []
-        drop = False
-        for word in self.flags:
-            drop = (drop and not word.startswith("--")) or word == f"--{flag}" or word.startswith(f"--{flag}=")
-            if not drop:
-                kept.append(word)
-        return kept
+        """The flags but for one long one."""
+        return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]
 
     def values(self, flag: str) -> list[str]:
         """All values given for a long flag, in order."""
-        values = []
-        for word, following in zip_longest(self.flags, self.flags[1:]):
-            if word == f"--{flag}" and following is not None:
-                values.append(following)
-            elif word.startswith(f"--{flag}="):
-                values.append(word.partition("=")[2])
-        return values
+        return [word.partition("=")[2] for word in self.flags if word.startswith(f"--{flag}=")]
 
     def value(self, flag: str) -> str | None:
         """The last value given for a long flag, which is the one that counts; None when it is not on the line."""
@@ -100,17 +88,11 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    """The YAML file of a packaged recipe, or of one's own when `name` is a path.
-
-    Raises:
-        UsageError: there is no such recipe.
-    """
-    own = _expand_home(name)
-    if own.suffix not in (".yaml", ".yml"):
-        return packaged_recipe(name)
-    if not own.is_file():
+    """The YAML file of a packaged recipe, or of one's own when `name` is a path; raises UsageError when there is none."""
+    path = _expand_home(name)
+    if path.suffix in (".yaml", ".yml") and not path.is_file():
         raise UsageError(f"there is no recipe file {name}")
-    return own
+    return path if path.suffix in (".yaml", ".yml") else packaged_recipe(name)
 
 
 def packaged_recipe(name: str) -> Path:
@@ -136,18 +118,13 @@ def parse(name: str, argv: list[str]) -> Command:
     """
     command = Command(name)
     rest = deque(argv)
-    value_may_follow = False  # a flag of LightningCLI's with its value as the next word
     while rest:
         word = rest.popleft()
         if not _is_flag(word):
-            if not value_may_follow:
-                raise UsageError(f"{word!r} belongs to no flag; flags begin with --, see --help")
-            command.flags.append(word)
-            value_may_follow = False
-            continue
+            raise UsageError(f"{word!r} belongs to no flag; flags begin with --, see --help")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
-        value_may_follow = False
+        value_follows = not equals and bool(rest) and not _is_flag(rest[0])
         if key == "debug":
             pass  # `main` looks for it
         elif key == "trust" and not equals:
@@ -155,18 +132,13 @@ def parse(name: str, argv: list[str]) -> Command:
         elif key in ("auto-batch", "auto-lr") and not equals:
             command.auto.add(key.removeprefix("auto-"))
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
-            if not equals and rest and not rest[0].startswith("-"):
-                value = rest.popleft()
-            command.resume = value
+            command.resume = rest.popleft() if value_follows else value
         elif key in _EXAMPLES:
-            if not equals:
-                if not rest or _is_flag(rest[0]):
-                    raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-                value = rest.popleft()
-            _set(command, key, value)
+            if not equals and not value_follows:
+                raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
+            _set(command, key, rest.popleft() if value_follows else value)
         else:
-            command.flags.append(word)
-            value_may_follow = not equals
+            command.flags.append(f"{word}={rest.popleft()}" if value_follows else word)
     return command
 
 

@@ -76,10 +76,8 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv, default)
-    except (SystemExit, Exception, KeyboardInterrupt) as error:
-        return _report(error, "--debug" in argv)
     except BaseException as error:
-        if getattr(error, "exit_code", None) is None:
+        if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):
             raise
         return _report(error, "--debug" in argv)
 

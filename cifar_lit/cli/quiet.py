@@ -41,12 +41,12 @@ def quieten() -> None:
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of how torch looks up the names of other machines
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # what Lightning's command line calls
-    # torch's own deprecation inside Lightning's batch handling
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    # data.val_size 0 is meant
-    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
-    # a resumed run goes on in its own folder
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
+    for message in (
+        ".*LeafSpec.*",  # torch's own deprecation inside Lightning's batch handling
+        ".*Total length of `list` across ranks is zero.*",  # data.val_size 0 is meant
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
     import lightning.pytorch  # noqa: F401 (sets its loggers' levels, which would undo ours)
 

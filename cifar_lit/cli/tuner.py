@@ -58,8 +58,7 @@ class Trial:
             self.net.initialise(data.plain_images(WHITENING_IMAGES).to(device))
             self.net.whitened.fill_(True)
         settings = {name: model.hparams[name] for name in GROUP_SETTINGS}
-        products = "float32" if device.type == "cpu" and "bf16" not in precision else "bfloat16"
-        self.optimizer: Optimizer = build_optimizer(self.net, settings.pop("optimizer"), **settings, products=products)
+        self.optimizer: Optimizer = build_optimizer(self.net, precision=precision, **settings)
         self.autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:

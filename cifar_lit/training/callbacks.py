@@ -113,14 +113,15 @@ class RandomState(Callback):
     """
 
     def __init__(self) -> None:
-        self._restored: list[Tensor] | None = None
+        self._restored: list[Tensor] | None = None  # uint8 (devices, n) of the CPU, and of the accelerator
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Collects the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
-        checkpoint["random_state"] = [_of_all_devices(trainer, pl_module, state) for state in states]
+        gathered: list[Any] = [pl_module.all_gather(state) for state in states]
+        checkpoint["random_state"] = [rows.view(trainer.world_size, -1).cpu() for rows in gathered]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps the states until set-up, which draws numbers too, is over."""
@@ -131,28 +132,16 @@ class RandomState(Callback):
         if self._restored is None:
             return
         if len(self._restored[0]) != trainer.world_size:
-            torch.manual_seed(_seed_for(trainer.global_rank, self._restored))
+            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big"))
+            for states in self._restored:
+                digest.update(states.numpy().tobytes())
+            torch.manual_seed(int.from_bytes(digest.digest()[:8], "big"))
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
         torch.set_rng_state(own[0])
         if len(own) > 1 and pl_module.device.type != "cpu":
             torch.get_device_module(pl_module.device).set_rng_state(own[1])
-
-
-def _seed_for(rank: int, states: list[Tensor]) -> int:
-    """64 bits for the device `rank`, which follow from the states (devices, n) that a checkpoint holds."""
-    digest = hashlib.sha256(rank.to_bytes(8, "big"))
-    for state in states:
-        digest.update(state.numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "big")
-
-
-def _of_all_devices(trainer: pl.Trainer, pl_module: pl.LightningModule, own: Tensor) -> Tensor:
-    """uint8 (n,) of each device as (devices, n) on the CPU."""
-    rows = torch.zeros((trainer.world_size, len(own)), dtype=own.dtype, device=pl_module.device)
-    rows[trainer.global_rank] = own
-    return trainer.strategy.reduce(rows, reduce_op="sum").cpu()
 
 
 class WeightAverage(EMAWeightAveraging):
@@ -209,7 +198,7 @@ class Interrupted(BaseException):
         self.requeue = requeue
 
 
-class DisableLightningSignals(Callback):
+class NoSignalHandlers(Callback):
     """Keeps the Trainer from taking the signals over at the start of each stage: fit, validation, test.
 
     Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other
@@ -339,24 +328,18 @@ class EpochLines(Callback):
         self._clock = clock
         self._before = (0.0, 0.0, 0)
 
-    def _now(self) -> tuple[float, float, int]:
-        return self._clock.seconds, self._clock.training_seconds, self._clock.images
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An epoch that is resumed in its middle has no start of its own."""
-        self._before = self._now()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remembers where the epoch starts."""
-        self._before = self._now()
+        """The first line counts from here, in a resumed run too."""
+        self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the line."""
         if not trainer.is_global_zero:
             return
         loss, accuracy = pl_module.running.epoch_means()  # type: ignore[union-attr, operator]
-        seconds, training, images = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        speed = images / max(training, 1e-9)
+        now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
+        seconds, training, images = (end - start for end, start in zip(now, self._before, strict=True))
+        self._before, speed = now, images / max(training, 1e-9)
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
         parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
         if trainer.num_val_batches and "val/loss" in trainer.callback_metrics:

@@ -20,14 +20,13 @@ from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_fin
 from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score, total_norm
 from cifar_lit.training.optimizers import (
-    CHECKED,
     GROUP_SETTINGS,
     REST_MOMENTUM,
     build_optimizer,
-    check_optimizer,
+    check_settings,
     override_optimizer_settings,
 )
-from cifar_lit.training.schedules import check_schedule, check_training, schedule_from
+from cifar_lit.training.schedules import schedule_from
 
 WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
 
@@ -42,7 +41,7 @@ class ImageClassifier(pl.LightningModule):
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
-        optimizer: sgd, adamw, muon (filters orthogonalised; SGD for the rest), or the import path of a torch optimizer.
+        optimizer: sgd, adamw, muon (filters orthogonalised; SGD for the rest).
         lr: highest learning rate; of the filters under muon.
         momentum: of SGD; of the filters under muon.
         nesterov: Nesterov's form of that momentum.
@@ -96,9 +95,7 @@ class ImageClassifier(pl.LightningModule):
         super().__init__()
         input_shape = list(input_shape or (3, 32, 32))
         self.save_hyperparameters(ignore=["metrics"])
-        check_optimizer(optimizer, **{name: self.hparams[name] for name in CHECKED})
-        check_schedule(schedule, final_lr)
-        check_training(label_smoothing, schedule, schedule_every, warmup_epochs, ema_decay)
+        check_settings(self.hparams)
         check_views(tta)
         channels, *size = input_shape
         self.net: nn.Module = build_net(
@@ -122,8 +119,7 @@ class ImageClassifier(pl.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
-        logits: Tensor = self.net(images.type(self.dtype))
-        return logits
+        return self.net(images.type(self.dtype))
 
     # ---- training
 
@@ -143,16 +139,9 @@ class ImageClassifier(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
         h, trainer = self.hparams, self.trainer
-        settings = {name: h[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
-        slow_bf16 = self.device.type == "cpu" and "bf16" not in str(trainer.precision)
-        optimizer = build_optimizer(
-            self.net,
-            h["optimizer"],
-            h["lr"],
-            capturable=can_capture(trainer, h["capture"]),
-            products="float32" if slow_bf16 else "bfloat16",
-            **settings,
-        )
+        settings = {name: h[name] for name in GROUP_SETTINGS}
+        captures = can_capture(trainer, h["capture"])
+        optimizer = build_optimizer(self.net, precision=str(trainer.precision), capturable=captures, **settings)
         if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
             return optimizer
         steps = int(trainer.estimated_stepping_batches)
@@ -217,10 +206,9 @@ class ImageClassifier(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
         loop = self.trainer.fit_loop.epoch_loop
-        if self.running.batches and (loop.batch_progress.is_last_batch or loop.done):
-            self._log_row(weight_norm=loop.batch_progress.is_last_batch)
-        elif self._log_is_due:
-            self._log_row()
+        last = loop.batch_progress.is_last_batch
+        if self._log_is_due or (self.running.batches and (last or loop.done)):
+            self._log_row(weight_norm=last)
 
     @property
     def _log_is_due(self) -> bool:
@@ -233,11 +221,9 @@ class ImageClassifier(pl.LightningModule):
         self.running.start_row()
         self.logged_step = self.global_step
         self.progress.update(loss=loss / images, accuracy=hits / images)
-        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": self._rate()}
-        self.log_values(values | ({"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}))
-
-    def _rate(self) -> float:
-        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
+        self._write_values(values | ({"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}))
 
     def _reduced_sums(self) -> list[float]:
         """Loss, hits and images since the last row over all devices; raises NotFiniteLoss where one was not finite."""
@@ -257,7 +243,7 @@ class ImageClassifier(pl.LightningModule):
         self.log_dict({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
         self.running.epoch = [0.0, 0.0, 0.0]
 
-    def log_values(self, values: dict[str, float]) -> None:
+    def _write_values(self, values: dict[str, float]) -> None:
         """Writes to the loggers at the current step; `self.log` in each step would cost more than a small net's step."""
         for logger in self.trainer.loggers:
             logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
@@ -304,7 +290,7 @@ class ImageClassifier(pl.LightningModule):
         self.log_dict(scalars, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[stage] = self.score.accuracy
         if not self.trainer.sanity_checking:
-            self.log_values(scalars)
+            self._write_values(scalars)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Probabilities (B, classes) with the rows of the images they belong to; padding is left out."""
@@ -323,10 +309,9 @@ class ImageClassifier(pl.LightningModule):
             self._log_row()
         check_finite_weights(self.net, self.global_step, self.current_epoch)
         self._reduced_sums()
-        rows = self.running.loss.new_zeros((self.trainer.world_size, 3))
-        rows[self.trainer.global_rank] = self.running.sums()
+        device_sums: Any = self.all_gather(self.running.sums())
         checkpoint["cifar_lit"] = {
-            "device_sums": self.trainer.strategy.reduce(rows, reduce_op="sum").tolist(),
+            "device_sums": device_sums.view(-1, 3).tolist(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.logged_step,
             "score": self.score._asdict() if self.score else None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,16 +13,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.plugins import import_callable
 from cifar_lit.training.muon import Muon
+from cifar_lit.training.schedules import SCHEDULES
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
 REST_MOMENTUM = 0.85  # of airbench94_muon's SGD part
 
-# The settings of `parameter_groups`, under the names that ImageClassifier's hyper-parameters have.
-GROUP_SETTINGS = (
-    *("optimizer", "lr", "momentum", "nesterov", "weight_decay"),
-    *("bias_lr", "head_lr", "rest_momentum", "rescale_filters"),
-)
-CHECKED = (*GROUP_SETTINGS[1:], "whiten_epochs")  # and those that `check_optimizer` takes besides the name
 # How a group's step is computed is for the machine to say, not for a checkpoint from another one.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
 
@@ -69,16 +65,16 @@ def parameter_groups(
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
             groups = [{**group, "momentum": momentum, "nesterov": nesterov} for group in groups]
         return [group for group in groups if group["params"]]
-    head = [weight for weight in weights if weight.ndim == 2][-1:]
-    whitening = [bias for bias in others if bias is getattr(getattr(net, "whiten", None), "bias", None)]
+    head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
+    whitening = getattr(getattr(net, "whiten", None), "bias", None)
     filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
     rest = {"orthogonal": False, "momentum": rest_momentum, "nesterov": True}
     bias_lr = lr if bias_lr is None else bias_lr
     groups = [
-        {"role": "filters", "params": _without(weights, head), "lr": lr, **filters},
-        {"role": "biases", "params": _without(others, whitening), "lr": bias_lr, **rest},
-        {"role": "head", "params": head, "lr": lr if head_lr is None else head_lr, **rest},
-        {"role": "whitening", "params": whitening, "lr": bias_lr, **rest},
+        {"role": "filters", "params": [weight for weight in weights if weight is not head], "lr": lr, **filters},
+        {"role": "biases", "params": [bias for bias in others if bias is not whitening], "lr": bias_lr, **rest},
+        {"role": "head", "params": [] if head is None else [head], "lr": lr if head_lr is None else head_lr, **rest},
+        {"role": "whitening", "params": [bias for bias in others if bias is whitening], "lr": bias_lr, **rest},
     ]
     for group in groups:
         # the optimizer multiplies by the rate, which holds the schedule's factor and the highest rate
@@ -86,94 +82,89 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _without(parameters: list[nn.Parameter], left_out: list[nn.Parameter]) -> list[nn.Parameter]:
-    """`parameters` but `left_out`, compared by what they are, not by their values."""
-    return [parameter for parameter in parameters if all(parameter is not other for other in left_out)]
+# Under the names that ImageClassifier's hyper-parameters have.
+GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
+
+_BELOW_1: tuple[Callable[[float], bool], str] = (lambda value: 0 <= value < 1, "must be 0 or more and below 1")
+_OWN: tuple[Callable[[float], bool], str] = (lambda value: value > 0, "must be above 0, or null for none of its own")
+# Which values of a setting can be meant, and how others are answered; null is always one of them.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "momentum": _BELOW_1,
+    "rest_momentum": _BELOW_1,
+    "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
+    "bias_lr": _OWN,
+    "head_lr": _OWN,
+    "whiten_epochs": _OWN,
+    "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
+    "label_smoothing": (lambda value: 0 <= value < 1, "must be in 0 … 1"),
+    "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
+}
+# What other optimizers than muon leave at these values.
+_MUON_ONLY = {"bias_lr": None, "head_lr": None, "whiten_epochs": None, "rest_momentum": REST_MOMENTUM, "rescale_filters": True}
 
 
-def check_optimizer(
-    name: str,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    *,
-    weight_decay: float = 0.0,
-    bias_lr: float | None = None,
-    head_lr: float | None = None,
-    rest_momentum: float = REST_MOMENTUM,
-    rescale_filters: bool = True,
-    whiten_epochs: float | None = None,
-) -> None:
-    """Raises UsageError when an optimizer of these settings cannot be meant."""
-    if name not in OPTIMIZERS and "." not in name:
-        raise UsageError(f"model.optimizer must be one of {', '.join(OPTIMIZERS)}, not {name!r}.{nearest(name, OPTIMIZERS)}")
-    if not lr > 0:
-        raise UsageError(f"the learning rate must be above 0, not {lr:g}: set --lr")
-    for setting, value in (("momentum", momentum), ("rest_momentum", rest_momentum)):
-        if not 0 <= value < 1:
-            raise UsageError(f"model.{setting} must be 0 or more and below 1, not {value:g}")
-    if nesterov and momentum == 0:
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises UsageError when these settings of ImageClassifier cannot be meant, or not together."""
+    optimizer, decay = settings["optimizer"], settings["weight_decay"]
+    for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        own = name == "optimizer" and "." in settings[name]  # by import path
+        if (value := settings[name]) not in choices and not own:
+            raise UsageError(f"model.{name} must be one of {', '.join(choices)}, not {value!r}.{nearest(value, choices)}")
+    if not settings["lr"] > 0:
+        raise UsageError(f"the learning rate must be above 0, not {settings['lr']:g}: set --lr")
+    for name, (fits, range_text) in _RANGES.items():
+        if (value := settings[name]) is not None and not fits(value):
+            raise UsageError(f"model.{name} {range_text}, not {value:g}")
+    if settings["nesterov"] and settings["momentum"] == 0:
         raise UsageError("model.nesterov needs model.momentum above 0")
-    if not weight_decay >= 0:
-        raise UsageError(f"model.weight_decay must be 0 or more, not {weight_decay:g}")
-    optional = {"bias_lr": bias_lr, "head_lr": head_lr, "whiten_epochs": whiten_epochs}
-    for setting, number in optional.items():
-        if number is not None and not number > 0:
-            raise UsageError(f"model.{setting} must be above 0, or null for none of its own, not {number:g}")
-    if name == "muon":
-        if weight_decay >= 1:
-            raise UsageError(f"model.weight_decay is a share per step under muon, below 1, not {weight_decay:g}")
-        return
-    given = {setting: "null" for setting, number in optional.items() if number is not None}
-    if rest_momentum != REST_MOMENTUM:
-        given["rest_momentum"] = f"{REST_MOMENTUM:g}"
-    if not rescale_filters:
-        given["rescale_filters"] = "true"
-    for setting, none in given.items():
-        raise UsageError(f"model.{setting} goes only with model.optimizer muon: leave it out, or set --model.{setting} {none}")
+    if optimizer == "muon" and decay >= 1:
+        raise UsageError(f"model.weight_decay is a share per step under muon, below 1, not {decay:g}")
+    for name, unset in _MUON_ONLY.items():
+        if optimizer != "muon" and settings[name] != unset:
+            text = "null" if unset is None else str(unset).lower()
+            raise UsageError(f"model.{name} goes only with model.optimizer muon: leave it out, or set --model.{name} {text}")
+    if settings["schedule_every"] not in ("step", "epoch"):
+        raise UsageError(f"model.schedule_every must be step or epoch, not {settings['schedule_every']!r}")
+    if settings["schedule_every"] == "epoch" and (settings["warmup_epochs"] or settings["schedule"] == "one_cycle"):
+        raise UsageError("a warm-up by the epoch would train the first one at final_lr: use model.schedule_every step")
 
 
 def build_optimizer(
-    net: nn.Module,
-    name: str,
-    lr: float,
-    *,
-    fused: bool = True,
-    capturable: bool = False,
-    products: str = "bfloat16",
-    **settings: Any,
+    net: nn.Module, optimizer: str, lr: float, *, precision: str = "bf16-mixed", capturable: bool = False, **settings: Any
 ) -> Optimizer:
     """The optimizer over all trainable parameters of `net`, which is where it will be trained.
 
+    sgd and adamw do a step in one kernel, on CPUs too, as Muon does by itself: only so do they heed `found_inf`.
+
     Args:
         net: the net.
-        name: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
+        optimizer: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
         lr: the highest rate.
-        fused: do a step of sgd or adamw in one kernel, on CPUs too; only so do they heed `found_inf`. Muon always does.
+        precision: the Trainer's; without bf16 in it Muon's products are of float32 on a CPU, which may compute bf16 slowly.
         capturable: keep each group's rate in a 0-dim float32 tensor of its own beside the parameters, where a captured
             step reads it anew; state dicts hold plain numbers all the same, and loading writes into those tensors.
-        products: dtype of Muon's products, bfloat16 or float32; the latter where a CPU computes the former slowly.
         **settings: as of `parameter_groups`.
     """
-    groups = parameter_groups(net, name, lr, **settings)
+    groups = parameter_groups(net, optimizer, lr, **settings)
+    first = groups[0]["params"][0]
     if capturable:
         for group in groups:
-            group["lr"] = group["params"][0].new_tensor(group["lr"], dtype=torch.float32)
-    one_kernel = True if fused else None  # None lets torch choose among the others
-    optimizer: Optimizer
-    if name == "muon":
-        optimizer = Muon(groups, lr, steps=3, products=products)
-    elif name == "adamw":
-        optimizer = AdamW(groups, lr, fused=one_kernel, capturable=capturable)
-    elif name != "sgd":
-        optimizer = _own_optimizer(name, groups, lr, capturable, settings)
+            group["lr"] = first.new_tensor(group["lr"], dtype=torch.float32)
+    built: Optimizer
+    if optimizer == "muon":
+        products = "float32" if first.device.type == "cpu" and "bf16" not in precision else "bfloat16"
+        built = Muon(groups, lr, steps=3, products=products)
+    elif optimizer == "adamw":
+        built = AdamW(groups, lr, fused=True, capturable=capturable)
+    elif optimizer != "sgd":
+        built = _own_optimizer(optimizer, groups, lr, capturable, settings)
     else:
-        optimizer = SGD(groups, lr, fused=one_kernel)
-        _make_buffers(optimizer)
+        built = SGD(groups, lr, fused=True)
+        _make_buffers(built)
     # A fused step can unscale gradients itself, too late for clipping: let Lightning's plugin for mixed precision do so.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    _keep_machine_settings(optimizer)
-    return optimizer
+    built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    _keep_machine_settings(built)
+    return built
 
 
 def _own_optimizer(
@@ -246,11 +237,11 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
     )
     scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):
-        for group, asked, scale in zip(optimizer["param_groups"], new, scales, strict=False):
+        for group, changed, scale in zip(optimizer["param_groups"], new, scales, strict=False):
             for rate in ("lr", "initial_lr"):
                 if rate in group:
                     group[rate] *= scale
-            group.update({name: value for name, value in asked.items() if name not in ("params", "lr")})
+            group.update({name: value for name, value in changed.items() if name not in ("params", "lr")})
     for schedule in checkpoint.get("lr_schedulers", []):
         for rates in ("base_lrs", "_last_lr"):
             if rates in schedule:

@@ -12,7 +12,6 @@ from command_line import started, typed
 
 import cifar_lit
 from cifar_lit.cli import flags, main
-from cifar_lit.cli.main import OWN
 from cifar_lit.models.registry import build_net
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -33,16 +32,6 @@ def rows(table: str) -> list[list[str]]:
 def test_what_needs_no_torch_is_answered_without_importing_it() -> None:
     answer = started("-c", WITHOUT_TORCH)
     assert answer.out.splitlines()[-1] == "[0, 0, 0, 0, 2, 2, 2] []", answer.err
-
-
-def test_help_names_every_command_and_short_flag() -> None:
-    answer = typed("--help", default="fit")
-    assert answer.code == 0
-    for name in (*flags.TRAINING, *OWN):
-        assert re.search(rf"^  {name} ", answer.out, re.MULTILINE), name
-    for flag in (*flags.SHORT, *flags.OWN):
-        assert re.search(rf"--{flag}\b", answer.out), flag
-    assert answer == typed("-h", default="fit") == typed("help", default="fit") == typed(default="fit")
 
 
 def test_the_console_script_is_main_and_python_m_and_the_scripts_answer_alike() -> None:
@@ -83,13 +72,6 @@ def test_recipes_name_prints_a_header_of_one_form_and_the_settings(name: str) ->
 # ---- devices
 
 
-def test_devices_names_the_processor_and_the_flags_that_use_it() -> None:
-    answer = typed("devices")
-    assert answer.code == 0
-    assert re.search(r"│ cpu .*--accelerator cpu", answer.out)
-    assert "torch " in answer.out and "lightning " in answer.out
-
-
 @pytest.mark.parametrize("name", ["lenet", "whitened"])
 def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(name: str) -> None:
     shape = {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
@@ -106,30 +88,6 @@ def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device(na
 
 
 # ---- LightningCLI's own
-
-
-def test_a_printed_configuration_is_yaml_that_holds_recipe_and_flags_and_can_be_run_from() -> None:
-    argv = ["fit", "--lr", "0.25", "--recipe", "small.yaml", "--epochs", "1"]
-    answer = typed(*argv, "--print_config=skip_default")
-    assert (answer.code, answer.err) == (0, "")
-    settings = yaml.safe_load(answer.out)
-    assert (settings["model"]["lr"], settings["model"]["net"], settings["data"]["count"]) == (0.25, "lenet", 200)
-    assert settings["trainer"]["max_epochs"] == 1
-    whole = typed(*argv, "--print_config").out
-    assert yaml.safe_load(whole)["model"].items() > settings["model"].items()
-    assert not Path("lightning_logs").exists()
-    Path("own.yaml").write_text(whole)
-    assert "run lightning_logs/small-1" in typed("train", "--config", "own.yaml").out.splitlines()
-
-
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-def test_help_of_a_command_names_the_settings_of_trainer_model_and_data(command: str) -> None:
-    answer = typed(command, "--help")
-    assert answer.code == 0
-    names = ("trainer.max_epochs", "trainer.precision", "model.net", "model.lr", "data.dataset", "data.batch_size")
-    for flag in (*names, "logs", "print_config"):
-        assert re.search(rf"--{re.escape(flag)}\b", answer.out), flag
-    assert not Path("lightning_logs").exists()
 
 
 def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error() -> None:

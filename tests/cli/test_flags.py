@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_lit.cli.flags import SHORT, TRAINING, Command, arguments, parse, recipe_names, recipe_path
+from cifar_lit.cli.flags import SHORT, Command, arguments, parse, recipe_names, recipe_path
 from cifar_lit.cli.launch import apply_launcher
 from cifar_lit.errors import UsageError
 
@@ -29,8 +29,8 @@ def test_the_contracts_short_flags_are_all_there() -> None:
 @pytest.mark.parametrize("value", ["3", "0,1", "a b", "-1", "-0.5", "-1e-3", "-inf"])
 def test_a_short_flag_is_the_long_one_with_a_space_or_an_equals_sign(short: str, long: str, value: str) -> None:
     expected = ["fit", f"--{long}={value}"]
-    assert line(f"--{short}", value) == line(f"--{short}={value}") == line(f"--{long}={value}") == expected
-    assert line(f"--{long}", value) == ["fit", f"--{long}", value]  # which the parser takes for the same
+    for flag in (short, long):
+        assert line(f"--{flag}", value) == line(f"--{flag}={value}") == expected
 
 
 def test_recipe_is_weaker_than_configs_and_these_than_flags_wherever_they_stand(here: Path) -> None:
@@ -60,31 +60,23 @@ def test_the_last_of_repeated_flags_counts() -> None:
 
 def test_a_flag_can_be_taken_out_with_its_values() -> None:
     command = parse("fit", ["--lr", "1", "--model.lr", "2", "--model.lr_decay", "3", "--model.lr=4", "--data.count", "5"])
-    assert command.without("model.lr") == ["--model.lr_decay", "3", "--data.count", "5"]
+    assert command.without("model.lr") == ["--model.lr_decay=3", "--data.count=5"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "resume", "rest"),
-    [
-        ([], None, []),
-        (["--resume"], "", []),
-        (["--resume", "--lr", "1"], "", ["--model.lr=1"]),
-        (["--resume", "logs/a-1", "--lr", "1"], "logs/a-1", ["--model.lr=1"]),
-        (["--resume=logs/a-1"], "logs/a-1", []),
-        (["--ckpt_path", "logs/a-1"], "logs/a-1", []),
-        (["--ckpt_path=logs/a-1"], "logs/a-1", []),
-    ],
-)
-def test_resume_takes_a_path_or_none(argv: list[str], resume: str | None, rest: list[str]) -> None:
+    ("argv", "resume"),
+    [("--lr 1", None), ("--resume --lr 1", ""), ("--resume a-1 --lr 1", "a-1"), ("--resume=a-1 --lr 1", "a-1"),
+     ("--ckpt_path a-1 --lr 1", "a-1"), ("--ckpt_path=a-1 --lr 1", "a-1")],
+)  # fmt: skip
+def test_resume_takes_a_path_or_none(argv: str, resume: str | None) -> None:
     for name in ("fit", "train"):
-        command = parse(name, argv)
-        assert (command.resume, command.flags) == (resume, rest)
+        command = parse(name, argv.split())
+        assert (command.resume, command.flags) == (resume, ["--model.lr=1"])
 
 
 def test_ckpt_path_of_an_evaluation_names_the_weights_and_resumes_nothing() -> None:
     for name in ("validate", "test", "predict"):
-        command = parse(name, ["--ckpt_path", "a.ckpt"])
-        assert (command.resume, command.value("ckpt_path")) == (None, "a.ckpt")
+        assert parse(name, ["--ckpt_path", "a.ckpt"]) == Command(name, flags=["--ckpt_path=a.ckpt"])
 
 
 def test_switches_take_no_value_and_debug_is_left_to_who_reports() -> None:
@@ -94,7 +86,7 @@ def test_switches_take_no_value_and_debug_is_left_to_who_reports() -> None:
 
 def test_an_abbreviation_is_left_to_the_parser_which_refuses_it() -> None:
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--auto", "--trus"):
-        assert parse("fit", [flag, "3"]) == Command("fit", flags=[flag, "3"])
+        assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
 
 
 @pytest.mark.parametrize("flag", [*CONTRACT, "recipe", "config", "logs"])
@@ -111,15 +103,8 @@ def test_a_word_that_belongs_to_no_flag_is_refused(argv: str) -> None:
 
 
 def test_help_and_a_printed_configuration_run_nothing() -> None:
-    asks = {
-        flag: parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default", "--a")
-    }
-    assert asks == {"--help": True, "-h": True, "--print_config": True, "--print_config=skip_default": True, "--a": False}
-
-
-def test_every_training_command_is_parsed_alike() -> None:
-    lines = {tuple(parse(name, ["--lr", "1", "--data.count=5"]).flags) for name in TRAINING}
-    assert lines == {("--model.lr=1", "--data.count=5")}
+    assert all(parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"))
+    assert not parse("fit", ["--a"]).asks_only
 
 
 # ---- recipes
@@ -132,17 +117,13 @@ def test_a_packaged_recipe_goes_by_its_name_and_ones_own_by_its_path(here: Path)
         assert "--recipe=small" in line("--recipe", path)  # the run is named after the file
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("quikstart", r"no recipe is called 'quikstart'\. Did you mean quickstart\? There are .*tudui"),
-        ("../recipes/quickstart", "no recipe is called '../recipes/quickstart'"),
-        ("mine.yaml", r"there is no recipe file mine\.yaml"),
-    ],
-)
-def test_an_unknown_recipe_is_refused(name: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        recipe_path(name)
+def test_an_unknown_recipe_is_refused() -> None:
+    for name, line in (
+        ("quikstart", r"Did you mean quickstart\? There are .*tudui"),
+        ("mine.yaml", r"no recipe file mine\.yaml"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            recipe_path(name)
 
 
 # ---- torchrun

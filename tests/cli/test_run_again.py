@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Typed, config_of, files_of, metrics_of, refused, typed
+from command_line import config_of, files_of, metrics_of, refused, typed
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
@@ -17,44 +17,6 @@ from cifar_lit.training.checkpoint import read_checkpoint
 
 OWN = Path("lightning_logs/small-1")  # the first run in a test's own folder
 ONE_EPOCH = ("--recipe", "small.yaml", "--epochs", "1")
-
-
-def test_its_config_runs_it_again_to_the_last_bit(run: Path) -> None:
-    assert typed("--config", run / "config.yaml").code == 0
-    assert [metrics_of(OWN)[part] for part in ("val", "test")] == [metrics_of(run)[part] for part in ("val", "test")]
-    again, before = (read_checkpoint(folder / "checkpoints/last.ckpt")["state_dict"] for folder in (OWN, run))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in before.items())
-
-
-def test_flags_beat_the_config_and_another_seed_gives_another_net(run: Path) -> None:
-    typed("--seed", "4", "--config", run / "config.yaml", "--batch-size=40")
-    again, before = metrics_of(OWN), metrics_of(run)
-    assert (again["seed"], again["batch_size"], config_of(OWN)["data"]["count"]) == (4, 40, 200)
-    assert again["test"]["loss"] != before["test"]["loss"]
-    assert again["test"]["images"] == before["test"]["images"]
-
-
-def test_run_numbers_count_up_for_each_recipe() -> None:
-    Path("other.yaml").write_text(Path("small.yaml").read_text())
-    for recipe in ("small", "other", "small"):
-        typed("fit", "--recipe", f"{recipe}.yaml", "--epochs", "1", "--trainer.limit_train_batches", "1")
-    assert sorted(path.name for path in Path("lightning_logs").iterdir()) == ["other-1", "small-1", "small-2"]
-
-
-def test_logs_names_the_folder_of_run_folders_and_a_flag_beats_a_config() -> None:
-    Path("own.yaml").write_text("logs: mine\ntrainer: {limit_train_batches: 1}")
-    words = (*ONE_EPOCH, "--config", "own.yaml")
-    assert "run mine/small-1" in typed(*words).out.splitlines()
-    lines = typed("--logs", "some/runs", *words).out.splitlines()
-    assert {"run some/runs/small-1", "  tensorboard --logdir some/runs"} <= set(lines)
-    assert not Path("lightning_logs").exists()
-
-
-def test_a_fast_dev_run_leaves_nothing_behind() -> None:
-    before = {path.name for path in Path().iterdir()}
-    answer = typed("--recipe", "small.yaml", "--trainer.fast_dev_run", "true")
-    assert (answer.code, answer.err) == (0, "")
-    assert {path.name for path in Path().iterdir()} == before
 
 
 # ---- using it
@@ -73,33 +35,6 @@ def test_the_loaded_net_is_the_checkpoints(run: Path, data: ImageData) -> None:
         logits = loaded(images)
         torch.testing.assert_close(logits, net((images.float() / 255 - mean) / std))
     assert (logits.argmax(1) == data.test_images.labels).sum().item() / 40 == metrics_of(run)["test"]["accuracy"]
-
-
-@pytest.mark.parametrize(("command", "part", "other"), [("test", "test", "val"), ("validate", "val", "test")])
-def test_an_evaluation_makes_a_folder_of_its_own_with_the_same_numbers(run: Path, command: str, part: str, other: str) -> None:
-    answer = typed(command, "--ckpt_path", run / "checkpoints/best.ckpt")
-    assert (answer.code, answer.err) == (0, "")
-    more = (
-        ["events.out.tfevents.*", "metrics.json", "predictions.csv", "probabilities.npy"]
-        if command == "test"
-        else ["metrics.json"]
-    )
-    assert files_of(OWN) == ["config.yaml", *more]
-    metrics = metrics_of(OWN)
-    assert metrics[part] == metrics_of(run)[part]
-    assert (metrics[other], metrics["train_seconds"]) == (None, None)
-    assert metrics["parameters"] == metrics_of(run)["parameters"]
-    assert f"run {OWN}" in answer.out.splitlines()
-
-
-def test_a_checkpoint_overrides_no_flag(run: Path) -> None:
-    flags = ["--batch-size", "7", "--lr", "0.125", "--data.eval_batch_size=9", "--seed=8"]
-    assert typed("test", "--ckpt_path", run / "checkpoints/best.ckpt", *flags).code == 0
-    config, metrics = config_of(OWN), metrics_of(OWN)
-    assert (config["data"]["batch_size"], config["model"]["lr"], config["data"]["eval_batch_size"]) == (7, 0.125, 9)
-    assert (metrics["batch_size"], metrics["seed"]) == (7, 8)
-    assert metrics["test"]["accuracy"] == metrics_of(run)["test"]["accuracy"]  # of the same images in other batches
-    assert metrics["test"]["loss"] == pytest.approx(metrics_of(run)["test"]["loss"], abs=1e-5)
 
 
 def test_predictions_score_as_the_test_did(run: Path, data: ImageData) -> None:
@@ -131,18 +66,6 @@ def test_fit_tests_nothing_names_the_command_that_does_and_train_goes_on_with_th
     assert metrics_of(OWN)["test"] == metrics_of(run)["test"]
 
 
-def test_without_validation_images_the_last_checkpoint_is_tested() -> None:
-    answer = typed("--recipe", "small.yaml", "--data.val_size", "0")
-    assert (answer.code, answer.err) == (0, "")
-    assert sorted(path.name for path in (OWN / "checkpoints").iterdir()) == ["last.ckpt"]
-    assert metrics_of(OWN)["val"] is None
-    assert " val loss" not in answer.out
-    last = OWN / "checkpoints/last.ckpt"
-    typed("test", "--ckpt_path", last)
-    assert metrics_of(Path("lightning_logs/small-2"))["test"] == metrics_of(OWN)["test"]
-    refused(typed("validate", "--ckpt_path", last), "cifar-lit: there is nothing to validate on: data.val_size is 0", 2)
-
-
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_it_trains_in_other_precisions(precision: str) -> None:
     answer = typed(*ONE_EPOCH, "--precision", precision)
@@ -163,17 +86,11 @@ def test_loggers_of_ones_own_write_beside_ours_and_none_writes_none() -> None:
 # ---- test-time views
 
 
-def test_without_views_nothing_is_said_of_them(training: tuple[Path, Typed]) -> None:
-    run, answer = training
-    assert "tta" not in metrics_of(run)["test"]
-    assert "views" not in answer.out
-    assert config_of(run)["model"]["tta"] == "none"
-
-
 @pytest.mark.parametrize("views", ["mirror", "full"])
 def test_a_checkpoint_is_tested_with_views_beside_its_plain_score(run: Path, views: str) -> None:
     answer = typed("test", "--ckpt_path", run / "checkpoints/best.ckpt", "--model.tta", views)
     assert answer.code == 0, answer.err
+    assert "tta" not in metrics_of(run)["test"]
     test = metrics_of(OWN)["test"]
     scored = test.pop("tta")
     assert test == metrics_of(run)["test"]

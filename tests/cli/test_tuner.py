@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import config_of, metrics_of, refused, typed
+from command_line import config_of, metrics_of, typed
 from torch import Tensor
 
 from cifar_lit.cli import tuner
@@ -27,8 +27,8 @@ def images(data: ImageData) -> tuple[Tensor, Tensor]:
     return data.plain_images(160), data.train_images.labels[data.split[0][:160]]
 
 
-def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet") -> Trial:
-    return Trial(ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5), data, CPU, "32-true")
+def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet", **settings: float) -> Trial:
+    return Trial(ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5, **settings), data, CPU, "32-true")
 
 
 def test_batch_and_rate_are_used_and_recorded_as_if_they_had_been_typed(here: Path) -> None:
@@ -41,11 +41,6 @@ def test_batch_and_rate_are_used_and_recorded_as_if_they_had_been_typed(here: Pa
     assert rate != 0.05
     assert f"--auto-lr: {rate:g} (0.05 was set)" in answer.out
     assert f"lr {rate:g}" in answer.out  # on the start card
-
-
-def test_a_search_is_for_new_trainings(run: Path) -> None:
-    line = "cifar-lit: --auto-lr is for new trainings: leave it out"
-    refused(typed("test", "--ckpt_path", run / "checkpoints/best.ckpt", "--auto-lr"), line, 2)
 
 
 def test_a_search_does_not_change_the_weights_that_training_starts_from(data: ImageData) -> None:
@@ -85,9 +80,7 @@ def test_the_rate_lowers_the_loss_whatever_was_set(data: ImageData, images: tupl
 
 
 def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
-    some = Trial(
-        ImageClassifier("shapenet", [3, 16, 16], 4, optimizer="muon", lr=0.02, head_lr=2.0, width=0.5), data, CPU, "32-true"
-    )
+    some = trial(data, 0.02, "muon", head_lr=2.0)
     before = [group["lr"] for group in some.optimizer.param_groups]
     assert len(set(before)) > 1
     learning_rate(some, *images, 32, 0.02)
@@ -131,20 +124,14 @@ def test_a_search_looks_on_the_one_device_that_is_used() -> None:
             device_of(machine(gpus), accelerator, devices)
 
 
-@pytest.mark.parametrize(
-    "text", ["CUDA out of memory. Tried to allocate 20.00 GiB", "DefaultCPUAllocator: can't allocate memory"]
-)
-def test_want_of_memory_names_the_batch_sizes_and_what_to_try(data: ImageData, text: str) -> None:
-    kind = torch.OutOfMemoryError if "CUDA" in text else RuntimeError
-    with pytest.raises(Failure) as failure, explain_out_of_memory(data):
-        raise kind(text)
-    sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
-    assert str(failure.value) == (
-        f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
-        "--data.eval_batch_size, or choose a smaller --net"
-    )
-
-
-def test_other_errors_of_torch_stay_what_they_are(data: ImageData) -> None:
+def test_want_of_memory_names_the_batch_sizes_and_what_to_try_and_other_errors_stay(data: ImageData) -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(Failure) as failure, explain_out_of_memory(data):
+            raise error
+        sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
+        assert str(failure.value) == (
+            f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
+            "--data.eval_batch_size, or choose a smaller --net"
+        )
     with pytest.raises(RuntimeError, match="shapes differ"), explain_out_of_memory(data):
         raise RuntimeError("shapes differ")

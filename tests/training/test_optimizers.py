@@ -11,10 +11,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.plugins import allow_imports
+from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.optimizers import (
     OPTIMIZERS,
     build_optimizer,
-    check_optimizer,
     override_optimizer_settings,
     parameter_groups,
 )
@@ -50,13 +50,13 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         ("sgd", {"momentum": 0.9}),
         ("sgd", {"momentum": 0.8, "nesterov": True}),
         ("adamw", {}),
-        ("adamw", {"fused": False}),
     ],
 )
 def test_without_decay_they_are_torchs(name: str, settings: dict[str, Any]) -> None:
     ours, theirs = net(), net()
-    own = {setting: value for setting, value in settings.items() if setting != "fused"}
-    torchs = SGD(theirs.parameters(), lr=0.01, **own) if name == "sgd" else AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
+    torchs = (
+        SGD(theirs.parameters(), lr=0.01, **settings) if name == "sgd" else AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
+    )
     assert_equal(stepped(ours, build_optimizer(ours, name, 0.01, **settings)), stepped(theirs, torchs))
 
 
@@ -87,7 +87,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"name": "adam"}, "Did you mean adamw"),
+        ({"optimizer": "adam"}, "Did you mean adamw"),
         ({"lr": 0.0}, "above 0, not 0: set --lr"),
         ({"lr": -1.0}, "above 0, not -1"),
         ({"lr": float("nan")}, "above 0, not nan"),
@@ -103,7 +103,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(name: str) -> None:
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        check_optimizer(**{"name": "muon", "lr": 0.1, "momentum": 0.6, "nesterov": True, **settings})
+        ImageClassifier("lenet", **{"optimizer": "muon", "lr": 0.1, "momentum": 0.6, "nesterov": True, **settings})
 
 
 def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
@@ -280,8 +280,8 @@ def test_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_the_rat
 def test_muons_settings_are_refused_with_other_optimizers(name: str, settings: dict[str, Any]) -> None:
     setting = next(iter(settings))
     with pytest.raises(UsageError, match=rf"model\.{setting} goes only with model.optimizer muon.* set --model\.{setting} \S+$"):
-        check_optimizer(name, 0.1, 0.0, False, **settings)
-    check_optimizer("muon", 0.1, 0.0, False, **settings)
+        ImageClassifier("lenet", optimizer=name, **settings)
+    ImageClassifier("lenet", optimizer="muon", **settings)
 
 
 def test_new_settings_on_resume_reach_each_group_at_the_point_the_schedule_had_come_to() -> None:

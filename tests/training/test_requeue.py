@@ -26,7 +26,7 @@ from real_runs import (
 )
 from small_runs import classifier
 
-from cifar_lit.training.callbacks import DisableLightningSignals, OrderlyStop
+from cifar_lit.training.callbacks import NoSignalHandlers, OrderlyStop
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
 
 WORDS = ["train", *SETTINGS]
@@ -182,6 +182,6 @@ def test_the_trainer_has_the_method_that_takes_the_signals_and_it_is_not_run() -
     assert callable(trainer._signal_connector.register_signal_handlers)  # private: a release may rename it
     before = signal.getsignal(signal.SIGTERM)
     with undone():
-        DisableLightningSignals().setup(trainer, torch.nn.Module(), "test")  # type: ignore[arg-type]
+        NoSignalHandlers().setup(trainer, torch.nn.Module(), "test")  # type: ignore[arg-type]
         trainer._signal_connector.register_signal_handlers()
         assert signal.getsignal(signal.SIGTERM) == before

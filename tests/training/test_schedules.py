@@ -128,10 +128,9 @@ def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> Non
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(UsageError, match="Did you mean cosine"):
-        Schedule(optimizer(), "cosin", 10)
-    with pytest.raises(UsageError, match="final_lr is a fraction"):
-        Schedule(optimizer(), "cosine", 10, final=1.5)
+    for settings, line in (({"schedule": "cosin"}, "Did you mean cosine"), ({"final_lr": 1.5}, "final_lr is a fraction")):
+        with pytest.raises(UsageError, match=line):
+            classifier(**settings)
     for warmup in (-1, 10, 11):
         with pytest.raises(UsageError, match=r"lower model\.warmup_epochs"):
             Schedule(optimizer(), "cosine", 10, warmup=warmup)
