@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.runs.predictions import table_of, write_predictions
+from cifar_lit.runs.predictions import prediction_table, write_predictions
 from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score, total_norm
 
 
@@ -155,7 +155,7 @@ def test_a_set_of_one_image_has_predictions_of_one_row(tmp_path: Path) -> None:
     data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)
     trainer().test(model, datamodule=data, verbose=False)
     assert model.predictions is not None
-    table = table_of(model.predictions)
+    table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
     assert table.probability.shape == (1,)
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
