@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from small_runs import same as same_bits
 from torch import Tensor
 
 from cifar_lit.files import PART
@@ -168,8 +169,3 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-def same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are equal to the last bit."""
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
