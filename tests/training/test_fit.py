@@ -135,7 +135,7 @@ def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
         assert distance(plain, expected) > 1e-5
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_other_precisions_train_and_score_like_float32(precision: Any) -> None:
     rows, exact = Rows(), Rows()
     fitted(classifier(), shapes_data(), logger=rows, precision=precision)
@@ -327,19 +327,12 @@ def test_a_checkpoint_in_mid_epoch_goes_on_with_the_next_batch(tmp_path: Path, s
     assert seen.train == {1: order(1)[3:], 2: order(2)}
 
 
-def test_nothing_to_validate_on_is_no_obstacle() -> None:
-    seen = Seen()
-    assert fitted(classifier(), shapes_data(val_size=0, count=96), seen, max_epochs=1).global_step == 6
-    assert seen.evaluated == []
-
-
 @pytest.mark.usefixtures("dropout_net")
-@pytest.mark.parametrize("resolutions", [{}, {8: 0.4, 12: 0.2}])
-def test_images_that_stay_on_the_host_train_the_same_net(resolutions: dict[int, float]) -> None:
+def test_images_that_stay_on_the_host_train_the_same_net() -> None:
     ends = []
     for settings in ({"placement": "device"}, {"placement": "host", "workers": 2}):
         model = classifier(net="dropout", momentum=0.9)
-        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, resolutions=resolutions, **settings), max_epochs=4)
+        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, resolutions={8: 0.5}, **settings))
         ends.append(weights(model))
     assert same(*ends)
 
@@ -367,13 +360,3 @@ def test_a_checkpoint_is_loaded_as_lightning_users_do(tmp_path: Path) -> None:
     assert loaded.hparams == model.hparams
     scored = trainer().test(classifier(), datamodule=shapes_data(), ckpt_path=tmp_path / "own.ckpt", verbose=False)
     assert scored == trainer().test(model, datamodule=shapes_data(), verbose=False)
-
-
-def test_predictions_are_probabilities_of_every_test_image_once() -> None:
-    data, model = shapes_data(eval_batch_size=7), classifier()
-    batches: Any = trainer().predict(model, datamodule=data)
-    joined = {name: torch.cat([batch[name] for batch in batches]) for name in ("indices", "labels", "probabilities")}
-    assert torch.equal(joined["indices"], torch.arange(24))
-    assert torch.equal(joined["labels"], data.test_images.labels)
-    images = (data.test_images.images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
-    torch.testing.assert_close(joined["probabilities"], model.eval()(images).softmax(1), rtol=1e-4, atol=1e-5)

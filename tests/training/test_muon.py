@@ -1,4 +1,4 @@
-"""Muon against torch's own, SGD and the definition: directions, rates, decay, skipped steps."""
+"""Muon against torch's own, SGD and the definition: directions, rates, skipped steps; its decay is test_optimizers'."""
 
 from collections.abc import Callable
 from typing import Any
@@ -118,35 +118,12 @@ def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_an
             assert optimizers[0].state[parameter]["momentum_buffer"].stride() == parameter.stride()
 
 
-def test_rescaling_brings_a_filter_to_the_root_of_its_outputs_before_it_moves() -> None:
-    params = parameters(FILTERS)
-    before = [parameter.detach().clone() for parameter in params]
-    optimizer = Muon(params, 0.0, rescale=True)
-    give_gradients(params, 0)
-    optimizer.step()
-    for parameter, was in zip(params, before, strict=True):
-        assert parameter.norm().item() == pytest.approx(len(parameter) ** 0.5, rel=1e-5)
-        torch.testing.assert_close(parameter / parameter.norm(), was / was.norm())
-
-
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.85, True), (0.9, False), (0.0, False)])
 def test_the_other_groups_are_torchs_sgd(momentum: float, nesterov: bool) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov}
     assert_alike(
         stepped(Muon(parameters(VECTORS), orthogonal=False, **settings)), stepped(SGD(parameters(VECTORS), **settings)), 1e-6
     )
-
-
-def test_decay_takes_its_share_outside_of_the_gradient() -> None:
-    for orthogonal, shapes in ((False, VECTORS), (True, FILTERS)):
-        params = parameters(shapes)
-        before = [parameter.detach().clone() for parameter in params]
-        optimizer = Muon(params, 0.5, orthogonal=orthogonal, weight_decay=0.1)
-        for parameter in params:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.step()
-        assert_alike(list(params), [was * 0.95**2 for was in before], 1e-6)
 
 
 def test_a_rate_in_a_tensor_is_the_same_rate_and_read_anew_at_each_step() -> None:
