@@ -27,7 +27,6 @@ from cifar_lit.runs.model_file import NOVELTY
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
 MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT)
 
 # 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
 STEPS_PER_EPOCH = 13

@@ -5,12 +5,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from real_runs import final_weights, metrics, only_run
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
 
-import cifar_lit
 from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -99,16 +97,3 @@ def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(
     averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
     assert (done.global_step, len(averages)) == (14, 0 if ema_decay else 1)
     assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
-
-
-def test_the_command_line_tests_and_keeps_the_average(alone: Path) -> None:
-    best = read_checkpoint(only_run(alone) / "checkpoints" / "best.ckpt")
-    assert not same(best["state_dict"], best["current_model_state"])
-    kept = {f"net.{name}": tensor for name, tensor in final_weights(alone).items()}
-    assert same(kept, best["state_dict"])
-    data = shapes_data(count=121, split_seed=0)
-    net = cifar_lit.load(only_run(alone))
-    logits = net(data.test_images.images.permute(0, 3, 1, 2).contiguous())
-    test = metrics(alone)["test"]
-    assert test["accuracy"] == pytest.approx(float((logits.argmax(1) == data.test_images.labels).float().mean()))
-    assert test["loss"] == pytest.approx(float(F.cross_entropy(logits, data.test_images.labels).detach()), abs=1e-5)

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from small_runs import BATCHES, Rows, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import BATCHES, Rows, classifier, fitted, same, shapes_data, weights
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 

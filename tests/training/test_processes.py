@@ -1,4 +1,4 @@
-"""Real processes, as a user, torchrun or a cluster starts them: they train as one, stop together, and go on on any number."""
+"""Real processes, as a user or a cluster starts them (torchrun: test_started_again): they train as one, stop together, and go on on any number."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from real_runs import (
     MODULE,
     SETTINGS,
     STEPS_PER_EPOCH,
-    TORCHRUN,
     Done,
     Started,
     assert_same_run,
@@ -29,7 +28,6 @@ from real_runs import (
     here,
     metrics,
     only_run,
-    run,
     same_bits,
 )
 from small_runs import assert_close
@@ -46,13 +44,8 @@ def two_nodes(folder: Path) -> list[Done]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torchrun(pool: ThreadPoolExecutor, pair_run: Future[object], tmp_path_factory: pytest.TempPathFactory) -> Future[Done]:
+def nodes(pool: ThreadPoolExecutor, pair_run: Future[object], tmp_path_factory: pytest.TempPathFactory) -> Future[list[Done]]:
     """Started beside the others, waited for by the test that looks at it."""
-    return pool.submit(run, [*TORCHRUN, *SETTINGS], tmp_path_factory.getbasetemp() / "torchrun")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nodes(pool: ThreadPoolExecutor, torchrun: object, tmp_path_factory: pytest.TempPathFactory) -> Future[list[Done]]:
     return pool.submit(two_nodes, tmp_path_factory.getbasetemp() / "nodes")
 
 
@@ -95,13 +88,6 @@ def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two
     assert one["test"] == two["test"]
 
 
-def test_torchrun_starts_the_same_training(torchrun: Future[Done], pair: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    done = torchrun.result()
-    assert done.code == 0, done.err
-    assert "8 = 2 × 4" in done.out
-    assert same_bits(final_weights(tmp_path_factory.getbasetemp() / "torchrun"), final_weights(pair))
-
-
 def test_two_nodes_train_as_one_and_write_one_run(
     nodes: Future[list[Done]], pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -126,7 +112,6 @@ TWO_EPOCHS = 2 * STEPS_PER_EPOCH
 # and (exit code of each process, epoch and step of the checkpoint, random states in it)
 Stages = list[tuple[int, int, int]]
 CASES: dict[str, tuple[list[str], Stages, list[tuple[int, int, int, int]]]] = {
-    "killed": (["train", *SETTINGS], [(1, STOP_AT, 9), (1, -1, 0)], [(-9, 0, STEPS_PER_EPOCH, 1), (0, 2, 39, 1)]),
     "two processes": (
         ["train", *SETTINGS],
         [(2, STOP_AT, 2), (2, STOP_AT + STEPS_PER_EPOCH, 9), (2, -1, 0)],
@@ -165,7 +150,7 @@ def forked(pool: ThreadPoolExecutor, nodes: object, tmp_path_factory: pytest.Tem
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these trainings are forked")
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_that_ended_too_soon_goes_on_as_if_undisturbed(
-    name: str, forked: Future[Any], alone: Path, pair: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    name: str, forked: Future[Any], pair: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """To the last bit on as many processes, up to rounding on others."""
     codes, folder = forked.result()[name], tmp_path_factory.getbasetemp() / name
@@ -181,7 +166,7 @@ def test_a_training_that_ended_too_soon_goes_on_as_if_undisturbed(
             assert said.count("stopping after this step") == (processes if code == 130 else 0)
     assert metrics(folder)["devices"] == stages[-1][0]
     if words[1:] == SETTINGS:
-        assert_same_run(folder, alone if stages[0][0] == 1 else pair)
+        assert_same_run(folder, pair)
     else:
         whole = here(words, tmp_path)
         assert whole.code == 0, whole.err
