@@ -1,4 +1,4 @@
-"""Real processes, as a user or a cluster starts them (torchrun: test_started_again): they train as one, stop together, and go on on any number."""
+"""Real processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
 
 import json
 import os
