@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from small_runs import (
     BATCHES,
-    At,
     Rows,
     assert_close,
     best_and_last,
@@ -308,23 +307,12 @@ def test_batches_that_are_overfitted_are_the_same_in_every_epoch() -> None:
     assert seen.train == {epoch: [rows[:16], rows[16:32]] for epoch in range(3)}
 
 
-@pytest.mark.parametrize("limit", [3, 1.0])
-def test_a_finished_epochs_checkpoint_starts_the_next_at_its_first_batch(tmp_path: Path, limit: float) -> None:
-    seen, steps, model = Seen(), 3 if limit == 3 else BATCHES, classifier(schedule="cosine")
-    done = fitted(
-        model, shapes_data(), best_and_last(tmp_path)[1], max_epochs=1, enable_checkpointing=True, limit_train_batches=limit
-    )
-    assert done.global_step == steps
-    fitted(model, shapes_data(), seen, max_epochs=3, resume=tmp_path / "last.ckpt", limit_train_batches=limit)
-    assert seen.train == {epoch: order(epoch)[:steps] for epoch in (1, 2)}
-
-
-@pytest.mark.parametrize("schedule", ["constant", "one_cycle"])
-def test_a_checkpoint_in_mid_epoch_goes_on_with_the_next_batch(tmp_path: Path, schedule: str) -> None:
-    seen, save = Seen(), At(10, lambda trainer, _: trainer.save_checkpoint(tmp_path / "middle.ckpt"), after=True)
-    fitted(classifier(schedule=schedule), shapes_data(), save, max_epochs=3)
-    fitted(classifier(schedule=schedule), shapes_data(), seen, max_epochs=3, resume=tmp_path / "middle.ckpt")
-    assert seen.train == {1: order(1)[3:], 2: order(2)}
+def test_a_finished_epochs_checkpoint_starts_the_next_at_its_first_batch(tmp_path: Path) -> None:
+    seen, model, last = Seen(), classifier(schedule="cosine"), best_and_last(tmp_path)[1]
+    settings: dict[str, Any] = {"enable_checkpointing": True, "limit_train_batches": 3}
+    assert fitted(model, shapes_data(), last, max_epochs=1, **settings).global_step == 3
+    fitted(model, shapes_data(), seen, last, max_epochs=3, resume=tmp_path / "last.ckpt", **settings)
+    assert seen.train == {epoch: order(epoch)[:3] for epoch in (1, 2)}
 
 
 @pytest.mark.usefixtures("dropout_net")

@@ -119,7 +119,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"gradient_clip_val": 0.1},
     ),
     "muon": (
-        {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.02},
+        {
+            "net": "whitened",
+            "net_options": {"widths": [8, 12]},
+            "optimizer": "muon",
+            "momentum": 0.6,
+            "lr": 0.02,
+            "schedule": "triangular",
+        },
         {},
         {"max_epochs": 4},
     ),

@@ -192,36 +192,6 @@ def test_a_step_never_waits_for_the_device() -> None:
         optimizer.step()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_a_captured_step_is_the_eager_one() -> None:
-    eager, captured = both_kinds(torch.tensor(0.1)), both_kinds(torch.tensor(0.1))
-    for optimizer in (eager, captured):
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"].cuda()
-            for parameter in group["params"]:
-                parameter.data = parameter.data.cuda()
-        optimizer.found_inf = torch.zeros(1, device="cuda")
-        stepped(optimizer, 1)
-    graph = torch.cuda.CUDAGraph()
-    params = [parameter for group in captured.param_groups for parameter in group["params"]]
-    kept = [parameter.grad for parameter in params]
-    with torch.cuda.graph(graph):
-        captured.step()
-    for step, (rate, found) in enumerate([(0.1, 0.0), (0.03, 1.0), (-0.1, 0.0)], start=1):
-        for optimizer in (eager, captured):
-            assert optimizer.found_inf is not None
-            optimizer.found_inf.fill_(found)
-            for group in optimizer.param_groups:
-                group["lr"].fill_(rate)
-        theirs = stepped(eager, 1, first=step)
-        for grad, other in zip(kept, theirs, strict=True):
-            assert grad is not None and other.grad is not None
-            grad.copy_(other.grad)
-        graph.replay()
-        assert_alike(params, theirs, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
