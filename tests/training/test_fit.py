@@ -177,8 +177,8 @@ def test_memory_format_and_compilation_do_not_change_the_logits(monkeypatch: pyt
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend="eager"))
     images = torch.randn(4, 3, 16, 16)
     plain = classifier(channels_last=False).eval()
-    for settings in ({"channels_last": True}, {"channels_last": True, "compile": True}):
-        model = classifier(**settings).eval()
+    for compiled in (False, True):
+        model = classifier(channels_last=True, compile=compiled).eval()
         torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
         assert model.state_dict().keys() == plain.state_dict().keys()
 
