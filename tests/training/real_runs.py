@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from small_runs import same as same_bits
 from torch import Tensor
 
 from cifar_lit.files import PART
@@ -26,7 +27,6 @@ from cifar_lit.runs.model_file import NOVELTY
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
 MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *SCRIPT)
 
 # 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
 STEPS_PER_EPOCH = 13
@@ -168,8 +168,3 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-def same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two sets of weights are equal to the last bit."""
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,19 +1,19 @@
 """Trainings of a second or less in the test's own process, and a logger that remembers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.training.callbacks import OrderlyStop
-from cifar_lit.training.checkpoint import AtomicCheckpointIO
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
 BATCHES = 7  # of an epoch of `shapes_data`: six of 16 images and one of 4
@@ -62,15 +62,35 @@ def broken_data(step: int, **settings: Any) -> ImageData:
     return data
 
 
-class StopAt(Callback):
-    """Asks for an orderly stop while a step (from 1) is done."""
+class At(Callback):
+    """Calls do(trainer, model) while the step of that number (from 1) runs, before its batch or after it."""
 
-    def __init__(self, stop: OrderlyStop, step: int) -> None:
-        self._stop, self._step = stop, step
+    def __init__(self, step: int, do: Callable[[pl.Trainer, Any], Any], after: bool = False) -> None:
+        self._step, self._do, self._after = step, do, after
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step + 1 == self._step:
-            self._stop._receive(2, None)
+        if not self._after and trainer.global_step + 1 == self._step:
+            self._do(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._after and trainer.global_step == self._step:
+            self._do(trainer, pl_module)
+
+
+def stop_at(stop: OrderlyStop, step: int) -> At:
+    """Asks for an orderly stop while a step is done."""
+    return At(step, lambda *_: stop._receive(2, None))
+
+
+def pull_the_plug(*_: Any) -> None:
+    raise RuntimeError("pulled the plug")
+
+
+def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:
+    """The callbacks of a run's checkpoints, which write to `folder`."""
+    best, last = best_checkpoint(), last_checkpoint()
+    best.dirpath = last.dirpath = str(folder)
+    return best, last
 
 
 def classifier(**settings: Any) -> ImageClassifier:
@@ -110,3 +130,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether two states are equal bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 1e-6) -> None:
+    """Two states are equal up to rounding."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=name)
+
+
+def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The largest difference of a number in two states."""
+    return max(float((first[name] - tensor).abs().max()) for name, tensor in second.items())

@@ -5,14 +5,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from real_runs import final_weights, metrics, only_run
-from small_runs import classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
 
-import cifar_lit
 from cifar_lit.training.callbacks import WeightAverage
-from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -27,31 +25,24 @@ class Average(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         for name, now in weights(pl_module).items():
-            if name not in self.values or not now.is_floating_point():
+            if name not in self.values:
                 self.values[name] = now
             else:
                 self.values[name] = self.decay * self.values[name] + (1 - self.decay) * now
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        if tensor.is_floating_point():  # norms' step counters are averaged too, and rounded down
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
 def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: Path) -> None:
-    average, best = Average(0.9), best_checkpoint()
-    best.dirpath = str(tmp_path)
+    average, (best, _) = Average(0.9), best_and_last(tmp_path)
     data, model = shapes_data(), classifier(net="shapenet", ema_decay=0.9)
     done = fitted(model, data, average, best, enable_checkpointing=True, max_epochs=1)
     checkpoint = read_checkpoint(tmp_path / "best.ckpt")
-    assert_close(checkpoint["state_dict"], average.values)
-    assert_close(weights(model), average.values)
+    averages = {name: values for name, values in average.values.items() if "num_batches_tracked" not in name}  # rounded down
+    assert_close({name: checkpoint["state_dict"][name] for name in averages}, averages, rtol=1e-4)
+    assert same(weights(model), checkpoint["state_dict"])
     assert not same(checkpoint["state_dict"], checkpoint["current_model_state"])
 
     plain = classifier(net="shapenet")
-    plain.load_state_dict(average.values)
+    plain.load_state_dict(checkpoint["state_dict"])
     images = (data.train_images.images[data.split[1]].permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
     logits, labels = plain.eval()(images), data.train_images.labels[data.split[1]]
     score = checkpoint["cifar_lit"]["score"]
@@ -76,10 +67,8 @@ def averaged(by_trainer: bool) -> tuple[ImageClassifier, list[Callback]]:
 def test_a_test_of_a_checkpoint_in_the_process_that_trained_uses_the_average(
     by_trainer: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    last = last_checkpoint()
-    last.dirpath = str(tmp_path)
     data, (model, callbacks) = shapes_data(), averaged(by_trainer)
-    done = fitted(model, data, *callbacks, last, enable_checkpointing=True)
+    done = fitted(model, data, *callbacks, best_and_last(tmp_path)[1], enable_checkpointing=True)
     done.test(model, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert same(weights(model), read_checkpoint(tmp_path / "last.ckpt")["state_dict"])
     assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
@@ -108,16 +97,3 @@ def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(
     averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
     assert (done.global_step, len(averages)) == (14, 0 if ema_decay else 1)
     assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
-
-
-def test_the_command_line_tests_and_keeps_the_average(alone: Path) -> None:
-    best = read_checkpoint(only_run(alone) / "checkpoints" / "best.ckpt")
-    assert not same(best["state_dict"], best["current_model_state"])
-    kept = {f"net.{name}": tensor for name, tensor in final_weights(alone).items()}
-    assert same(kept, best["state_dict"])
-    data = shapes_data(count=121, split_seed=0)
-    net = cifar_lit.load(only_run(alone))
-    logits = net(data.test_images.images.permute(0, 3, 1, 2).contiguous())
-    test = metrics(alone)["test"]
-    assert test["accuracy"] == pytest.approx(float((logits.argmax(1) == data.test_images.labels).float().mean()))
-    assert test["loss"] == pytest.approx(float(F.cross_entropy(logits, data.test_images.labels).detach()), abs=1e-5)

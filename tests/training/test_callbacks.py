@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import classifier, fitted, shapes_data
 
 from cifar_lit.data.loaders import Batch
@@ -27,10 +27,11 @@ def batch(count: int, loss_weight: float = 1.0) -> Batch:
 
 
 def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time: SimpleNamespace) -> None:
-    clock, fit = Clock(), SimpleNamespace(world_size=1)
-    Clock.on_validation_start(clock, fit, None)  # type: ignore[arg-type]
+    clock: Any = Clock()
+    fit = SimpleNamespace(world_size=1)
+    clock.on_validation_start(fit, None)
     time.seconds += 7
-    Clock.on_validation_end(clock, fit, None)  # type: ignore[arg-type]
+    clock.on_validation_end(fit, None)
     assert (clock.seconds, clock.training_seconds) == (0, 0)  # of a validation without a fit
 
     def pass_an_epoch(clock: Any) -> None:
@@ -41,18 +42,18 @@ def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time:
         clock.on_validation_end(fit, None)
 
     time.seconds += 5  # set-up
-    clock.on_train_start(fit, None)  # type: ignore[arg-type]
+    clock.on_train_start(fit, None)
     pass_an_epoch(clock)
     assert (clock.seconds, clock.training_seconds, clock.images) == (13, 10, 16)
     saved = clock.state_dict()
     pass_an_epoch(clock)
-    clock.on_train_end(fit, None)  # type: ignore[arg-type]
+    clock.on_train_end(fit, None)
     time.seconds += 100  # the test
     assert (clock.seconds, clock.training_seconds, clock.images) == (26, 20, 32)
 
-    resumed = Clock()
+    resumed: Any = Clock()
     resumed.load_state_dict(saved)
-    resumed.on_train_start(fit, None)  # type: ignore[arg-type]
+    resumed.on_train_start(fit, None)
     pass_an_epoch(resumed)
     assert (resumed.seconds, resumed.training_seconds, resumed.images) == (26, 20, 32)
 
@@ -98,10 +99,10 @@ def test_each_device_gets_its_own_random_state_back() -> None:
 def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoint_and_the_device() -> None:
     def drawn(state: int, rank: int, world: int) -> list[float]:
         device: Any = SimpleNamespace(world_size=world, global_rank=rank)
-        restored = RandomState()
-        restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})  # type: ignore[arg-type]
+        restored: Any = RandomState()
+        restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})
         torch.rand(int(torch.randint(5, ())))  # whatever set-up has drawn
-        restored.on_train_start(device, None)  # type: ignore[arg-type]
+        restored.on_train_start(device, None)
         return torch.rand(3).tolist()
 
     first = drawn(0, 0, 1)
@@ -110,29 +111,22 @@ def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoi
     assert all(other != first for other in others) and others[1] != others[2]
 
 
-class Means(Callback):
-    """Notes what the line of each epoch should say."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loss, accuracy = pl_module.running.epoch_means()  # type: ignore[operator]
-        metrics = trainer.callback_metrics
-        line = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs} · train loss {loss:.4f} accuracy {accuracy:.4f}"
-        if "val/loss" in metrics:
-            line += f" · val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}"
-        self.lines.append(line)
-
-
 @pytest.mark.parametrize("val_size", [20, 0])
 def test_each_epoch_is_one_line(capsys: pytest.CaptureFixture[str], val_size: int) -> None:
-    clock, means = Clock(), Means()
-    fitted(classifier(), shapes_data(val_size=val_size), clock, EpochLines(clock), means, max_epochs=3)
+    expected: list[str] = []
+
+    def note(trainer: pl.Trainer, model: Any) -> None:
+        loss, accuracy = model.running.epoch_means()
+        expected.append(f"epoch {trainer.current_epoch + 1}/3 · train loss {loss:.4f} accuracy {accuracy:.4f}")
+        if val_size:
+            loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
+            expected[-1] += f" · val loss {loss:.4f} accuracy {accuracy:.4f}"
+
+    callbacks = [clock := Clock(), EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
+    fitted(classifier(), shapes_data(val_size=val_size), *callbacks, max_epochs=3)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert len(lines) == 3
-    for line, expected in zip(lines, means.lines, strict=True):
-        assert line.startswith(expected)
+    for line, start in zip(lines, expected, strict=True):
+        assert line.startswith(start)
         assert " s · " in line and line.endswith(" images/s")
 
 

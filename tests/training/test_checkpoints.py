@@ -63,11 +63,17 @@ def half_a_file(content: Any, file: Any) -> None:
     raise OSError(28, os.strerror(28))
 
 
-@pytest.mark.parametrize(("save", "reason"), [(failing_save, "unexpected pos"), (half_a_file, "No space left on device")])
+@pytest.mark.parametrize(
+    ("save", "reason"), [(failing_save, "unexpected pos"), (half_a_file, "No space left on device"), (torch.save, "")]
+)
 def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, save: Any, reason: str
 ) -> None:
     before = checkpoint.read_bytes()
+    if save is torch.save:
+        if not Path("/dev/full").exists():
+            pytest.skip("the system has no device that is always full")
+        checkpoint.with_name("last.ckpt" + PART).symlink_to("/dev/full")
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(Failure, match=f"cannot write .*last.ckpt: .*{reason}.*Free some space") as failed:
         AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
@@ -76,29 +82,19 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
-def test_a_full_disk_is_told_in_one_line(checkpoint: Path) -> None:
-    before = checkpoint.read_bytes()
-    checkpoint.with_name("last.ckpt" + PART).symlink_to("/dev/full")
-    with pytest.raises(Failure, match=r"cannot write .*Free some space") as failed:
-        AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
-    assert "\n" not in str(failed.value)
-    assert checkpoint.read_bytes() == before
-
-
 # ---- damage
 
 
 def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> None:
-    """600 flipped bits, 200 other bytes, zeroed stretches: what gets past lies where nothing is read, such as in dates."""
+    """600 flipped bits, 30 other bytes, 10 zeroed stretches: what gets past lies where nothing is read, such as in dates."""
     content, draw = checkpoint.read_bytes(), random.Random(1)
     refused = 0
-    for case in range(820):
+    for case in range(640):
         damaged = bytearray(content)
         place = draw.randrange(len(content))
         if case < 600:
             damaged[place] ^= 1 << draw.randrange(8)
-        elif case < 800:
+        elif case < 630:
             damaged[place] = (damaged[place] + draw.randrange(1, 256)) % 256
         else:
             damaged[place : place + 512] = bytes(len(content[place : place + 512]))
@@ -108,7 +104,7 @@ def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> N
         except Failure as refusal:
             refused += 1
             assert "\n" not in str(refusal)
-    assert refused > 600
+    assert refused > 450
     checkpoint.write_bytes(content)
     assert equal(read_checkpoint(checkpoint), CONTENT)
 
@@ -133,24 +129,25 @@ def test_a_checkpoint_that_is_cut_short_is_refused(checkpoint: Path) -> None:
         assert "\n" not in str(failed.value)
 
 
-def test_no_noise_gets_past_the_one_line(tmp_path: Path, checkpoint: Path) -> None:
-    noise = random.Random(0)
-    content = bytearray(checkpoint.read_bytes()[:4000])
-    for number in range(100):
-        for _ in range(3):
-            content[noise.randrange(len(content))] = noise.randrange(256)
-        (tmp_path / "noise").write_bytes(noise.randbytes(300) if number % 2 else bytes(content))
-        with pytest.raises(Failure) as failed:
-            read_checkpoint(tmp_path / "noise")
-        assert "\n" not in str(failed.value)
+NOISE = random.Random(0).randbytes(300)
 
 
-@pytest.mark.parametrize("content", [b"hello, world\n" * 50, b"\x89PNG\r\n\x1a\n" + bytes(500), b""])
-def test_a_file_of_another_kind_is_called_damaged_and_not_dangerous(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "other").write_bytes(content)
-    with pytest.raises(Failure, match="damaged" if content else "the file is empty") as failed:
-        read_checkpoint(tmp_path / "other")
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        *((content, "damaged") for content in (NOISE, b"hello, world\n" * 50, b"\x89PNG\r\n\x1a\n" + bytes(500))),
+        (b"", "the file is empty"),
+        *((content, "no Lightning checkpoint") for content in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Path, content: Any, line: str) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(Failure, match=line) as failed:
+        read_checkpoint(path)
     assert "execute code" not in str(failed.value)
+    assert "\n" not in str(failed.value)
 
 
 def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path: Path) -> None:
@@ -158,13 +155,6 @@ def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "none.ckpt")
     with pytest.raises(Failure, match="damaged"):
         read_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("content", [{"weight": torch.zeros(2)}, [1, 2], torch.zeros(3)])
-def test_what_holds_no_state_dict_is_no_checkpoint(tmp_path: Path, content: Any) -> None:
-    torch.save(content, tmp_path / "own.pt")
-    with pytest.raises(Failure, match="no Lightning checkpoint"):
-        read_checkpoint(tmp_path / "own.pt")
 
 
 # ---- code

@@ -10,22 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from small_runs import classifier, fitted, shapes_data
+from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
 
 from cifar_lit.training.callbacks import DivergenceWarning, NotFiniteLoss
-from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-
-
-class At(Callback):
-    """Does something to the weights or the rates after a step."""
-
-    def __init__(self, step: int, do: Any) -> None:
-        self.step, self.do = step, do
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            self.do(trainer, pl_module)
+from cifar_lit.training.checkpoint import read_checkpoint
 
 
 def blow_up(trainer: pl.Trainer, model: Any) -> None:
@@ -33,17 +21,14 @@ def blow_up(trainer: pl.Trainer, model: Any) -> None:
         group["lr"] = 30.0
 
 
-def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("diverges", [True, False])
+def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(diverges: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = [DivergenceWarning(), *([At(2, blow_up, after=True)] if diverges else [])]
     with suppress(NotFiniteLoss):
-        fitted(classifier(), shapes_data(), DivergenceWarning(), At(2, blow_up), max_epochs=3, log_every_n_steps=1)
-    told = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
-    assert len(told) == 1
-    assert "far above its start" in told[0] and "lower --lr" in told[0]
-
-
-def test_a_training_that_goes_well_is_not_told_off(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted(classifier(), shapes_data(), DivergenceWarning(), max_epochs=2, log_every_n_steps=1)
-    assert "diverges" not in capsys.readouterr().err
+        fitted(classifier(), shapes_data(), *callbacks, max_epochs=3, log_every_n_steps=1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
+    assert len(lines) == diverges
+    assert all("far above its start" in line and "lower --lr" in line for line in lines)
 
 
 def test_an_infinite_loss_is_not_finite_either() -> None:
@@ -65,13 +50,18 @@ def poison(trainer: pl.Trainer, model: Any) -> None:
 def test_weights_that_overflow_with_the_last_step_of_an_epoch_reach_no_checkpoint(
     tmp_path: Path, ema_decay: float, validates: bool
 ) -> None:
-    best, last, model, data = best_checkpoint(), last_checkpoint(), classifier(ema_decay=ema_decay), shapes_data()
-    best.dirpath = last.dirpath = str(tmp_path)
-    steps = -(-len(data.split[0]) // data.batch_size)
-    kept = [best, last] if validates else [last]
-    limits = {} if validates else {"limit_val_batches": 0}
+    best, last = best_and_last(tmp_path)
+    kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
     with pytest.raises(NotFiniteLoss, match=r"no longer finite at step \d+ of epoch 1|the loss is"):
-        fitted(model, data, At(2 * steps, poison), *kept, enable_checkpointing=True, max_epochs=3, **limits)
+        fitted(
+            classifier(ema_decay=ema_decay),
+            shapes_data(),
+            At(2 * BATCHES, poison, after=True),
+            *kept,
+            enable_checkpointing=True,
+            max_epochs=3,
+            **limits,
+        )
     for path in tmp_path.glob("*.ckpt"):
         checkpoint = read_checkpoint(path)
         assert checkpoint["epoch"] == 0

@@ -1,8 +1,6 @@
 """A fit against loops written by hand with torch's own calls: weights, losses, logged rows, order of images, predictions."""
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from real_runs import SETTINGS, here, only_run
-from small_runs import BATCHES, Rows, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import (
+    BATCHES,
+    Rows,
+    assert_close,
+    best_and_last,
+    classifier,
+    distance,
+    fitted,
+    same,
+    shapes_data,
+    trainer,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,7 +30,6 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
-from cifar_lit.training.checkpoint import last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -30,17 +38,13 @@ from cifar_lit.training.classifier import ImageClassifier
     [
         ({"net": "resnet19"}, "Did you mean resnet18"),
         ({"optimizer": "sdg"}, "Did you mean sgd"),
-        ({"lr": 0.0}, "set --lr"),
-        ({"nesterov": True}, "nesterov needs model.momentum"),
         ({"schedule": "linear"}, "schedule must be one of"),
         ({"final_lr": -0.1}, "final_lr is a fraction"),
         ({"schedule_every": "batch"}, "schedule_every must be step or epoch"),
         ({"schedule_every": "epoch", "schedule": "one_cycle"}, "schedule_every step"),
         ({"schedule_every": "epoch", "schedule": "cosine", "warmup_epochs": 1.0}, "schedule_every step"),
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"label_smoothing": -0.1}, "label_smoothing must be in"),
-        ({"ema_decay": 1.0}, "ema_decay must be 0 for none or below 1"),
-        ({"ema_decay": -0.5}, "ema_decay must be"),
+        *(({"label_smoothing": value}, "label_smoothing must be in") for value in (-0.1, 1.0)),
+        *(({"ema_decay": value}, "ema_decay must be 0 for none or below 1") for value in (-0.5, 1.0)),
         ({"width": 0.0}, "width"),
         ({"num_classes": 0}, "class"),
         ({"input_shape": [3, 4, 4]}, "cannot take 4×4"),
@@ -55,33 +59,25 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
 # ---- steps
 
 
-Clip = Callable[[list[nn.Parameter]], Any]
-
-
 def by_hand(
-    data: ImageData,
-    clip: Clip = lambda parameters: None,
-    accumulate: Sequence[int] = (1, 1),
-    net: str = "tudui",
-    momentum: float = 0.9,
-    dtype: torch.dtype = torch.float32,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    net: str, data: ImageData, precision: str, clip: Callable[[list[nn.Parameter]], Any], accumulate: Sequence[int]
 ) -> tuple[dict[str, Tensor], int]:
     """State and steps of a tutorial's loop over as many epochs as `accumulate` names; an epoch's last group may be smaller.
 
     torch's optimizer is not fused there, and memory not channels_last. Images are as the data normalised them: where a pooling
     window has two equal pixels, the last digit decides which of them learns, so that other digits would end in other weights.
     """
+    dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.manual_seed(0)
     model = build_net(net, channels=3, image_size=16, num_classes=10).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = data.train_dataloader()
     steps = 0
     for epoch, group in enumerate(accumulate):
         loader.set_epoch(epoch)
         for number, batch in enumerate(loader, 1):
             images = data.on_after_batch_transfer(batch, 0).images.to(dtype).contiguous()
-            with context():
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                 loss = F.cross_entropy(model(images), batch.labels)
             (loss / group).backward()
             if number % group == 0 or number == len(loader):
@@ -89,29 +85,10 @@ def by_hand(
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
-    return model.state_dict(), steps
+    return {f"net.{name}": tensor for name, tensor in model.state_dict().items()}, steps
 
 
-def assert_close(model: ImageClassifier, expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, tensor in expected.items():
-        torch.testing.assert_close(model.net.state_dict()[name], tensor, rtol=0, atol=tolerance, msg=name)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize(
-    ("precision", "dtype", "tolerance"), [("32-true", torch.float32, 1e-6), ("64-true", torch.float64, 1e-14)], ids=str
-)
-def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
-    precision: Any, dtype: torch.dtype, tolerance: float, momentum: float
-) -> None:
-    model = classifier(net="tudui", momentum=momentum)
-    done = fitted(model, shapes_data(), precision=precision, max_epochs=3)
-    expected, steps = by_hand(shapes_data(), accumulate=(1, 1, 1), momentum=momentum, dtype=dtype)
-    assert done.global_step == steps == 3 * BATCHES
-    assert_close(model, expected, tolerance)
-
-
-CLIPS: dict[str, tuple[dict[str, Any], Clip]] = {
+CLIPS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], Any]]] = {
     "not at all": ({}, lambda parameters: None),
     "by norm": ({"gradient_clip_val": 0.05}, lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)),
     "by value": (
@@ -119,43 +96,45 @@ CLIPS: dict[str, tuple[dict[str, Any], Clip]] = {
         lambda parameters: nn.utils.clip_grad_value_(parameters, 0.002),
     ),
 }
+# In float64 no rounding decides on which side of a limit a gradient lies. Mixed precision is shown by a perceptron: in
+# bfloat16 many pixels of a pooling window are equal, and which one learns is up to the kernel.
+TOLERANCE = {"32-true": 1e-6, "64-true": 1e-12, "bf16-mixed": 2e-6}
 
 
-@pytest.mark.parametrize("accumulate", [(1, 1), (3, 3), (10, 10), (1, 2)], ids=str)
-@pytest.mark.parametrize("clip", CLIPS)
-def test_clipped_and_accumulated_steps_are_those_of_a_loop_written_by_hand(clip: str, accumulate: tuple[int, int]) -> None:
-    """In float64, where no rounding decides on which side of a limit a gradient lies. (1, 2): by Lightning's scheduler."""
+@pytest.mark.parametrize(
+    ("net", "precision", "clip", "accumulate"),
+    [
+        ("tudui", "32-true", "not at all", (1, 1, 1)),
+        ("lenet", "64-true", "not at all", (3, 3)),
+        ("lenet", "64-true", "by norm", (1, 1)),
+        ("lenet", "64-true", "by norm", (10, 10)),
+        ("lenet", "64-true", "by value", (1, 2)),
+        ("lenet", "64-true", "by value", (3, 3)),
+        ("signs_mlp", "bf16-mixed", "not at all", (1, 1)),
+        ("signs_mlp", "bf16-mixed", "by norm", (3, 3)),
+        ("signs_mlp", "bf16-mixed", "by value", (2, 2)),
+    ],
+)
+def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
+    net: str, precision: Any, clip: str, accumulate: tuple[int, ...]
+) -> None:
     settings, clipping = CLIPS[clip]
-    expected, steps = by_hand(shapes_data(), clipping, accumulate, "lenet", dtype=torch.float64)
-    first, second = accumulate
-    scheduled = [GradientAccumulationScheduler({0: first, 1: second})] if first != second else []
-    settings = settings if scheduled else {**settings, "accumulate_grad_batches": first}
-    model = classifier(momentum=0.9)
-    done = fitted(model, shapes_data(), *scheduled, precision="64-true", **settings)
+    expected, steps = by_hand(net, shapes_data(), precision, clipping, accumulate)
+    if len(set(accumulate)) > 1:
+        callbacks, settings = [GradientAccumulationScheduler(dict(enumerate(accumulate)))], settings
+    else:
+        callbacks, settings = [], {**settings, "accumulate_grad_batches": accumulate[0]}
+    model = classifier(net=net, momentum=0.9)
+    done = fitted(model, shapes_data(), *callbacks, precision=precision, max_epochs=len(accumulate), **settings)
     assert done.global_step == steps == sum(-(-BATCHES // group) for group in accumulate)
-    assert_close(model, expected, 1e-12)
-    if clip != "not at all" and accumulate == (1, 1):
-        plain, _ = by_hand(shapes_data(), net="lenet", dtype=torch.float64)
-        assert max(float((plain[name] - tensor).abs().max()) for name, tensor in expected.items()) > 1e-4
+    assert_close(weights(model), expected, atol=TOLERANCE[precision])
+    other = "32-true" if precision == "bf16-mixed" else precision  # what is to be seen makes a difference
+    if clip != "not at all" or other != precision:
+        plain, _ = by_hand(net, shapes_data(), other, CLIPS["not at all"][1], accumulate)
+        assert distance(plain, expected) > 1e-5
 
 
-def mixed() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-@pytest.mark.parametrize(("clip", "accumulate"), [("not at all", 1), ("by norm", 3), ("by value", 2)])
-def test_steps_in_mixed_precision_clip_and_accumulate_the_same_way(clip: str, accumulate: int) -> None:
-    """Of a perceptron: in bfloat16 many pixels of a pooling window are equal, and which one learns is up to the kernel."""
-    settings, clipping = CLIPS[clip]
-    expected, _ = by_hand(shapes_data(), clipping, (accumulate,) * 2, "signs_mlp", context=mixed)
-    exact, _ = by_hand(shapes_data(), clipping, (accumulate,) * 2, "signs_mlp")
-    model = classifier(net="signs_mlp", momentum=0.9)
-    fitted(model, shapes_data(), precision="bf16-mixed", accumulate_grad_batches=accumulate, **settings)
-    assert_close(model, expected, 2e-6)
-    assert max(float((exact[name] - tensor).abs().max()) for name, tensor in expected.items()) > 1e-5
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_other_precisions_train_and_score_like_float32(precision: Any) -> None:
     rows, exact = Rows(), Rows()
     fitted(classifier(), shapes_data(), logger=rows, precision=precision)
@@ -178,7 +157,7 @@ def test_a_batch_counts_with_its_loss_weight_in_the_gradient() -> None:
         moved.append([weights(model)[name] - tensor for name, tensor in before.items() if name.startswith("net.")])
     for full, part in zip(*moved, strict=True):
         torch.testing.assert_close(part, 0.8 * full, rtol=1e-3, atol=1e-7)
-    assert max(float(full.abs().max()) for full in moved[0]) > 0
+    assert any(full.any() for full in moved[0])
 
 
 def test_a_batch_without_a_loss_weight_changes_neither_weights_nor_running_metrics() -> None:
@@ -198,8 +177,8 @@ def test_memory_format_and_compilation_do_not_change_the_logits(monkeypatch: pyt
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend="eager"))
     images = torch.randn(4, 3, 16, 16)
     plain = classifier(channels_last=False).eval()
-    for settings in ({"channels_last": True}, {"channels_last": True, "compile": True}):
-        model = classifier(**settings).eval()
+    for compiled in (False, True):
+        model = classifier(channels_last=True, compile=compiled).eval()
         torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
         assert model.state_dict().keys() == plain.state_dict().keys()
 
@@ -261,9 +240,12 @@ def test_accumulated_batches_are_logged_by_optimizer_steps_without_losing_images
     assert [loss for loss, _ in steps.epochs] == pytest.approx(means, rel=1e-6)
 
 
-def test_training_accuracy_is_the_share_of_hits() -> None:
-    rows, hits = Rows(), []
-    model, data = classifier(), shapes_data()
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_losses_and_accuracies_are_torchs_smoothed_in_training_and_plain_in_validation(label_smoothing: float) -> None:
+    rows, steps, hits = Rows(), Steps(), []
+    model, data = classifier(label_smoothing=label_smoothing), shapes_data()
+    first = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    expected = F.cross_entropy(model(first.images), first.labels, label_smoothing=label_smoothing)
     step = model.training_step
 
     def counted(batch: Batch, batch_idx: int) -> Tensor:
@@ -271,29 +253,13 @@ def test_training_accuracy_is_the_share_of_hits() -> None:
         return step(batch, batch_idx)
 
     model.training_step = counted  # type: ignore[method-assign]
-    fitted(model, data, logger=rows, max_epochs=1)
-    assert rows.of("train/accuracy")[BATCHES] == pytest.approx(float(torch.cat(hits).mean()))
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-def test_losses_are_torchs_smoothed_in_training_and_plain_in_validation(label_smoothing: float) -> None:
-    rows, steps = Rows(), Steps()
-    model, data = classifier(label_smoothing=label_smoothing), shapes_data()
-    first = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
-    expected = F.cross_entropy(model(first.images), first.labels, label_smoothing=label_smoothing)
     fitted(model, data, steps, logger=rows, max_epochs=1)
     assert steps.losses[0][1] == pytest.approx(float(expected), rel=1e-5)
+    assert rows.of("train/accuracy")[BATCHES] == pytest.approx(float(torch.cat(hits).mean()))
     images, labels = data.train_images.images[data.split[1]].permute(0, 3, 1, 2), data.train_images.labels[data.split[1]]
     logits = model.eval()((images / 255 - 0.5) / 0.25)
     assert rows.of("val/loss") == pytest.approx({BATCHES: float(F.cross_entropy(logits, labels))}, abs=1e-5)
     assert rows.of("val/accuracy") == pytest.approx({BATCHES: float((logits.argmax(1) == labels).float().mean())})
-
-
-def test_the_logged_rate_is_that_of_the_step_to_come() -> None:
-    rows = Rows()
-    fitted(classifier(schedule="triangular", lr=0.07), shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=1)
-    expected = {step: 0.07 * (1 - step / BATCHES) for step in range(1, BATCHES + 1)}
-    assert rows.of("lr") == pytest.approx(expected, abs=1e-9)
 
 
 # ---- which images are shown
@@ -341,43 +307,20 @@ def test_batches_that_are_overfitted_are_the_same_in_every_epoch() -> None:
     assert seen.train == {epoch: [rows[:16], rows[16:32]] for epoch in range(3)}
 
 
-@pytest.mark.parametrize("limit", [3, 1.0])
-def test_a_finished_epochs_checkpoint_starts_the_next_at_its_first_batch(tmp_path: Path, limit: float) -> None:
-    seen, steps = Seen(), 3 if limit == 3 else BATCHES
-    options: dict[str, Any] = {"limit_train_batches": limit, "enable_checkpointing": True}
-    for epochs, callbacks, resume in ((1, [], None), (3, [seen], tmp_path / "last.ckpt")):
-        last = last_checkpoint()
-        last.dirpath = str(tmp_path)
-        fitted(classifier(schedule="cosine"), shapes_data(), *callbacks, last, max_epochs=epochs, resume=resume, **options)
-    assert seen.train == {epoch: order(epoch)[:steps] for epoch in (1, 2)}
-
-
-@pytest.mark.parametrize("schedule", ["constant", "one_cycle"])
-def test_a_checkpoint_in_mid_epoch_goes_on_with_the_next_batch(tmp_path: Path, schedule: str) -> None:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            if trainer.global_step == 10:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    seen = Seen()
-    fitted(classifier(schedule=schedule), shapes_data(), Save(), max_epochs=3)
-    fitted(classifier(schedule=schedule), shapes_data(), seen, max_epochs=3, resume=tmp_path / "middle.ckpt")
-    assert seen.train == {1: order(1)[3:], 2: order(2)}
-
-
-def test_nothing_to_validate_on_is_no_obstacle() -> None:
-    seen = Seen()
-    assert fitted(classifier(), shapes_data(val_size=0, count=96), seen, max_epochs=1).global_step == 6
-    assert seen.evaluated == []
+def test_a_finished_epochs_checkpoint_starts_the_next_at_its_first_batch(tmp_path: Path) -> None:
+    seen, model, last = Seen(), classifier(schedule="cosine"), best_and_last(tmp_path)[1]
+    settings: dict[str, Any] = {"enable_checkpointing": True, "limit_train_batches": 3}
+    assert fitted(model, shapes_data(), last, max_epochs=1, **settings).global_step == 3
+    fitted(model, shapes_data(), seen, last, max_epochs=3, resume=tmp_path / "last.ckpt", **settings)
+    assert seen.train == {epoch: order(epoch)[:3] for epoch in (1, 2)}
 
 
 @pytest.mark.usefixtures("dropout_net")
-@pytest.mark.parametrize("resolutions", [{}, {8: 0.4, 12: 0.2}])
-def test_images_that_stay_on_the_host_train_the_same_net(resolutions: dict[int, float]) -> None:
+def test_images_that_stay_on_the_host_train_the_same_net() -> None:
     ends = []
     for settings in ({"placement": "device"}, {"placement": "host", "workers": 2}):
         model = classifier(net="dropout", momentum=0.9)
-        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, resolutions=resolutions, **settings), max_epochs=4)
+        fitted(model, shapes_data(crop=2, flip="alternating", cutout=3, resolutions={8: 0.5}, **settings))
         ends.append(weights(model))
     assert same(*ends)
 
@@ -405,22 +348,3 @@ def test_a_checkpoint_is_loaded_as_lightning_users_do(tmp_path: Path) -> None:
     assert loaded.hparams == model.hparams
     scored = trainer().test(classifier(), datamodule=shapes_data(), ckpt_path=tmp_path / "own.ckpt", verbose=False)
     assert scored == trainer().test(model, datamodule=shapes_data(), verbose=False)
-
-
-def test_predictions_are_probabilities_of_every_test_image_once() -> None:
-    data, model = shapes_data(eval_batch_size=7), classifier()
-    batches: Any = trainer().predict(model, datamodule=data)
-    joined = {name: torch.cat([batch[name] for batch in batches]) for name in ("indices", "labels", "probabilities")}
-    assert torch.equal(joined["indices"], torch.arange(24))
-    assert torch.equal(joined["labels"], data.test_images.labels)
-    images = (data.test_images.images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
-    torch.testing.assert_close(joined["probabilities"], model.eval()(images).softmax(1), rtol=1e-4, atol=1e-5)
-
-
-def test_a_net_that_has_diverged_leaves_results_that_are_valid_json(tmp_path: Path) -> None:
-    flags = ["--lr", "3e7", "--model.schedule", "constant", "--epochs", "1", "--trainer.limit_train_batches", "1"]
-    done = here(["train", *SETTINGS, *flags], tmp_path)
-    assert done.code == 0, done.err
-    results = json.loads((only_run(tmp_path) / "metrics.json").read_text(), parse_constant=pytest.fail)
-    assert results["test"]["loss"] is None
-    assert results["test"]["images"] == 24

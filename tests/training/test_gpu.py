@@ -10,7 +10,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from real_runs import here, metrics, only_run
-from small_runs import BATCHES, Rows, StopAt, broken_data, classifier, fitted, shapes_data, trainer, weights
+from small_runs import (
+    BATCHES,
+    Rows,
+    assert_close,
+    best_and_last,
+    broken_data,
+    classifier,
+    fitted,
+    shapes_data,
+    stop_at,
+    trainer,
+    weights,
+)
 from torch import Tensor
 
 import cifar_lit
@@ -18,7 +30,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import TrainLoader
 from cifar_lit.data.resolution import shrink
 from cifar_lit.training.callbacks import Clock, Interrupted, NotFiniteLoss, OrderlyStop, RandomState
-from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.cuda_graph import WARM_UP_STEPS
 
 pytestmark = [
@@ -48,17 +60,12 @@ def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(tmp_path: Path
     assert results["test"]["accuracy"] > 0.3  # chance is 0.1
     assert torch.cuda.max_memory_allocated() - before < 1 << 30  # a batch of 128 small images needs far less
 
-    checkpoint = str(only_run(tmp_path / "gpu") / "checkpoints" / "best.ckpt")
-    words = ["test", "--ckpt_path", checkpoint, "--accelerator", "cpu", "--precision", "32-true", "--devices", "1"]
+    best = only_run(tmp_path / "gpu") / "checkpoints" / "best.ckpt"
+    words = ["test", "--ckpt_path", str(best), "--accelerator", "cpu", "--precision", "32-true", "--devices", "1"]
     assert here(words, tmp_path / "cpu").code == 0
     assert metrics(tmp_path / "cpu")["test"]["accuracy"] == pytest.approx(results["test"]["accuracy"], abs=difference)
-
-
-def test_weights_from_the_gpu_are_loaded_where_there_is_none(tmp_path: Path) -> None:
-    assert here(["train", *SHAPES, "--epochs", "1", "--accelerator", "gpu"], tmp_path).code == 0
-    checkpoint = read_checkpoint(only_run(tmp_path) / "checkpoints" / "last.ckpt")
-    assert {tensor.device.type for tensor in checkpoint["state_dict"].values()} == {"cpu"}
-    net = cifar_lit.load(only_run(tmp_path))
+    assert {tensor.device.type for tensor in read_checkpoint(best)["state_dict"].values()} == {"cpu"}
+    net = cifar_lit.load(only_run(tmp_path / "gpu"))
     assert {parameter.device.type for parameter in net.net.parameters()} == {"cpu"}
     assert net(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
 
@@ -86,6 +93,10 @@ def full_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(products)
 
 
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+LOOSE = {"rtol": 0.05, "atol": 0.02}  # of Muon, whose products are of bfloat16
+
+
 class Recorded(Callback):
     """Counts the shapes of batches whose step was recorded, as the training ends."""
 
@@ -100,12 +111,6 @@ def gpu_fit(model: Any, data: ImageData, *callbacks: Callback, **settings: Any) 
     return fitted(model, data, *callbacks, **{"accelerator": "gpu", "max_epochs": 6, "log_every_n_steps": 4, **settings})
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-3, atol: float = 1e-4) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
-
-
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "momentum, a schedule by the step": ({"momentum": 0.9, "schedule": "one_cycle", "lr": 0.02}, {}, {}),
     "Nesterov, clipped, a schedule by the epoch": (
@@ -114,7 +119,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"gradient_clip_val": 0.1},
     ),
     "muon": (
-        {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.02},
+        {
+            "net": "whitened",
+            "net_options": {"widths": [8, 12]},
+            "optimizer": "muon",
+            "momentum": 0.6,
+            "lr": 0.02,
+            "schedule": "triangular",
+        },
         {},
         {"max_epochs": 4},
     ),
@@ -137,8 +149,7 @@ def test_recorded_steps_train_and_log_as_single_ones_within_rounding(name: str) 
         ends.append(weights(model))
         curves.append(rows.rows)
         counts.append((done.global_step, clock.images))
-    loose = {"rtol": 0.05, "atol": 0.02} if name == "muon" else {}  # whose products are of bfloat16
-    assert_close(ends[1], ends[0], **loose)
+    assert_close(ends[1], ends[0], **(LOOSE if name == "muon" else CLOSE))
     assert counts[0] == counts[1]
     for (step, values), (usual_step, usual) in zip(curves[1], curves[0], strict=True):
         assert step == usual_step
@@ -167,10 +178,9 @@ def test_dropout_draws_anew_at_every_replay() -> None:
 @pytest.mark.parametrize("step", [0, 4, 26])
 def test_a_loss_that_is_not_finite_stays_out_of_weights_and_checkpoints(step: int, optimizer: str, tmp_path: Path) -> None:
     settings = {"capture": True, "optimizer": optimizer, "lr": 0.01, "momentum": 0.0 if optimizer == "adamw" else 0.9}
-    expected, model, last = classifier(**settings), classifier(**settings), last_checkpoint()
+    expected, model, (_, last) = classifier(**settings), classifier(**settings), best_and_last(tmp_path)
     if step:
         gpu_fit(expected, shapes_data(), max_steps=step, max_epochs=-1)
-    last.dirpath = str(tmp_path)
     used = trainer(last, accelerator="gpu", max_epochs=6, enable_checkpointing=True, log_every_n_steps=100)
     with pytest.raises(NotFiniteLoss, match=f"the loss is not finite at step {step} of epoch {step // BATCHES}$"):
         used.fit(model, datamodule=broken_data(step))
@@ -178,8 +188,7 @@ def test_a_loss_that_is_not_finite_stays_out_of_weights_and_checkpoints(step: in
     assert_close(
         {name: tensor.cpu() for name, tensor in weights(model).items()},
         {name: tensor.cpu() for name, tensor in weights(expected).items()},
-        rtol=0.05 if optimizer == "muon" else 1e-3,
-        atol=0.02 if optimizer == "muon" else 1e-4,
+        **(LOOSE if optimizer == "muon" else CLOSE),
     )
     for path in tmp_path.iterdir():
         checkpoint = read_checkpoint(path)
@@ -226,7 +235,7 @@ def test_a_fit_from_the_host_trains_the_net_of_one_on_the_device() -> None:
         model = classifier(lr=0.02)
         gpu_fit(model, shapes_data(crop=2, placement=placement))
         ends.append(weights(model))
-    assert_close(ends[1], ends[0])
+    assert_close(ends[1], ends[0], **CLOSE)
 
 
 def test_images_shrink_on_the_device_as_on_the_cpu() -> None:
@@ -248,22 +257,18 @@ def test_a_plan_of_an_epoch_is_brought_to_the_device_without_waiting_for_it() ->
 @pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("step", [3, 9, 31])
 def test_a_recorded_run_that_was_stopped_goes_on_from_its_step(step: int, tmp_path: Path) -> None:
-    def run(folder: str, stop_at: int = 0, resume: bool = False) -> dict[str, Tensor]:
-        last, model = last_checkpoint(), classifier(momentum=0.9, lr=0.02, schedule="one_cycle", capture=True)
-        last.dirpath = str(tmp_path / folder)
-        stop = OrderlyStop(last)
-        path = tmp_path / folder / "last.ckpt" if resume else None
-        callbacks = [RandomState(), last, StopAt(stop, stop_at), stop]
-        try:
-            gpu_fit(model, shapes_data(crop=2), *callbacks, resume=path, enable_checkpointing=True)
-        except Interrupted:
-            assert stop_at
+    def run(folder: Path, stop: int = -1, resume: Path | None = None) -> dict[str, Tensor]:
+        model, (_, last) = classifier(momentum=0.9, lr=0.02, schedule="one_cycle", capture=True), best_and_last(folder)
+        orderly = OrderlyStop(last)
+        callbacks = [RandomState(), last, stop_at(orderly, stop), orderly]
+        gpu_fit(model, shapes_data(crop=2), *callbacks, resume=resume, enable_checkpointing=True)
         return weights(model)
 
-    expected = run("whole")
-    run("parts", stop_at=step)
-    kept = read_checkpoint(tmp_path / "parts" / "last.ckpt")
-    assert kept["global_step"] == step
-    rates = [group["lr"] for group in kept["optimizer_states"][0]["param_groups"]]
+    expected, last = run(tmp_path / "whole"), tmp_path / "parts" / "last.ckpt"
+    with pytest.raises(Interrupted):
+        run(last.parent, stop=step)
+    checkpoint = read_checkpoint(last)
+    assert checkpoint["global_step"] == step
+    rates = [group["lr"] for group in checkpoint["optimizer_states"][0]["param_groups"]]
     assert all(isinstance(rate, float) and math.isfinite(rate) for rate in rates)
-    assert_close(run("parts", resume=True), expected)
+    assert_close(run(last.parent, resume=last), expected, **CLOSE)

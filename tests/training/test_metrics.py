@@ -1,11 +1,12 @@
 """Metrics are exact, in whatever order and company images come; and every image's prediction is kept once."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from real_runs import only_run
+from real_runs import SETTINGS, here, only_run
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
@@ -75,24 +76,12 @@ def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
 
 
-def test_a_class_without_images_has_no_accuracy(logits: Tensor) -> None:
+def test_a_class_without_images_has_no_accuracy_and_no_images_no_score(logits: Tensor) -> None:
     score = evaluate(logits, torch.zeros(500, dtype=torch.int64), batch_size=100)
     assert score.per_class[0] == score.accuracy
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
-
-
-def test_no_images_have_no_score() -> None:
-    score = Evaluation(3).compute()
-    assert math.isnan(score.accuracy) and math.isnan(score.loss)
-    assert score.images == 0
-
-
-def test_a_reset_forgets_everything(logits: Tensor, labels: Tensor) -> None:
-    evaluation = Evaluation(7)
-    evaluation.update(torch.full((10, 7), math.nan), labels[:10])
-    evaluation.reset()
-    evaluation.update(logits, labels)
-    assert evaluation.compute() == evaluate(logits, labels, 500)
+    empty = Evaluation(3).compute()
+    assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
 
 
 def test_logits_of_half_precision_are_scored_in_full(logits: Tensor, labels: Tensor) -> None:
@@ -161,7 +150,9 @@ def test_a_set_of_one_image_has_predictions_of_one_row(tmp_path: Path) -> None:
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
 
 
-def test_two_processes_write_the_rows_that_one_writes_for_the_same_net(alone: Path, pair: Path) -> None:
-    one, two = ((only_run(folder) / "predictions.csv").read_text().splitlines() for folder in (alone, pair))
-    assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
-    assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
+def test_a_net_that_has_diverged_leaves_results_that_are_valid_json(tmp_path: Path) -> None:
+    flags = ["--lr", "3e7", "--model.schedule", "constant", "--epochs", "1", "--trainer.limit_train_batches", "1"]
+    done = here(["train", *SETTINGS, *flags], tmp_path)
+    assert done.code == 0, done.err
+    results = json.loads((only_run(tmp_path) / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert (results["test"]["loss"], results["test"]["images"]) == (None, 24)

@@ -1,7 +1,9 @@
-"""Real processes, as a user, torchrun or a cluster starts them: they train as one, stop together, and go on on any number."""
+"""Real processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +18,6 @@ from real_runs import (
     MODULE,
     SETTINGS,
     STEPS_PER_EPOCH,
-    TORCHRUN,
     Done,
     Started,
     assert_same_run,
@@ -27,9 +28,9 @@ from real_runs import (
     here,
     metrics,
     only_run,
-    run,
     same_bits,
 )
+from small_runs import assert_close
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -43,40 +44,13 @@ def two_nodes(folder: Path) -> list[Done]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torchrun(pool: ThreadPoolExecutor, pair_run: Future[object], tmp_path_factory: pytest.TempPathFactory) -> Future[Done]:
+def nodes(pool: ThreadPoolExecutor, pair_run: Future[object], tmp_path_factory: pytest.TempPathFactory) -> Future[list[Done]]:
     """Started beside the others, waited for by the test that looks at it."""
-    return pool.submit(run, [*TORCHRUN, *SETTINGS], tmp_path_factory.getbasetemp() / "torchrun")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nodes(pool: ThreadPoolExecutor, torchrun: object, tmp_path_factory: pytest.TempPathFactory) -> Future[list[Done]]:
     return pool.submit(two_nodes, tmp_path_factory.getbasetemp() / "nodes")
 
 
 def curve(folder: Path, name: str) -> list[float]:
     return [float(row[name]) for row in curves(folder) if row[name]]
-
-
-@pytest.mark.parametrize(
-    ("started", "flags", "line"),
-    [
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, ["--devices", "3"], "--devices 3 contradicts torchrun, which started 2"),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, ["--nodes", "1"], "--nodes 1 contradicts torchrun, which started 2"),
-        ({"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}, ["--trainer.devices=2"], "--devices 2 contradicts torchrun"),
-    ],
-)
-def test_flags_that_contradict_torchrun_are_refused(tmp_path: Path, started: dict[str, str], flags: list[str], line: str) -> None:
-    done = here(["train", *SETTINGS, *flags], tmp_path, TORCHELASTIC_RUN_ID="x", RANK="0", LOCAL_RANK="0", **started)
-    assert done.code == 2
-    assert line in done.err
-    assert done.err.count("\n") == 1
-    assert not (tmp_path / "lightning_logs").exists()
-
-
-def test_a_run_in_one_process_says_what_it_does_and_writes_its_results(alone: Path) -> None:
-    results = metrics(alone)
-    assert (results["devices"], results["test"]["images"]) == (1, 24)
-    assert len(curve(alone, "train/loss")) == 12  # after steps 4, 8, 12 and 13 of each epoch
 
 
 def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Future[tuple[Path, Done]], alone: Path) -> None:
@@ -88,6 +62,13 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Futur
     results = metrics(folder)
     assert (results["devices"], results["batch_size"], results["test"]["images"]) == (2, 8, 24)
     assert_close_run(folder, alone)
+    assert (metrics(alone)["devices"], metrics(alone)["test"]["images"]) == (1, 24)
+    assert len(curve(alone, "train/loss")) == 12  # after steps 4, 8, 12 and 13 of each epoch
+    first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert same_bits(first, second)
+    one, two = ((only_run(each) / "predictions.csv").read_text().splitlines() for each in (alone, folder))
+    assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
+    assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
 
 
 def assert_close_run(folder: Path, expected: Path) -> None:
@@ -95,14 +76,7 @@ def assert_close_run(folder: Path, expected: Path) -> None:
     assert metrics(folder)["test"]["loss"] == pytest.approx(metrics(expected)["test"]["loss"], abs=1e-4)
     for name in ("train/loss", "val/loss", "lr"):
         assert curve(folder, name) == pytest.approx(curve(expected, name), abs=1e-4)
-    weights = final_weights(folder)
-    for name, tensor in final_weights(expected).items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=name)
-
-
-def test_both_processes_end_with_the_same_weights(pair: Path) -> None:
-    first, second = (torch.load(pair / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert same_bits(first, second)
+    assert_close(final_weights(folder), final_weights(expected), atol=1e-4)
 
 
 def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two(pair: Path, tmp_path: Path) -> None:
@@ -112,14 +86,6 @@ def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two
     one, two = metrics(tmp_path), metrics(pair)
     assert (one["devices"], two["devices"]) == (1, 2)
     assert one["test"] == two["test"]
-    assert one["test"]["images"] == 24
-
-
-def test_torchrun_starts_the_same_training(torchrun: Future[Done], pair: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    done = torchrun.result()
-    assert done.code == 0, done.err
-    assert "8 = 2 × 4" in done.out
-    assert same_bits(final_weights(tmp_path_factory.getbasetemp() / "torchrun"), final_weights(pair))
 
 
 def test_two_nodes_train_as_one_and_write_one_run(
@@ -146,7 +112,6 @@ TWO_EPOCHS = 2 * STEPS_PER_EPOCH
 # and (exit code of each process, epoch and step of the checkpoint, random states in it)
 Stages = list[tuple[int, int, int]]
 CASES: dict[str, tuple[list[str], Stages, list[tuple[int, int, int, int]]]] = {
-    "killed": (["train", *SETTINGS], [(1, STOP_AT, 9), (1, -1, 0)], [(-9, 0, STEPS_PER_EPOCH, 1), (0, 2, 39, 1)]),
     "two processes": (
         ["train", *SETTINGS],
         [(2, STOP_AT, 2), (2, STOP_AT + STEPS_PER_EPOCH, 9), (2, -1, 0)],
@@ -185,7 +150,7 @@ def forked(pool: ThreadPoolExecutor, nodes: object, tmp_path_factory: pytest.Tem
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these trainings are forked")
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_that_ended_too_soon_goes_on_as_if_undisturbed(
-    name: str, forked: Future[Any], alone: Path, pair: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    name: str, forked: Future[Any], pair: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """To the last bit on as many processes, up to rounding on others."""
     codes, folder = forked.result()[name], tmp_path_factory.getbasetemp() / name
@@ -201,8 +166,36 @@ def test_a_training_that_ended_too_soon_goes_on_as_if_undisturbed(
             assert said.count("stopping after this step") == (processes if code == 130 else 0)
     assert metrics(folder)["devices"] == stages[-1][0]
     if words[1:] == SETTINGS:
-        assert_same_run(folder, alone if stages[0][0] == 1 else pair)
+        assert_same_run(folder, pair)
     else:
         whole = here(words, tmp_path)
         assert whole.code == 0, whole.err
         assert_close_run(folder, tmp_path)
+
+
+def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
+    done = here(["train", *SETTINGS], tmp_path, AT_STEP=str(STOP_AT), AT_STEP_SIGNAL="15")
+    assert done.code == 143
+    assert "Traceback" not in done.err
+    last = only_run(tmp_path) / "checkpoints" / "last.ckpt"
+    checkpoint, middle = read_checkpoint(last), last.read_bytes()
+    assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, STOP_AT + 1)
+    assert not (only_run(tmp_path) / "metrics.json").exists()
+    before, _, command = done.err.rpartition("Go on with:\n")
+    assert before.endswith("cifar-lit: stopped. "), done.err
+    words = shlex.split(command)[1:]
+    assert words[:2] == ["train", "--resume"]
+    shutil.copytree(tmp_path, tmp_path.with_name("faster"))
+    resumed = here(words, tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert "at epoch 2, step 20" in resumed.out
+    assert_same_run(tmp_path, alone)
+
+    folder = tmp_path.with_name("faster")  # a rate that is given counts from where the training was
+    assert (only_run(folder) / "checkpoints" / "last.ckpt").read_bytes() == middle
+    assert here(["train", "--resume", "--lr", "0.2"], folder).code == 0
+    for row, usual in zip(curves(folder), curves(alone), strict=True):
+        if row["lr"]:
+            factor = 10 if int(row["step"]) > STOP_AT + 1 else 1
+            assert float(row["lr"]) == pytest.approx(factor * float(usual["lr"]), rel=1e-6)
+    assert metrics(folder)["test"] != metrics(alone)["test"]

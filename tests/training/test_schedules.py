@@ -79,8 +79,8 @@ def whitened(kind: Callable[[float], Any] = float) -> SGD:
     )
 
 
-@pytest.mark.parametrize("end", [4, 2.5, 20])
-def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float) -> None:
+@pytest.mark.parametrize("end", [4, 2.5, 20, None])
+def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float | None) -> None:
     schedule = Schedule(whitened(), "cosine", 8, warmup=2, whitening=end)
     found = []
     for _ in range(11):
@@ -88,7 +88,8 @@ def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: f
         schedule.optimizer.step()
         schedule.step()
     assert [first for first, _ in found] == pytest.approx([2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)])
-    assert [second for _, second in found] == pytest.approx([max(0.0, 3 * (1 - step / end)) for step in range(11)])
+    own = [1.5 * first for first, _ in found] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
+    assert [second for _, second in found] == pytest.approx(own)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
@@ -100,18 +101,6 @@ def test_the_settings_of_a_model_are_in_epochs_however_often_the_rate_changes(ev
         assert schedule.get_last_lr() == pytest.approx(expected)
         schedule.optimizer.step()
         schedule.step()
-
-
-def test_without_an_end_of_its_own_the_whitening_follows_the_others() -> None:
-    schedule = Schedule(whitened(), "triangular", 4)
-    schedule.optimizer.step()
-    schedule.step()
-    assert schedule.get_last_lr() == pytest.approx([1.5, 2.25])
-
-
-def test_an_end_for_a_whitening_that_the_net_has_not_is_refused() -> None:
-    with pytest.raises(UsageError, match="whiten_epochs null"):
-        Schedule(optimizer(), "cosine", 10, whitening=3)
 
 
 def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> None:
@@ -127,20 +116,28 @@ def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> Non
     assert [group["initial_lr"] for group in tensors.param_groups] == [2.0, 3.0]
 
 
-def test_settings_that_cannot_be_meant_are_refused() -> None:
-    for settings, line in (({"schedule": "cosin"}, "Did you mean cosine"), ({"final_lr": 1.5}, "final_lr is a fraction")):
-        with pytest.raises(UsageError, match=line):
-            classifier(**settings)
-    for warmup in (-1, 10, 11):
-        with pytest.raises(UsageError, match=r"lower model\.warmup_epochs"):
-            Schedule(optimizer(), "cosine", 10, warmup=warmup)
+@pytest.mark.parametrize(
+    ("name", "settings", "line"),
+    [
+        ("cosin", {}, "Did you mean cosine"),
+        ("cosine", {"final": 1.5}, "final_lr is a fraction"),
+        *(("cosine", {"warmup": warmup}, r"lower model\.warmup_epochs") for warmup in (-1, 10, 11)),
+        ("cosine", {"whitening": 3}, "whiten_epochs null"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(name: str, settings: dict[str, float], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        Schedule(optimizer(), name, 10, **settings)  # type: ignore[arg-type]
 
 
-def test_in_a_fit_the_rate_spans_all_steps_and_changes_at_each() -> None:
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (2, 6)])
+def test_in_a_fit_the_rate_spans_all_optimizer_steps_and_changes_at_each(accumulate: int, steps: int) -> None:
     rows = Rows()
     model = classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
-    fitted(model, shapes_data(val_size=24), logger=rows, log_every_n_steps=1)  # 96 images: 6 steps an epoch, 12 in all
-    expected = {step: 0.1 * schedule_factor("triangular", step, 12, 3, 0) for step in range(1, 13)}
+    settings: dict[str, Any] = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulate}
+    done = fitted(model, shapes_data(val_size=24), logger=rows, **settings)  # 96 images: 6 batches an epoch
+    assert done.global_step == steps
+    expected = {step: 0.1 * schedule_factor("triangular", step, steps, steps / 4, 0) for step in range(1, steps + 1)}
     assert rows.of("lr") == pytest.approx(expected)
 
 
@@ -153,13 +150,6 @@ def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
     by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
     assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-def test_accumulated_batches_count_as_one_step_of_the_schedule() -> None:
-    model = classifier(schedule="triangular", lr=0.1)
-    done = fitted(model, shapes_data(val_size=24), accumulate_grad_batches=2)
-    assert done.global_step == 6
-    assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_warm_up_as_long_as_the_training_is_refused_before_it_starts() -> None:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_runs import classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import WeightAverage
-from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Evaluation
 
@@ -65,9 +65,8 @@ class Kept(Callback):
 
 
 def test_the_average_starts_from_the_whitened_weights(tmp_path: Path) -> None:
-    kept, last, model = Kept(), last_checkpoint(), classifier(**SMALL, ema_decay=0.9)
-    last.dirpath = str(tmp_path)
-    fitted(model, augmented_data(), kept, last, enable_checkpointing=True)
+    kept, model = Kept(), classifier(**SMALL, ema_decay=0.9)
+    fitted(model, augmented_data(), kept, best_and_last(tmp_path)[1], enable_checkpointing=True)
     assert same(kept.average, kept.weights)
     assert bool(kept.average["net.whitened"])
     state = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]
@@ -88,16 +87,15 @@ def test_a_resumed_net_keeps_its_first_layer(ema_decay: float, tmp_path: Path, m
     monkeypatch.setattr(WhitenedNet, "initialise", counted)
 
     def run(epochs: int, resume: bool = False) -> dict[str, Tensor]:
-        last, model = last_checkpoint(), classifier(**SMALL, ema_decay=ema_decay)
-        last.dirpath = str(tmp_path)
+        model, last = classifier(**SMALL, ema_decay=ema_decay), best_and_last(tmp_path)[1]
         path = tmp_path / "last.ckpt" if resume else None
         fitted(model, augmented_data(), last, resume=path, enable_checkpointing=True, max_epochs=epochs)
         return weights(model)
 
-    expected = run(epochs=3)
+    expected = run(epochs=2)
     run(epochs=1)
     assert calls == [100, 100]
-    assert same(run(epochs=3, resume=True), expected)
+    assert same(run(epochs=2, resume=True), expected)
     assert calls == [100, 100]
 
 
