@@ -41,7 +41,11 @@ def run(settings: argparse.Namespace) -> None:
     seconds = spread(seconds for _, seconds, _ in rounds)
     speed = spread(images / seconds for _, seconds, _ in rounds)
     memory = max(memory for _, _, memory in rounds)
-    rows = [("classify", speed, "images/s"), ("from start to end", seconds, "s"), ("peak memory", memory, "MB")]
+    rows: list[tuple[str, Spread | float, str]] = [
+        ("classify", speed, "images/s"),
+        ("from start to end", seconds, "s"),
+        ("peak memory", memory, "MB"),
+    ]
     publish(
         figures_of("classify", {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"}, *rows),
         settings.json,
