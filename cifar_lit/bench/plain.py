@@ -151,6 +151,11 @@ class BareLoop:
         self.loss = torch.zeros(())
         decay = self.settings["ema_decay"]
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
+        self._running = self.steps()
+
+    def take(self, count: int) -> int:
+        """Makes that many steps, and returns the images of all of them."""
+        return sum(islice(self._running, count))
 
     def steps(self) -> Iterator[int]:
         """Trains, and yields after each step with the number of its images."""

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from itertools import islice
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -79,12 +78,7 @@ def run(settings: argparse.Namespace) -> None:
         settings.steps = max(1, min(MAX_STEPS, int(SECONDS / (2 * per_step * (settings.rounds + 1)))))
     steps = settings.steps * (settings.rounds + 1)
     print(f"this takes about {2 * per_step * steps:,.0f} s: {settings.rounds} rounds of {settings.steps} steps", file=sys.stderr)
-
-    def start(trainer: pl.Trainer, model: Any) -> Callable[[int], int]:
-        bare = BareLoop(trainer, model, subject.data).steps()
-        return lambda count: sum(islice(bare, count))
-
-    turns = Interleave(start, settings.steps, settings.rounds)
+    turns = Interleave(lambda trainer, model: BareLoop(trainer, model, subject.data).take, settings.steps, settings.rounds)
     # no longer than that, so that schedules (of rates, of image sizes) run through whole while they are measured
     settings.precision = fit(subject, turns, max_epochs=-(-steps // subject.steps_per_epoch))
     report("step", settings, turns.rounds, "bare loop", f"{settings.steps} steps each")

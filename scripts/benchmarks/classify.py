@@ -41,13 +41,10 @@ def run(settings: argparse.Namespace) -> None:
     seconds = spread(seconds for _, seconds, _ in rounds)
     speed = spread(images / seconds for _, seconds, _ in rounds)
     memory = max(memory for _, _, memory in rounds)
-    rows: list[tuple[str, Spread | float, str]] = [
-        ("classify", speed, "images/s"),
-        ("from start to end", seconds, "s"),
-        ("peak memory", memory, "MB"),
-    ]
+    rates = [("classify", speed, "images/s"), ("from start to end", seconds, "s")]
+    own = {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"}
     publish(
-        figures_of("classify", {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"}, *rows),
+        figures_of("classify", own, *rates, ("peak memory", memory, "MB")),
         settings.json,
         f"classify · {Path(settings.run).name} · {images:,} files",
         ("images/s", "seconds", "peak MB"),

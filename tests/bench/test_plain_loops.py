@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,17 +42,13 @@ class Weights(Callback):
 Make = Callable[..., Subject]
 
 
-def taker(steps: Iterator[int]) -> Callable[[int], int]:
-    return lambda count: sum(islice(steps, count))
-
-
 def interleaved(subject: Subject, max_epochs: int = 4) -> tuple[BareLoop, dict[str, Tensor]]:
     """The bare loop and the weights of ours, after as many steps of both from the same weights."""
     loops: list[BareLoop] = []
 
     def start(trainer: pl.Trainer, model: Any) -> Any:
         loops.append(BareLoop(trainer, model, subject.data))
-        return taker(loops[0].steps())
+        return loops[0].take
 
     ours, turns = Weights(), Interleave(start, STEPS, ROUNDS)
     fit(subject, turns, ours, max_epochs=max_epochs)
@@ -98,7 +93,7 @@ def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it(small_subject: Ma
 
     beside = small_subject()
     alone = weights()
-    accompanied = weights(Interleave(lambda trainer, model: taker(BareLoop(trainer, model, beside.data).steps()), 2, 2000))
+    accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).take, 2, 2000))
     assert all(torch.equal(alone[name], accompanied[name]) for name in alone)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# what a file may take of the CPU and the memory; measured: 0.7 s at most, 1.7 to 2.5 where others kept the CPU and its caches busy
+# what a file may take of the CPU and the memory; measured: 0.7 s at most, 1.7 to 2.5 on a CPU with busy caches
 SECONDS, MEGABYTES = 4.0, 512.0
 PATIENCE = 60  # seconds of the clock until a reader counts as hanging
 ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
