@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cifar_lit.distributed.network import free_port
 from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import CRASH, FOLDER, FREEZE, HANG, KILL
 from stress.forked import SMALL_TRAINING, clean_environment
 from stress.network_namespaces import TwoMachines, why_not
+
+from cifar_lit.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
