@@ -1,13 +1,11 @@
 """`cifar-lit bench NAME`: the measurements, each a module of this folder that is imported when it is asked for.
 
-A module has `WHAT` (what is measured), `add_arguments(parser)` and `run(settings)`; one that takes names or passes
-flags on to trainings has `main(argv)` in their place.
+A module has `WHAT` (what is measured), `add_arguments(parser)` and `run(settings)`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -33,58 +31,60 @@ def bench(argv: list[str]) -> None:
             print(f"  {name:<10} {what}")
         print("\nEach prints a table; --json FILE writes its figures too. `cifar-lit bench NAME --help` lists its flags.")
         return
-    name, rest = argv[0], argv[1:]
+    name, *rest = argv
     if name not in BENCHES:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     from cifar_lit.cli.quiet import quieten
 
     quieten()
-    module = import_module(f"cifar_lit.bench.{name}")
-    if hasattr(module, "main"):
-        module.main(rest)
-    else:
-        run_module(f"cifar-lit bench {name}", module, rest)
+    run_module(f"cifar-lit bench {name}", import_module(f"cifar_lit.bench.{name}"), rest)
 
 
 def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
-    """Parses the flags of a module with `add_arguments`, and runs it."""
-    import torch
-    from jsonargparse import ArgumentParser
-
-    from cifar_lit.bench.report import make_parent
-    from cifar_lit.cli.errors import parsed
-
-    parser = ArgumentParser(prog=prog, description=module.WHAT, exit_on_error=False, allow_abbrev=False)
+    """Reads the flags of a measurement, and runs it."""
+    parser = BenchParser(prog, module.WHAT)
     module.add_arguments(parser)
-    parser.add_argument("--threads", type=int | None, default=None, help="of torch; as many as it takes if not given")
-    parser.add_argument("--json", type=str | None, default=None, help="write the figures to this file too")
-    settings = parsed(parser, argv)
-    if settings.threads:
+    settings = parser.read(argv)
+    if getattr(settings, "threads", None):
+        import torch
+
         torch.set_num_threads(settings.threads)
-    if settings.json:
-        make_parent(Path(settings.json))  # rather now than when all is measured
     module.run(settings)
 
 
-class PassingParser(argparse.ArgumentParser):
-    """For measurements that pass unknown flags on to trainings, which jsonargparse's parser cannot."""
+class BenchParser(argparse.ArgumentParser):
+    """The flags of a measurement. jsonargparse's parser, which the trainings have, cannot leave flags for others over.
+
+    trains: what is not known here goes to the trainings, as `flags` of the settings. names: the line begins with names of
+    recipes, `names` of the settings, of which `line` is all.
+    """
+
+    trains = names = False
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        help_format = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=help_format)
+        self.add_argument("--json", metavar="FILE", help="write the figures to this file too")
 
     def error(self, message: str) -> NoReturn:
         """One line in place of the usage screen."""
         raise UsageError(f"{self.prog.removeprefix('cifar-lit ')}: {message}")
 
-    def parse_with_rest(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The settings, and the flags of the trainings; raises UsageError and Failure before anything is run."""
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        """The settings; raises UsageError and Failure before anything is run."""
         from cifar_lit.bench.report import make_parent
 
-        settings, rest = self.parse_known_args(argv)
-        if settings.runs < 1:
-            raise UsageError("a measurement takes at least --runs 1")
-        if any(word.partition("=")[0] == "--logs" for word in rest):
-            raise UsageError("the runs are only measured, in a folder that is gone afterwards: leave --logs out")
+        settings = argparse.Namespace()
+        if self.names:
+            settings.line = argv
+            self.usage = "%(prog)s NAME [NAME …] [flags] [any flag of training]"
+            count = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
+            settings.names, argv = argv[:count], argv[count:]
+        settings, rest = self.parse_known_args(argv, settings)
+        if self.trains:
+            settings.flags = rest
+        elif rest:
+            raise UsageError(f"there is no flag {rest[0]}.{nearest(rest[0], self._option_string_actions)}")
         if settings.json:
-            make_parent(Path(settings.json))
-        return settings, rest
+            make_parent(Path(settings.json))  # rather now than when all is measured
+        return settings

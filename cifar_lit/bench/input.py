@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 from torchvision.transforms import v2
 
-from cifar_lit.bench.plain import PilImages, batches_on_device
-from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.bench.plain import PilImages, TensorImages, batches_on_device
+from cifar_lit.bench.report import figures_of, publish, spread, spread_text
 from cifar_lit.bench.training import add_data_arguments, read_clock
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
 
@@ -33,20 +32,7 @@ OURS, WORKERS = "ours", "PIL, DataLoader, 2 workers"
 Turn = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # starts a turn: batches of images and labels on the device
 
 
-class TensorImages(Dataset[tuple[Tensor, int]]):
-    """Images as uint8 tensors (C, H, W), each sent through a transform at its access."""
-
-    def __init__(self, images: ImageSet, transform: Callable[[Tensor], Tensor]) -> None:
-        self.images, self.labels, self.transform = images.images.permute(0, 3, 1, 2), images.labels.tolist(), transform
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(self.images[index]), self.labels[index]
-
-
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     add_data_arguments(parser, dataset="shapes")
     parser.add_argument("--batch-size", type=int, default=500, help="images a batch")
@@ -54,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds, after one to warm up")
 
 
-def run(settings: Namespace) -> None:
+def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 2 or settings.batches < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
@@ -75,16 +61,9 @@ def run(settings: Namespace) -> None:
         for name, values in speeds.items()
     }
     lines = [(name, side["images_per_second"], "images/s") for name, side in rows.items()]
-    figures: dict[str, Any] = {
-        "bench": "input",
-        "settings": settings_of(settings),
-        "environment": environment(),
-        **headline(*lines, (f"ours / {WORKERS}", rows[WORKERS]["ratio"], "×")),
-        "device": device.type,
-        "sides": rows,
-    }
+    ratio = (f"ours / {WORKERS}", rows[WORKERS]["ratio"], "×")
     publish(
-        figures,
+        figures_of("input", vars(settings), *lines, ratio, device=device.type, sides=rows),
         settings.json,
         f"bench input · {settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
         ("", "batches/s", "images/s", "ours is … × as fast"),
@@ -103,7 +82,9 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Turn
     pil = transforms.Compose([*moves, transforms.ToTensor(), transforms.Normalize(*data.statistics)])
     moves = [v2.RandomCrop(**crop), v2.RandomHorizontalFlip()]
     tensor = v2.Compose([*moves, v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)])
-    pil_images, tensor_images = PilImages(data.train_images, transform=pil), TensorImages(data.train_images, tensor)
+    images = data.train_images
+    pil_images = PilImages(images, transform=pil)
+    tensor_images = TensorImages(images, transform=tensor)
 
     def loading(images: Dataset[tuple[Tensor, int]], workers: int) -> Turn:
         loader = DataLoader(

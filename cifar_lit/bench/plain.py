@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,6 +49,14 @@ class PilImages(Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(array if array.shape[2] == 3 else array[:, :, 0])), self.labels[row]
 
 
+class TensorImages(PilImages):
+    """The same images as uint8 tensors (C, H, W), each sent through a transform at its access."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        row = self.rows[index]
+        return self.transform(torch.from_numpy(self.arrays[row]).permute(2, 0, 1)), self.labels[row]
+
+
 @dataclass(frozen=True)
 class TutorialLoop:
     """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.
@@ -71,38 +79,30 @@ class TutorialLoop:
         transform = ToTensor() if plain else Compose([ToTensor(), Normalize(self.mean, self.std)])
         return DataLoader(PilImages(self.images, rows, transform), batch_size=self.batch_size, shuffle=shuffle)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=self.lr, momentum=self.momentum)
-
-    def _step(self, optimizer: torch.optim.Optimizer, pixels: Tensor, labels: Tensor, device: torch.device) -> int:
-        pixels, labels = pixels.to(device), labels.to(device)
-        loss = F.cross_entropy(self.net(pixels), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return len(labels)
-
     def steps(self, device: torch.device) -> Iterator[int]:
         """Trains, and yields after each step with the number of its images."""
-        self.net.to(device).train()
-        loader, optimizer = self._loader(self.split[0], self.shuffle), self._optimizer()
+        loader, net = self._loader(self.split[0], self.shuffle), self.net.to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=self.lr, momentum=self.momentum)
         while True:
+            net.train()
             for pixels, labels in loader:
-                yield self._step(optimizer, pixels, labels, device)
+                pixels, labels = pixels.to(device), labels.to(device)
+                loss = F.cross_entropy(net(pixels), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                yield len(labels)
 
     def epochs(self, device: torch.device) -> Iterator[int]:
         """Trains, and yields after each epoch and the evaluation that ends it with the number of training images."""
-        net = self.net.to(device)
-        loader, held_out = self._loader(self.split[0], self.shuffle), self._loader(self.split[1], False)
-        optimizer = self._optimizer()
+        steps, held_out = self.steps(device), self._loader(self.split[1], False)
         while True:
-            net.train()
-            trained = sum(self._step(optimizer, pixels, labels, device) for pixels, labels in loader)
-            net.eval()
+            trained = sum(islice(steps, -(-len(self.split[0]) // self.batch_size)))
+            self.net.eval()
             loss_sum, hits = 0.0, 0
             with torch.no_grad():
                 for pixels, labels in held_out:
-                    logits, labels = net(pixels.to(device)), labels.to(device)
+                    logits, labels = self.net(pixels.to(device)), labels.to(device)
                     loss_sum += F.cross_entropy(logits, labels).item()
                     hits += int((logits.argmax(1) == labels).sum())
             yield trained
@@ -128,7 +128,9 @@ class BareLoop:
     Net, batches, precision, optimizer, schedule and average are those of `model`, from its weights of this moment on,
     in copies of their own. net: the copy that is trained. loss: of the last step, a float tensor on the device.
     average: of the net's weights, where the model's settings ask for one.
-    Raises UsageError for a precision that it does not know.
+
+    Raises:
+        UsageError: a precision that it does not know.
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
@@ -136,21 +138,29 @@ class BareLoop:
             raise UsageError(f"the bare loop computes in {' or '.join(AUTOCAST)}, not in {trainer.precision}: set --precision")
         self.autocast = AUTOCAST[trainer.precision]
         self.data, self.device, self.settings = data, model.device, model.hparams
-        twin = ImageClassifier(**model.hparams)
+        twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net).train()
         if self.settings["compile"]:
             self.net.compile()
         twin.trainer = trainer  # which tells the schedule how long the training is
-        self.optimizer, self.schedule, self.every = _optimization(twin.configure_optimizers())
+        configured: Any = twin.configure_optimizers()
+        if not isinstance(configured, dict):  # a constant rate
+            configured = {"optimizer": configured, "lr_scheduler": {"scheduler": None, "interval": "step"}}
+        self.optimizer = configured["optimizer"]
+        self.schedule, self.every = configured["lr_scheduler"]["scheduler"], configured["lr_scheduler"]["interval"]
         self.loss = torch.zeros(())
-        self.average: AveragedModel | None = None
+        decay = self.settings["ema_decay"]
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
+        self._running = self.steps()
+
+    def take(self, count: int) -> int:
+        """Makes that many steps, and returns the images of all of them."""
+        return sum(islice(self._running, count))
 
     def steps(self) -> Iterator[int]:
         """Trains, and yields after each step with the number of its images."""
-        net, optimizer, schedule = self.net, self.optimizer, self.schedule
-        smoothing, decay = self.settings["label_smoothing"], self.settings["ema_decay"]
-        if decay:
-            average = self.average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+        net, optimizer, schedule, average = self.net, self.optimizer, self.schedule, self.average
+        smoothing = self.settings["label_smoothing"]
         for epoch in batches_on_device(self.data, self.device):
             for images, labels, *_ in epoch:
                 optimizer.zero_grad(set_to_none=True)
@@ -160,17 +170,9 @@ class BareLoop:
                 optimizer.step()
                 if schedule and self.every == "step":
                     schedule.step()
-                if decay:
+                if average:
                     average.update_parameters(net)
                 self.loss = loss.detach()
                 yield len(labels)
             if schedule and self.every == "epoch":
                 schedule.step()
-
-
-def _optimization(configured: Any) -> tuple[torch.optim.Optimizer, Any, str]:
-    """Optimizer, schedule (None for a constant rate) and its interval, from what `configure_optimizers` returns."""
-    if not isinstance(configured, dict):
-        return configured, None, "step"
-    schedule = configured.get("lr_scheduler", {})
-    return configured["optimizer"], schedule.get("scheduler"), schedule.get("interval", "step")

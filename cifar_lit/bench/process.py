@@ -18,23 +18,26 @@ from cifar_lit.errors import Failure, UsageError
 PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # flags that say where files lie, not what was measured
 
 
-class Finished(NamedTuple):
-    """A training that ended well. lines: what it printed, each with the seconds since the start of its process."""
+class FinishedTraining(NamedTuple):
+    """lines: what it printed, each with the seconds since the start of its process."""
 
     metrics: dict[str, Any]
     seconds: float
     lines: list[tuple[float, str]]
 
 
-def train(argv: Sequence[str]) -> Finished:
+def train(argv: Sequence[str]) -> FinishedTraining:
     """Runs `cifar-lit train` with these flags in a process and a folder of its own.
 
-    Raises UsageError or Failure, as the process ended, with the last line that it printed.
+    Raises:
+        UsageError, Failure: as the process ended, with the last line that it printed.
     """
+    if any(word.partition("=")[0] == "--logs" for word in argv):
+        raise UsageError("the runs are only measured, in a folder that is gone afterwards: leave --logs out")
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:
         started = time.perf_counter()
         command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
             assert process.stdout is not None
             lines = [(time.perf_counter() - started, text.rstrip()) for text in process.stdout]
         seconds = time.perf_counter() - started
@@ -42,7 +45,7 @@ def train(argv: Sequence[str]) -> Finished:
             errors.seek(0)
             raise as_error(process.returncode, errors.read(), "the training")
         (metrics,) = Path(logs).glob("*/metrics.json")
-        return Finished(json.loads(metrics.read_text()), seconds, lines)
+        return FinishedTraining(json.loads(metrics.read_text()), seconds, lines)
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
@@ -51,7 +54,7 @@ def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
     return (UsageError if code == 2 else Failure)(line.removeprefix("cifar-lit: "))
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """For a process that can import this package, also from a checkout that is not installed, and prints at once."""
     root = str(Path(cifar_lit.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -60,12 +63,5 @@ def environment() -> dict[str, str]:
 
 def without_places(argv: Sequence[str]) -> list[str]:
     """The flags without those that only say where files lie."""
-    kept: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word.partition("=")[0] not in PLACES:
-            kept.append(word)
-        elif "=" not in word and rest:
-            rest.pop(0)
-    return kept
+    values = {place + 1 for place, word in enumerate(argv) if word in PLACES}
+    return [word for place, word in enumerate(argv) if place not in values and word.partition("=")[0] not in PLACES]

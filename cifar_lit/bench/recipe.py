@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -22,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 import cifar_lit
-from cifar_lit.bench.commands import PassingParser
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.report import environment, footer, make_parent, show, spread, spread_text, write_figures
+from cifar_lit.bench.report import environment, figures_of, publish, spread, spread_text, write_figures
 from cifar_lit.cli.console import say
 from cifar_lit.cli.fit import TrainingCLI, program
-from cifar_lit.cli.flags import LOGS, OWN, SHORT, parse, recipe_path
+from cifar_lit.cli.flags import OWN, SHORT, parse, recipe_path
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
@@ -38,154 +35,119 @@ from cifar_lit.runs.compare import mean_interval
 from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.training.callbacks import Interrupted
 
-WHAT = "seeds of recipes: test accuracy with its interval, warm and cold time, memory"
-UNFIT = {
-    "seed": "--seed0 and --runs choose the seeds",
-    "seed_everything": "--seed0 and --runs choose the seeds",
+WHAT = (
+    "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "
+    "goes on when the same line is typed again. What is not listed here goes to the training."
+)
+NOT_TAKEN = {
+    **dict.fromkeys(("seed", "seed_everything"), "--seed0 and --runs choose the seeds"),
     "recipe": "recipes are named without a flag, first on the line",
-    "resume": "the same command again goes on by itself",
-    "ckpt_path": "every run starts anew",
+    **dict.fromkeys(("resume", "ckpt_path"), "every run starts anew"),
 }
 CODE = ("data", "models", "training")  # the folders that a result depends on
 SHARED = (
     "The runs share one process, and the images, which are decoded and held once. Each has its own net, Trainer and run folder, "
     "and draws initial weights, order and augmentation from its seed."
 )
-Runs = dict[str, dict[int, dict[str, Any]]]  # by recipe and seed
-Fingerprints = Mapping[str, Mapping[str, str]]  # by recipe
 LEGEND = (
     "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm",
     "cold s is from the process's start to the tested net; peak MB is of the process, with all runs before",
 )
+Runs = dict[str, dict[int, dict[str, Any]]]  # by recipe and seed
 
 
-def main(argv: list[str]) -> None:
-    """Runs `bench recipe NAME … [flags]`.
+def add_arguments(parser: Any) -> None:
+    """The flags of this measurement."""
+    parser.trains = parser.names = True
+    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe; those that the --json FILE holds are kept")
+    parser.add_argument("--seed0", type=int, default=0, help="the first of them")
 
-    Raises UsageError, Failure, Interrupted and what a training raises; what is finished by then is kept on disk.
-    """
-    names, options, flags = parse_line(argv)
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports; raises Interrupted and what a training raises: what is finished by then is in the --json file."""
+    recipes = check(settings)
     catch_signals()
-    logs = parse("train", flags).logs
     where = environment()
-    settings = {recipe_path(name).stem: fingerprint(name, flags, where) for name in names}
-    temporary = Path(logs or LOGS) / f"bench-recipe-{_digest(json.dumps(settings))}.json"
-    file = Path(options.json) if options.json else temporary
-    seeds = range(options.seed0, options.seed0 + options.runs)
-    with locked(file):
-        runs = read_runs(file, settings)
-        try:
-            for name, run, total in _missing_runs(names, seeds, flags, logs, runs, file):
-                runs[name][run["seed"]] = run
-                figures = _figures(runs, settings, flags, where)
-                write_figures(file, figures)  # whole after each run, so that a stopped measurement goes on where it was
-                say(_progress(name, run, runs[name], total))
-        except Interrupted as interruption:
-            interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(argv)}"
-            raise
-        figures = _figures(runs, settings, flags, where)
-        temporary.unlink(missing_ok=True)
+    conditions = {name: conditions_of(path, settings.flags, where) for name, path in recipes.items()}
+    file = Path(settings.json) if settings.json else None
+    runs = read_runs(file, conditions) if file and file.exists() else {name: {} for name in recipes}
+    command = parse("train", list(settings.flags))
+
+    def figures() -> dict[str, Any]:
+        entries = {
+            name: {**summary(same), "settings": conditions[name], "runs": same}
+            for name in recipes
+            if (same := [runs[name][seed] for seed in sorted(runs[name])])
+        }
+        return figures_of("recipe", {"flags": without_places(command.flags)}, shared=SHARED, recipes=entries)
+
+    cold = True
+    with images_held():
+        for name, path in recipes.items():
+            missing = [seed for seed in range(settings.seed0, settings.seed0 + settings.runs) if seed not in runs[name]]
+            total = len(runs[name]) + len(missing)
+            if file and runs[name]:
+                say(f"{name}: {len(runs[name])} runs are done already (in {display_path(file)}); {len(missing)} to go")
+            for seed in missing:
+                try:
+                    done = run_once(str(path), settings.flags, seed, command.logs, cold)
+                except Interrupted as interruption:
+                    if file:
+                        interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
+                    raise
+                cold, done["first"] = False, seed == missing[0]
+                runs[name][seed] = done
+                if file:
+                    write_figures(file, figures())
+                mean = percent(mean_interval([other["accuracy"] for other in runs[name].values()])["mean"])
+                line = f"{name} seed {seed} ({len(runs[name])} of {total}): {percent(done['accuracy'])} · mean {mean}"
+                line += f" · {done['seconds']:.2f} s · {done['images_per_second'] or 0:,.0f} images/s"
+                say(line + " · the first here: not in the warm times" * done["first"])
     say("")
-    print_summary(figures["recipes"])
-    say("", SHARED, footer(figures), *([f"written: {display_path(file)}"] if options.json else []))
+    report(figures(), settings.json)
 
 
-def _figures(runs: Runs, settings: Fingerprints, flags: Sequence[str], where: dict[str, Any]) -> dict[str, Any]:
-    recipes = {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in runs.items() if by_seed}
-    return {
-        "bench": "recipe",
-        "settings": {"flags": without_places(parse("train", list(flags)).flags)},
-        "environment": where,
-        "shared": SHARED,
-        "recipes": {name: {**summary(same), "settings": settings[name], "runs": same} for name, same in recipes.items()},
-    }
-
-
-def parse_line(argv: list[str]) -> tuple[list[str], argparse.Namespace, list[str]]:
-    """Recipes, flags of the measurement and those of training; raises UsageError for what cannot be meant."""
-    going_on = "A measurement that was stopped goes on when the same line is typed again."
-    parser = PassingParser("cifar-lit bench recipe", f"{WHAT}. {going_on}")
-    parser.usage = "%(prog)s NAME [NAME …] [flags] [any flag of training]"
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe (3)")
-    parser.add_argument("--seed0", type=int, default=0, help="the first of them (0)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there; runs that it holds already are not made again")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        raise SystemExit(0)
-    count = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
-    names = argv[:count]
-    options, flags = parser.parse_known_args(argv[count:])
+def check(settings: argparse.Namespace) -> dict[str, Path]:
+    """The recipes' files by name; raises UsageError for what cannot be meant."""
     known = ["runs", "seed0", "json", *SHORT, *OWN]
-    for word in flags:
+    for word in settings.flags:
         flag = word.removeprefix("--").partition("=")[0]
-        if flag in UNFIT and word.startswith("--"):
-            raise UsageError(f"bench recipe takes no --{flag}: {UNFIT[flag]}")
+        if flag in NOT_TAKEN and word.startswith("--"):
+            raise UsageError(f"bench recipe takes no --{flag}: {NOT_TAKEN[flag]}")
         if word.startswith("--") and "." not in flag and flag not in known:  # training does not know the nearest of ours
             raise UsageError(f"there is no flag --{flag}.{nearest(flag, known).replace('mean ', 'mean --')}")
-    if not names:
+    if not settings.names:
         raise UsageError("which recipe? Name one or more first, as in `cifar-lit bench recipe quickstart --runs 3`")
-    stems = [recipe_path(name).stem for name in names]
-    if len(set(stems)) < len(stems):
-        raise UsageError(f"two of the recipes are called alike: {', '.join(stems)}")
-    if options.runs < 1:
-        raise UsageError(f"--runs must be at least 1, not {options.runs}")
-    if options.seed0 < 0:
-        raise UsageError(f"--seed0 must be 0 or more, not {options.seed0}")
-    if options.json:
-        make_parent(Path(options.json))
-    devices = parse("train", flags).value("trainer.devices")
+    paths = [recipe_path(name) for name in settings.names]
+    recipes = {path.stem: path for path in paths}
+    if len(recipes) < len(paths):
+        raise UsageError(f"two of the recipes are called alike: {', '.join(path.stem for path in paths)}")
+    if settings.runs < 1 or settings.seed0 < 0:
+        raise UsageError(f"--runs must be at least 1 and --seed0 at least 0, not {settings.runs} and {settings.seed0}")
+    devices = parse("train", list(settings.flags)).value("trainer.devices")
     if devices is None:  # further processes would each start a measurement of their own
-        flags = [*flags, "--devices", "1"]
+        settings.flags += ["--devices", "1"]
     elif not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
         raise UsageError(f"bench recipe measures on one device, not on --devices {devices}: use 1, or name one as [0]")
-    return names, options, flags
+    return recipes
 
 
-# ---- runs that are finished are kept
-
-
-def fingerprint(recipe: str, flags: Sequence[str], where: Mapping[str, Any]) -> dict[str, str]:
+def conditions_of(recipe: Path, flags: Sequence[str], where: Mapping[str, Any]) -> dict[str, str]:
     """What runs must have in common to count as one measurement: a digest for each kind of thing; `where`: `environment()`."""
     command = parse("train", list(flags))
     package = Path(cifar_lit.__file__).parent
-    return {
-        "recipe": _digest(recipe_path(recipe).read_text()),
-        "flags": _digest(*command.flags),
-        "configurations": _digest(*(Path(path).expanduser().read_text() for path in command.configs)),
-        "versions": _digest(*(f"{name} {version}" for name, version in where["versions"].items())),
-        "code": _digest(*(path.read_text() for folder in CODE for path in sorted((package / folder).rglob("*.py")))),
-        "machine": _digest(*(str(where[name]) for name in ("cpu", "threads", "gpu"))),
+    texts = {
+        "recipe": [recipe.read_text()],
+        "flags": [*command.flags, *(Path(path).expanduser().read_text() for path in command.configs)],
+        "versions": [f"{name} {version}" for name, version in where["versions"].items()],
+        "code": [path.read_text() for folder in CODE for path in sorted((package / folder).rglob("*.py"))],
+        "machine": [str(where[name]) for name in ("cpu", "threads", "gpu")],
     }
+    return {name: hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12] for name, parts in texts.items()}
 
 
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Raises Failure where another process measures into the same file, or it cannot be written."""
-    place = display_path(file)
-    lock = FileLock(file.with_name(file.name + ".lock"))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise Failure(f"another process is writing {place}: wait until it ends, or name another --json") from None
-    except OSError as error:
-        raise Failure(f"cannot write {place}: {error.strerror}. Name another file with --json.") from None
-    try:
-        yield
-    finally:
-        lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
-
-
-def read_runs(file: Path, settings: Fingerprints) -> Runs:
-    """The finished runs that a file holds, if it is there; raises UsageError when they are of something else."""
-    runs: Runs = {name: {} for name in settings}
-    if not file.exists():
-        return runs
+def read_runs(file: Path, conditions: Mapping[str, Mapping[str, str]]) -> Runs:
+    """The finished runs that a file holds; raises UsageError when they are of something else."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -193,41 +155,14 @@ def read_runs(file: Path, settings: Fingerprints) -> Runs:
     place = display_path(file)
     if not isinstance(content, dict) or content.get("bench") != "recipe":
         raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
-    way_out = f"name another --json, or delete {place}"
+    runs: Runs = {name: {} for name in conditions}
     for name, entry in content["recipes"].items():
-        if name not in settings:
-            raise UsageError(f"{place} holds runs of {name}, which is not measured now: {way_out}")
-        if differing := " and ".join(part for part, own in settings[name].items() if entry["settings"].get(part) != own):
-            raise UsageError(f"{place} holds runs of {name} with other {differing}: {way_out}")
+        if name not in conditions:
+            raise UsageError(f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}")
+        if differing := " and ".join(part for part, own in conditions[name].items() if entry["settings"].get(part) != own):
+            raise UsageError(f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}")
         runs[name] = {run["seed"]: run for run in entry["runs"]}
     return runs
-
-
-# ---- training
-
-
-def _missing_runs(
-    names: Sequence[str], seeds: Sequence[int], flags: Sequence[str], logs: str | None, runs: Runs, file: Path
-) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Makes the runs that there are not yet, each with its recipe's name and how many there are to be of it."""
-    cold = True
-    with images_held():
-        for recipe in names:
-            name = recipe_path(recipe).stem
-            missing = [seed for seed in seeds if seed not in runs[name]]
-            done = len(runs[name])
-            if done:
-                say(f"{name}: {done} runs are done already (in {display_path(file)}); {len(missing)} to go")
-            for place, seed in enumerate(missing):
-                yield name, {**run_once(recipe, flags, seed, logs, cold), "first": place == 0}, done + len(missing)
-                cold = False
-
-
-def _progress(name: str, run: Mapping[str, Any], runs: Mapping[int, Mapping[str, Any]], total: int) -> str:
-    mean = statistics.fmean(other["accuracy"] for other in runs.values())
-    line = f"{name} seed {run['seed']} ({len(runs)} of {total}): {percent(run['accuracy'])} · mean {percent(mean)}"
-    line += f" · {run['seconds']:.2f} s · {run['images_per_second'] or 0:,.0f} images/s"
-    return line + " · the first here: not in the warm times" * run["first"]
 
 
 @contextmanager
@@ -276,12 +211,10 @@ def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, col
     on_gpu = torch.cuda.is_available() and metrics["accelerator"] == "gpu"
     return {
         "seed": seed,
-        **{name: metrics[name] for name in ("dataset", "accelerator", "precision", "parameters")},
-        "accuracy": metrics["test"]["accuracy"],
-        "loss": metrics["test"]["loss"],
+        **{name: metrics[name] for name in ("dataset", "accelerator", "precision", "parameters", "images_per_second")},
+        **{name: metrics["test"][name] for name in ("accuracy", "loss")},
         "views": metrics["test"].get("tta"),
         "seconds": metrics["train_seconds"],
-        "images_per_second": metrics["images_per_second"],
         "cold_seconds": None if age is None else round(age, 2),
         "memory_mb": round(peak / 1e6),
         "device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6) if on_gpu else None,
@@ -294,11 +227,8 @@ def process_age() -> float | None:
         # the 22nd field of proc(5)'s stat, in clock ticks since boot; the second may hold spaces and ends with a bracket
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
+    except (OSError, AttributeError):
         return None
-
-
-# ---- what the runs come to
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -309,7 +239,6 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             code is loaded and kernels are compiled or captured; their times count only where there are no others.
     """
     warm = [run for run in runs if not run["first"]]
-    timed = warm or runs
     views = [run["views"] for run in runs if run["views"]]
     cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
     return {
@@ -317,8 +246,8 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accuracy": mean_interval([run["accuracy"] for run in runs]),
         "views": {"views": views[0]["views"], **mean_interval([view["accuracy"] for view in views])} if views else None,
         "warm": bool(warm),
-        "seconds": spread(run["seconds"] for run in timed),
-        "images_per_second": spread(run["images_per_second"] or 0.0 for run in timed),
+        "seconds": spread(run["seconds"] for run in warm or runs),
+        "images_per_second": spread(run["images_per_second"] or 0.0 for run in warm or runs),
         "cold_seconds": spread(cold) if cold else None,
         "memory_mb": max(run["memory_mb"] for run in runs),
         "device_memory_mb": max((run["device_memory_mb"] for run in runs if run["device_memory_mb"] is not None), default=None),
@@ -335,25 +264,37 @@ def mean_text(mean: Mapping[str, Any]) -> str:
     return percent(mean["mean"]) + (f" ± {100 * mean['std']:.2f}" if mean["std"] is not None else "")
 
 
-def memory_text(entry: Mapping[str, Any]) -> str:
-    """Peak memory in MB, the accelerator's behind a plus."""
-    device = entry["device_memory_mb"]
-    return f"{entry['memory_mb']:,}" + (f" + {device:,} on the device" if device is not None else "")
+def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of a summary by the names of their columns; – for what there is not."""
+    accuracy, views, cold, device = (entry[name] for name in ("accuracy", "views", "cold_seconds", "device_memory_mb"))
+    interval = "–" if accuracy["low"] is None else f"{100 * accuracy['low']:.2f} … {100 * accuracy['high']:.2f}"
+    return {
+        "n": str(accuracy["n"]),
+        "test accuracy": mean_text(accuracy),
+        "95 % of the mean": interval,
+        "with views": f"{mean_text(views)} ({views['views']})" if views else "–",
+        "train s": spread_text(entry["seconds"], ",.2f"),
+        "cold s": spread_text(cold, ",.1f") if cold else "–",
+        "images/s": f"{entry['images_per_second']['median']:,.0f}",
+        "peak MB": f"{entry['memory_mb']:,}" + (f" + {device:,} on the device" if device is not None else ""),
+    }
 
 
-def print_summary(recipes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints a row for each recipe."""
-    rows, lines = [], list(LEGEND)
-    for name, entry in recipes.items():
-        accuracy, views, cold = (entry[part] for part in ("accuracy", "views", "cold_seconds"))
-        row = [name, str(accuracy["n"]), mean_text(accuracy)]
-        row.append(f"{100 * accuracy['low']:.2f} … {100 * accuracy['high']:.2f}" if accuracy["low"] is not None else "–")
-        row.append(f"{mean_text(views)} ({views['views']})" if views else "–")
-        row += [spread_text(entry["seconds"], ",.2f"), spread_text(cold, ",.1f") if cold else "–"]
-        rows.append([*row, f"{entry['images_per_second']['median']:,.0f}", memory_text(entry)])
-        if not entry["warm"]:
-            lines.append(f"{name}: no run was warm, the times are those of first runs")
-    columns = ["recipe", "n", "test accuracy", "95 % of the mean", "with views", "train s", "cold s", "images/s", "peak MB"]
-    if all(row[4] == "–" for row in rows):
-        rows, columns = [[*row[:4], *row[5:]] for row in rows], [*columns[:4], *columns[5:]]
-    show("test accuracy and time", columns, rows, *lines)
+def report(figures: dict[str, Any], file: str | None) -> None:
+    """Prints a row for each recipe, and writes the figures to a file if one is named."""
+    rows = {name: texts_of(entry) for name, entry in figures["recipes"].items()}
+    columns = [column for column in next(iter(rows.values())) if any(row[column] != "–" for row in rows.values())]
+    not_warm = [name for name, entry in figures["recipes"].items() if not entry["warm"]]
+    publish(
+        figures,
+        file,
+        "test accuracy and time",
+        ["recipe", *columns],
+        [[name, *(row[column] for column in columns)] for name, row in rows.items()],
+        *LEGEND,
+        *(f"{name}: no run was warm, the times are those of first runs" for name in not_warm),
+        "",
+        SHARED,
+    )
+    if file:
+        print(f"written: {display_path(Path(file))}")

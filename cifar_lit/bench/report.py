@@ -1,8 +1,4 @@
-"""What every measurement says in the same way: where it was made, how its values spread, a table, and a JSON file of it all.
-
-The figures of a measurement are nested plain values with at least `bench` (its name), `settings`, `environment`, and,
-for tables of many measurements, `headline`: {label: value or [low, median, high]} with `unit`: {label: unit}.
-"""
+"""What every measurement says in the same way: where it was made, how its values spread, a table, and a JSON file of it all."""
 
 from __future__ import annotations
 
@@ -25,6 +21,7 @@ from cifar_lit.hardware import detect_machine
 from cifar_lit.runs.results import versions
 
 Spread = dict[str, float]  # n, and lower quartile, median and upper quartile as low, median, high
+NOT_FIGURES = ("json", "root", "threads", "names", "line")  # flags that say where files lie, or are told elsewhere
 
 
 def environment() -> dict[str, Any]:
@@ -56,63 +53,9 @@ def spread(values: Iterable[float]) -> Spread:
     return {"n": len(listed), "median": significant(median), "low": significant(low), "high": significant(high)}
 
 
-def significant(value: float, digits: int = 5) -> float:
+def significant(value: float) -> float:
     """A number without the digits that no measurement supports."""
-    return float(f"{value:.{digits}g}")
-
-
-def headline(*rows: tuple[str, Spread | float, str]) -> dict[str, Any]:
-    """The entries `headline` and `unit` of the figures, from (label, spread or number, unit) each."""
-
-    def flat(value: Spread | float) -> float | list[float]:
-        if not isinstance(value, dict):
-            return significant(value)
-        return [value["low"], value["median"], value["high"]] if value["n"] > 1 else value["median"]
-
-    return {"headline": {label: flat(value) for label, value, _ in rows}, "unit": {label: unit for label, _, unit in rows}}
-
-
-def settings_of(namespace: Any) -> dict[str, Any]:
-    """The settings of a measurement for its figures; what only says where files lie is left out."""
-    return {name: value for name, value in namespace.as_dict().items() if name not in ("json", "root", "threads")}
-
-
-def make_parent(path: Path) -> None:
-    """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
-    with _explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes the figures as JSON, whole or not at all; raises Failure where that cannot be done."""
-    text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    make_parent(path)
-    with _explained(path):
-        write_text(path, text)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
-
-
-def publish(
-    figures: Mapping[str, Any], file: str | None, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
-) -> None:
-    """Writes the figures to a file, if one is named, and prints them as a table with lines and the environment under it."""
-    if file:
-        write_figures(Path(file), figures)
-    show(title, columns, rows, *lines, footer(figures))
-
-
-def footer(figures: Mapping[str, Any]) -> str:
-    """One line that says where and when figures were measured."""
-    where = figures["environment"]
-    parts = [f"{where['cpu']}, {where['threads']} threads", *([where["gpu"]] if where["gpu"] else []), where["date"]]
-    return " · ".join([*parts, *(f"{name} {number}" for name, number in where["versions"].items())])
+    return float(f"{value:.5g}")
 
 
 def spread_text(value: Spread, form: str = ",.0f") -> str:
@@ -122,15 +65,69 @@ def spread_text(value: Spread, form: str = ",.0f") -> str:
     return f"{value['median']:{form}} ({value['low']:{form}} … {value['high']:{form}})"
 
 
-def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str) -> None:
-    """Prints a title, a table, its first column to the left, and lines under it."""
+def figures_of(bench: str, settings: Mapping[str, Any], *rows: tuple[str, Spread | float, str], **more: Any) -> dict[str, Any]:
+    """The figures of a measurement as nested plain values.
+
+    Args:
+        bench: its name.
+        settings: its flags, and what they left open.
+        rows: the entries `headline`, {label: value or [low, median, high]}, and `unit`, {label: unit}, for tables of many
+            measurements: label, spread or number, unit.
+        more: further entries.
+    """
+
+    def flat(value: Spread | float) -> float | list[float]:
+        if not isinstance(value, dict):
+            return significant(value)
+        return [value["low"], value["median"], value["high"]] if value["n"] > 1 else value["median"]
+
+    return {
+        "bench": bench,
+        "settings": {name: value for name, value in settings.items() if name not in NOT_FIGURES},
+        "environment": environment(),
+        "headline": {label: flat(value) for label, value, _ in rows},
+        "unit": {label: unit for label, _, unit in rows},
+        **more,
+    }
+
+
+def publish(
+    figures: Mapping[str, Any], file: str | None, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
+) -> None:
+    """Writes the figures to a file, if one is named, and prints them as a table with lines and the environment under it."""
+    if file:
+        write_figures(Path(file), figures)
     table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 200)  # elsewhere no row is to be folded
-    console.print(title, highlight=False, markup=False)
-    console.print(table)
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    where = figures["environment"]
+    machine = [f"{where['cpu']}, {where['threads']} threads", *([where["gpu"]] if where["gpu"] else []), where["date"]]
+    footer = " · ".join([*machine, *(f"{name} {number}" for name, number in where["versions"].items())])
+    # elsewhere than on a terminal no row is to be folded
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    for part in (title, table, *lines, footer):
+        console.print(part)
+
+
+def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+    """Writes the figures as JSON, whole or not at all; raises Failure where that cannot be done."""
+    text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+
+
+def make_parent(path: Path) -> None:
+    """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None

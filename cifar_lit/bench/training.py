@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import rich
 import torch
-from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
@@ -46,46 +46,47 @@ class Subject(NamedTuple):
         return max(1, len(self.data.split[0]) // self.data.batch_size)
 
 
-def add_training_arguments(parser: ArgumentParser, recipe: str | None) -> None:
-    """The flags that choose what is trained, and where; `recipe` is what is trained if none is given."""
-    parser.add_argument("--recipe", type=str | None, default=recipe, help="a packaged recipe, or a YAML file of your own")
-    parser.add_argument("--net", type=str | None, default=None, help=f"another than the recipe's; {LINEAR!r} is a single layer")
-    parser.add_argument("--lr", type=float | None, default=None, help="another learning rate than the recipe's")
-    parser.add_argument("--batch-size", type=int | None, default=None, help="images a step; the recipe's if not given")
-    parser.add_argument("--precision", type=str | None, default=None, help="such as 32-true; this machine's best if not given")
+def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
+    """The flags that choose what is trained, and where, by their short and long names; `recipe` is the default."""
+    parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
+    parser.add_argument("--net", "--model.net", help=f"another than the recipe's; {LINEAR!r} is a single layer")
+    parser.add_argument("--lr", "--model.lr", type=float, help="another learning rate than the recipe's")
+    parser.add_argument("--batch-size", "--data.batch_size", type=int, help="images a step; the recipe's if not given")
+    parser.add_argument("--precision", "--trainer.precision", help="such as 32-true; this machine's best if not given")
     add_data_arguments(parser)
 
 
-def add_data_arguments(parser: ArgumentParser, dataset: str | None = None) -> None:
+def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = None) -> None:
     """The flags that choose images and device."""
-    parser.add_argument("--dataset", type=str | None, default=dataset, help="the recipe's, or shapes, if not given")
-    parser.add_argument("--data-dir", dest="root", type=str | None, default=None, help="where archives are, or own images")
-    parser.add_argument("--count", type=int, default=20_000, help="training images that `shapes` draws")
-    parser.add_argument("--accelerator", type=str, default="auto", help="cpu, gpu or mps; the Trainer's choice if not given")
+    parser.add_argument("--dataset", "--data.dataset", default=dataset, help="the recipe's, or shapes, if not given")
+    parser.add_argument("--data-dir", "--data.root", dest="root", metavar="PATH", help="where archives are, or own images")
+    parser.add_argument("--count", "--data.count", type=int, default=20_000, help="training images that `shapes` draws")
+    parser.add_argument("--accelerator", "--trainer.accelerator", default="auto", help="auto, cpu, gpu or mps")
+    parser.add_argument("--threads", type=int, help="of torch; as many as it takes if not given")
 
 
-def subject_from(settings: Namespace) -> Subject:
+def subject_from(settings: argparse.Namespace) -> Subject:
     """The training that the flags of `add_training_arguments` choose; writes what they left open into `settings`.
 
     Model and data are as in the recipe, its rate and schedule too; of its Trainer only precision and logging interval
-    are taken. Without a recipe: plain SGD on raw images. Raises UsageError for names and settings that do not exist.
+    are taken. Without a recipe: plain SGD on raw images.
+
+    Raises:
+        UsageError: names or settings that do not exist.
     """
     recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
-    flags = {"dataset": settings.dataset, "root": settings.root, "batch_size": settings.batch_size}
-    data |= {name: value for name, value in flags.items() if value is not None}
-    data |= {"count": settings.count} if data.get("dataset") == "shapes" else {}
-    flags = {"net": settings.net, "lr": settings.lr}
-    model |= {name: value for name, value in flags.items() if value is not None}
-
+    model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
+    data |= {name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None}
+    if data.get("dataset") == "shapes":
+        data["count"] = settings.count
     machine = detect_machine()
     accelerator, devices = choose_devices(machine, settings.accelerator, 1)
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
     images, classifier = build(model, data)
-    settings.net = model.get("net", classifier.hparams["net"])
-    settings.lr, settings.precision = classifier.hparams["lr"], precision
-    settings.dataset, settings.batch_size = images.dataset, images.batch_size
-    kept = {"log_every_n_steps": trainer["log_every_n_steps"]} if "log_every_n_steps" in trainer else {}
+    settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
+    settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
+    kept = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
     return Subject(classifier, images, accelerator, devices, precision, kept)
 
 

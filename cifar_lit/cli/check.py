@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.table import Column, Table
 from torch import Tensor, nn
 
-from cifar_lit.bench.process import environment
+from cifar_lit.bench.process import child_environment
 from cifar_lit.cli import console
 from cifar_lit.cli.errors import LOST_PEER
 from cifar_lit.cli.flags import Command
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 async def run_probe(word: str, variables: Mapping[str, str], limit: float) -> Answer:
     """Runs a probe, and ends it when it says nothing for `limit` seconds. variables: in place of a launcher's."""
-    own = {name: value for name, value in environment().items() if name not in LAUNCHER_VARIABLES} | dict(variables)
+    own = {name: value for name, value in child_environment().items() if name not in LAUNCHER_VARIABLES} | dict(variables)
     argv, messages, code = [sys.executable, "-m", "cifar_lit.cli.check", word], [], None
     process = await asyncio.create_subprocess_exec(*argv, env=own, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
-from PIL import Image, UnidentifiedImageError
 from script import run_script
 
-from cifar_lit.bench.process import as_error
-from cifar_lit.bench.process import environment as child_environment
-from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.bench.process import as_error, child_environment
+from cifar_lit.bench.report import figures_of, publish, spread, spread_text
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -26,51 +23,34 @@ WHAT = (
 POLL_SECONDS = 0.05
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.add_argument("run", type=str, metavar="RUN", help="a run folder")
-    parser.add_argument("folder", type=str, metavar="FOLDER", help="of pictures")
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    parser.add_argument("folder", metavar="FOLDER", help="of pictures")
     parser.add_argument("--rounds", type=int, default=5, help="how often, after one to warm up")
-    parser.add_argument("--enlarge", type=int, default=0, help="enlarge the pictures to this side first, as photographs are")
-    parser.add_argument("--device", type=str, default="cpu", help="where the net computes")
+    parser.add_argument("--device", default="cpu", help="where the net computes")
 
 
-def run(settings: Namespace) -> None:
+def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = enlarge(Path(settings.folder), settings.enlarge, Path(temporary)) if settings.enlarge else Path(settings.folder)
-        rounds = [classify(settings.run, folder, settings.device) for _ in range(settings.rounds + 1)][1:]
+    folder = Path(settings.folder)
+    rounds = [classify(settings.run, folder, settings.device) for _ in range(settings.rounds + 1)][1:]
     images = rounds[0][0]
     seconds = spread(seconds for _, seconds, _ in rounds)
     speed = spread(images / seconds for _, seconds, _ in rounds)
     memory = max(memory for _, _, memory in rounds)
-    figures: dict[str, Any] = {
-        "bench": "classify",
-        "settings": {**settings_of(settings), "run": Path(settings.run).name, "folder": f"{images} files"},
-        "environment": environment(),
-        **headline(("classify", speed, "images/s"), ("from start to end", seconds, "s"), ("peak memory", memory, "MB")),
-    }
+    rates = [("classify", speed, "images/s"), ("from start to end", seconds, "s")]
+    own = {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"}
     publish(
-        figures,
+        figures_of("classify", own, *rates, ("peak memory", memory, "MB")),
         settings.json,
         f"classify · {Path(settings.run).name} · {images:,} files",
         ("images/s", "seconds", "peak MB"),
         [(spread_text(speed), spread_text(seconds, ".2f"), f"{memory:,.0f}")],
         f"medians (quartiles) of {settings.rounds} rounds",
     )
-
-
-def enlarge(source: Path, side: int, target: Path) -> Path:
-    """Writes the pictures of a folder as JPEGs of another side, of the quality that cameras write; returns `target`."""
-    for number, path in enumerate(sorted(source.rglob("*"))):
-        try:
-            with Image.open(path) as image:
-                image.convert("RGB").resize((side, side)).save(target / f"{number:06}.jpg", quality=90)
-        except (OSError, UnidentifiedImageError):
-            continue
-    return target
 
 
 def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
@@ -118,4 +98,4 @@ def _peak(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(sys.modules[__name__]))
+    raise SystemExit(run_script())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -10,10 +11,8 @@ from typing import Any
 
 from script import run_script
 
-from cifar_lit.bench.commands import PassingParser
-from cifar_lit.bench.process import Finished, as_error, environment, train, without_places
-from cifar_lit.bench.report import environment as machine
-from cifar_lit.bench.report import headline, publish, spread, spread_text
+from cifar_lit.bench.process import FinishedTraining, as_error, child_environment, train, without_places
+from cifar_lit.bench.report import figures_of, publish, spread, spread_text
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -24,29 +23,27 @@ WHAT = (
 IMPORTS = "from cifar_lit.cli.quiet import quieten; quieten(); import cifar_lit.cli.fit"
 
 
-def main(argv: list[str]) -> None:
-    """Runs the measurement; raises UsageError and Failure, a training's own with the line that it ended with."""
-    parser = PassingParser(prog="cold.py", description=WHAT)
-    parser.add_argument("--runs", type=int, default=3, help="trainings, each in a fresh process (3)")
-    parser.add_argument("--json", help="write the figures to this file too")
-    settings, rest = parser.parse_with_rest(argv)
+def add_arguments(parser: Any) -> None:
+    """The flags of this measurement."""
+    parser.trains = True
+    parser.add_argument("--runs", type=int, default=3, help="trainings, each in a fresh process")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports; raises a training's UsageError or Failure with the line that it ended with."""
+    if settings.runs < 1:
+        raise UsageError("a measurement takes at least --runs 1")
     imports, runs = [], []
     for _ in range(settings.runs):
         imports.append(import_seconds())
-        runs.append(train(rest))
-    seconds = seconds_of(runs, imports)
-    metrics = runs[0].metrics
+        runs.append(train(settings.flags))
+    seconds, metrics = seconds_of(runs, imports), runs[0].metrics
     names = ("recipe", "net", "dataset", "batch_size", "epochs", "precision", "accelerator")
-    figures: dict[str, Any] = {
-        "bench": "cold",
-        "settings": {"flags": without_places(rest), "runs": len(runs), **{name: metrics[name] for name in names}},
-        "environment": machine(),
-        **headline(*((name, value, "s") for name, value in seconds.items())),
-        "seconds": seconds,
-        "accuracies": [run.metrics["test"]["accuracy"] for run in runs],
-    }
+    own = {**vars(settings), "flags": without_places(settings.flags), **{name: metrics[name] for name in names}}
+    accuracies = [run.metrics["test"]["accuracy"] for run in runs]
+    rows = [(name, value, "s") for name, value in seconds.items()]
     publish(
-        figures,
+        figures_of("cold", own, *rows, seconds=seconds, accuracies=accuracies),
         settings.json,
         f"cold · {metrics['recipe']} · {metrics['dataset']} · {metrics['epochs']} epochs",
         ("", "seconds"),
@@ -58,19 +55,19 @@ def main(argv: list[str]) -> None:
 def import_seconds() -> float:
     """Seconds of a process that only imports what a training needs."""
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment(), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", IMPORTS], env=child_environment(), capture_output=True, text=True)
     if done.returncode:
         raise as_error(1, done.stderr, "importing the command line")
     return time.perf_counter() - started
 
 
-def seconds_of(runs: Sequence[Finished], imports: Sequence[float]) -> dict[str, dict[str, float]]:
+def seconds_of(runs: Sequence[FinishedTraining], imports: Sequence[float]) -> dict[str, dict[str, float]]:
     """The seconds of the runs' parts, which add up to the whole, by name."""
     parts = [_parts(run) for run in runs]
     return {"imports alone": spread(imports), **{name: spread(one[name] for one in parts) for name in parts[0]}}
 
 
-def _parts(run: Finished) -> dict[str, float]:
+def _parts(run: FinishedTraining) -> dict[str, float]:
     card = next((seconds for seconds, text in run.lines if text.startswith("data ")), None)
     if card is None:
         raise UsageError("the training printed no start card, so that its first step cannot be timed")
@@ -79,4 +76,4 @@ def _parts(run: Finished) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(main))
+    raise SystemExit(run_script())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -10,24 +11,18 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from script import run_script
 
-from cifar_lit.bench.commands import PassingParser
 from cifar_lit.bench.process import train, without_places
-from cifar_lit.bench.report import environment, headline, machine_text, make_parent, publish, spread, spread_text
+from cifar_lit.bench.report import figures_of, machine_text, make_parent, publish, spread, spread_text
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import COLOURS, GREY
 from cifar_lit.training.callbacks import Clock, WeightAverage
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 WHAT = (
     "Trains each recipe with several seeds, and tests it at the end of each epoch with the clock stopped and nothing in the fit "
@@ -102,32 +97,30 @@ def accuracy_of(trainer: pl.Trainer, model: pl.LightningModule, loader: Any) -> 
     return hits / images
 
 
-def main(argv: list[str]) -> None:
-    """Trains, and draws; raises UsageError and Failure, a training's own with the line that it ended with."""
-    parser = PassingParser(prog="curves.py", description=WHAT)
-    parser.usage = "%(prog)s NAME [NAME …] [flags] [any flag of training]"
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe (3)")
+def add_arguments(parser: Any) -> None:
+    """The flags of this measurement."""
+    parser.trains = parser.names = True
+    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe")
     parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="test every so many optimizer steps too")
     parser.add_argument("--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions")
-    parser.add_argument("--x", choices=("auto", "linear", "log"), default="auto", help="the plot's axis of seconds (auto)")
     parser.add_argument("--plot", metavar="FILE.png", required=True, help="what is drawn")
-    parser.add_argument("--json", metavar="FILE", help="write all points there too")
-    count = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
-    names, (settings, rest) = argv[:count], parser.parse_with_rest(argv[count:])
-    if not names or Path(settings.plot).suffix != ".png":
-        raise UsageError("name one or more recipes first, and a --plot FILE.png")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Trains, and draws; raises UsageError and Failure, a training's own with the line that it ended with."""
+    if not settings.names or Path(settings.plot).suffix != ".png" or settings.runs < 1:
+        raise UsageError("name one or more recipes first, a --plot FILE.png, and at least --runs 1")
     make_parent(Path(settings.plot))
     passes = [float(part) for part in settings.passes.split(",") if part]
-    recipes = {name: entry_of([run(name, seed, settings.every, rest) for seed in range(settings.runs)], passes) for name in names}
-    ends = {name: spread(100 * run["curve"][-1][2] for run in entry["runs"]) for name, entry in recipes.items()}
-    figures = {
-        "bench": "curves",
-        "settings": {"flags": without_places(rest), "every": settings.every},
-        "environment": environment(),
-        **headline(*((f"{name}, accuracy at the end", end, "%") for name, end in ends.items())),
-        "recipes": recipes,
+    recipes = {
+        name: entry_of([train_curve(name, seed, settings.every, settings.flags) for seed in range(settings.runs)], passes)
+        for name in settings.names
     }
-    plot(figures, Path(settings.plot), settings.x)
+    ends = {name: spread(100 * run["curve"][-1][2] for run in entry["runs"]) for name, entry in recipes.items()}
+    rows = [(f"{name}, accuracy at the end", end, "%") for name, end in ends.items()]
+    own = {"flags": without_places(settings.flags), "every": settings.every}
+    figures = figures_of("curves", own, *rows, recipes=recipes)
+    plot(figures, Path(settings.plot))
     publish(
         figures,
         settings.json,
@@ -146,7 +139,7 @@ def main(argv: list[str]) -> None:
     )
 
 
-def run(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dict[str, Any]:
+def train_curve(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dict[str, Any]:
     """One training in a process of its own: its seed, accelerator and curve, as points of step, seconds and accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "points.txt"
@@ -197,8 +190,8 @@ def line_of(runs: Sequence[Mapping[str, Any]]) -> Line:
     )
 
 
-def plot(figures: Mapping[str, Any], file: Path, axis: str = "auto") -> None:
-    """Draws the curves of the figures as a PNG; `axis`: linear, log or auto, how seconds are laid out."""
+def plot(figures: Mapping[str, Any], file: Path) -> None:
+    """Draws the curves of the figures as a PNG, over a logarithmic axis where the recipes' times differ much."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,108 +199,31 @@ def plot(figures: Mapping[str, Any], file: Path, axis: str = "auto") -> None:
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ends = [line.seconds[-1] for line in lines.values()]
-    log = axis == "log" or (axis == "auto" and max(ends) > WIDE * min(ends))
-    _lay_out(axes, lines, log)
-    bottom, top = axes.get_ylim()
-    thresholds = {float(text) for entry in figures["recipes"].values() for text in entry["passes"]}
-    for threshold in (value for value in sorted(thresholds) if bottom < 100 * value < top):
-        axes.axhline(100 * threshold, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
-        axes.annotate(
-            f"{100 * threshold:g} %", (1, 100 * threshold), xycoords=("axes fraction", "data"), ha="right",
-            xytext=(-4, 3), textcoords="offset points", fontsize=8, color=GREY,
-        )  # fmt: skip
-    named = []
     for place, (name, line) in enumerate(lines.items()):
         colour = COLOURS[place % len(COLOURS)]
         axes.fill_between(line.seconds, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
-        marker = "o" if len(line.seconds) <= 20 else None
-        (drawn,) = axes.plot(line.seconds, line.middle, color=colour, linewidth=1.8, marker=marker, markersize=3.5)
-        named.append((f"{name} {line.middle[-1]:.1f} %, n = {len(figures['recipes'][name]['runs'])}", drawn))
+        label = f"{name} {line.middle[-1]:.1f} %, n = {len(figures['recipes'][name]['runs'])}"
+        axes.plot(line.seconds, line.middle, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+    for threshold in {float(text) for entry in figures["recipes"].values() for text in entry["passes"]}:
+        axes.axhline(100 * threshold, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+    ends = [line.seconds[-1] for line in lines.values()]
+    if max(ends) > WIDE * min(ends):
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("test accuracy, %")
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
     axes.set_title("Accuracy on the test images while training: median and range over n seeds", loc="left", fontsize=10.5, pad=14)
     where = figures["environment"]
     accelerators = {entry["accelerator"] for entry in figures["recipes"].values()}
     machine = machine_text(where, accelerators.pop() if len(accelerators) == 1 else None)
-    said = f"{machine} · torch {where['versions']['torch']} · {where['date']}"
-    figure.supxlabel(said, fontsize=7.5, color=GREY, x=0.99, ha="right")
-    _label_ends(figure, axes, named)
+    source = f"{machine} · torch {where['versions']['torch']} · {where['date']}"
+    figure.supxlabel(source, fontsize=7.5, color=GREY, x=0.99, ha="right")
     figure.savefig(file, format="png")
 
 
-def _lay_out(axes: Axes, lines: Mapping[str, Line], log: bool) -> None:
-    """Scales, grid and names of the axes."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    last = max(line.seconds[-1] for line in lines.values())
-    if log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlim(min(line.seconds[0] for line in lines.values()) / 1.3, last * 1.15)
-    else:
-        axes.set_xlim(0, last * 1.04)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    lowest = min(min(line.low) for line in lines.values())
-    highest = max(max(line.high) for line in lines.values())
-    margin = max(1.0, 0.06 * (highest - lowest))
-    axes.set_ylim(max(0.0, lowest - margin), highest + 3 * margin)  # with room for the names
-    bottom, top = axes.get_ylim()
-    axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= min(100.0, top)])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("test accuracy, %")
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.tick_params(color="#999999", labelcolor="#333333")
-
-
-# Where a name may stand beside the end of its line: offset in points, horizontal and vertical alignment.
-PLACES = (
-    ((4, 6), "right", "bottom"), ((7, 0), "left", "center"), ((5, 4), "left", "bottom"), ((5, -4), "left", "top"),
-    ((4, -7), "right", "top"), ((4, 20), "right", "bottom"),
-)  # fmt: skip
-
-
-def _label_ends(figure: Figure, axes: Axes, named: Sequence[tuple[str, Line2D]]) -> None:
-    """Writes each name beside the end of its line, where it covers least of the lines and of other names."""
-    import numpy as np
-    from matplotlib.patheffects import withStroke
-
-    figure.draw_without_rendering()  # lays out, so that texts can be measured
-    corners: list[Any] = [line.get_xydata() for _, line in named]  # float (n, 2) each
-    drawn = np.concatenate([_pixels(axes.transData.transform(xy)) for xy in corners])
-    ends = [(name, line, xy[-1]) for (name, line), xy in zip(named, corners, strict=True)]
-    taken: list[Any] = []
-    for name, line, end in sorted(ends, key=lambda entry: float(entry[2][1])):
-        choices = []
-        for rank, (offset, horizontal, vertical) in enumerate(PLACES):
-            text = axes.annotate(
-                name, end, xytext=offset, textcoords="offset points", fontsize=9, color=line.get_color(),
-                ha=horizontal, va=vertical, path_effects=[withStroke(linewidth=3, foreground="white")],
-            )  # fmt: skip
-            box = text.get_window_extent()
-            covered = int(box.padded(3).count_contains(drawn)) + 1000 * sum(box.overlaps(other) for other in taken)
-            outside = not (axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and axes.bbox.y0 <= box.y0)
-            choices.append((covered + 1000 * outside, rank, text, box))
-        chosen = min(choices)
-        taken.append(chosen[3])
-        for choice in choices:
-            if choice is not chosen:
-                choice[2].remove()
-
-
-def _pixels(corners: Any) -> Any:
-    """Points (n, 2) at most two pixels apart along the line through `corners` (m, 2), in pixels."""
-    import numpy as np
-
-    along = np.concatenate([[0.0], np.hypot(*np.diff(corners, axis=0).T).cumsum()])
-    wanted = np.linspace(0, along[-1], 2 + int(along[-1] / 2))
-    return np.stack([np.interp(wanted, along, corners[:, axis]) for axis in (0, 1)], axis=1)
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_script(main))
+    raise SystemExit(run_script())

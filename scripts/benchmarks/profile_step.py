@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jsonargparse import ArgumentParser, Namespace
 from script import run_script
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cifar_lit.bench.report import environment, headline, publish, settings_of, significant
+from cifar_lit.bench.report import figures_of, publish, significant
 from cifar_lit.bench.training import Lap, Stopwatch, add_training_arguments, fit, subject_from
 from cifar_lit.errors import Failure, UsageError
 
@@ -31,7 +30,7 @@ class Operator(NamedTuple):
     seconds: float
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     add_training_arguments(parser, recipe="tudui")
     parser.add_argument("--warmup", type=int, default=20, help="steps before anything is measured")
@@ -39,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=12, help="how many operators are listed")
 
 
-def run(settings: Namespace) -> None:
+def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.steps < 1 or settings.warmup < 1 or settings.top < 1:
         raise UsageError("a profile takes at least --warmup 1, --steps 1 and --top 1")
@@ -67,9 +66,34 @@ def run(settings: Namespace) -> None:
     if not longest:
         raise Failure("the profiler saw no kernel: this torch, or this machine's driver, does not let it look")
     spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() if _is_kernel(event)]
-    wall = timed.seconds / timed.steps
-    busy = None if on_cpu else 1e-6 * covered(spans) / profiled.steps  # the profiler counts in microseconds
-    report(settings, figures_of(settings, wall, busy, longest, profiled.steps, timed.images / timed.seconds))
+    wall = 1e3 * timed.seconds / timed.steps
+    busy = None if on_cpu else 1e-3 * covered(spans) / profiled.steps  # the profiler counts in microseconds
+    share = None if busy is None else round(min(1.0, busy / wall), 4)
+    speed, total = significant(timed.images / timed.seconds), sum(one.seconds for one in longest)
+    rows: list[tuple[str, float, str]] = [("wall", wall, "ms a step")]
+    line = f"{wall:.3f} ms a step without the profiler · {speed:,.0f} images/s"
+    if busy is not None:
+        idle = max(0.0, wall - busy)
+        rows += [("kernels", busy, "ms a step"), ("idle", idle, "ms a step")]
+        line += f" · kernels {busy:.3f} ms ({share:.1%}), idle {idle:.3f} ms"
+    listed = [
+        {
+            "name": one.name,
+            "calls_per_step": round(one.calls / profiled.steps, 2),
+            "ms_per_step": significant(1e3 * one.seconds / profiled.steps),
+            "share": round(one.seconds / total, 4),
+        }
+        for one in longest[: settings.top]
+    ]
+    publish(
+        figures_of("profile", vars(settings), *rows, images_per_second=speed, busy_share=share, operators=listed),
+        settings.json,
+        f"profile · {settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
+        ("operator" if on_cpu else "kernel", "calls a step", "ms a step", "share"),
+        [(f"{name:.90}", f"{calls:g}", f"{ms:.4f}", f"{part:.1%}") for name, calls, ms, part in (one.values() for one in listed)],
+        line,
+        f"one profile of {settings.steps} steps after {settings.warmup + settings.steps}; operators' times are the profiler's",
+    )
 
 
 def _is_kernel(event: Any) -> bool:
@@ -94,52 +118,5 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def figures_of(
-    settings: Namespace, wall: float, busy: float | None, longest: Sequence[Operator], steps: int, speed: float
-) -> dict[str, Any]:
-    """The figures: wall and kernel seconds a step (`busy` None on a CPU), and the operators of `steps` profiled steps."""
-    total = sum(one.seconds for one in longest)
-    rows: list[tuple[str, float, str]] = [("wall", 1e3 * wall, "ms a step")]
-    if busy is not None:
-        rows += [("kernels", 1e3 * busy, "ms a step"), ("idle", 1e3 * max(0.0, wall - busy), "ms a step")]
-    return {
-        "bench": "profile",
-        "settings": settings_of(settings),
-        "environment": environment(),
-        **headline(*rows),
-        "images_per_second": significant(speed),
-        "busy_share": None if busy is None else round(min(1.0, busy / wall), 4),
-        "operators": [
-            {
-                "name": one.name,
-                "calls_per_step": round(one.calls / steps, 2),
-                "ms_per_step": significant(1e3 * one.seconds / steps),
-                "share": round(one.seconds / total, 4),
-            }
-            for one in longest[: settings.top]
-        ],
-    }
-
-
-def report(settings: Namespace, figures: dict[str, Any]) -> None:
-    """Prints the figures, and writes them to a file if one is named."""
-    times, share = figures["headline"], figures["busy_share"]
-    line = f"{times['wall']:.3f} ms a step without the profiler · {figures['images_per_second']:,.0f} images/s"
-    if share is not None:
-        line += f" · kernels {times['kernels']:.3f} ms ({share:.1%}), idle {times['idle']:.3f} ms"
-    publish(
-        figures,
-        settings.json,
-        f"profile · {settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
-        ("operator" if share is None else "kernel", "calls a step", "ms a step", "share"),
-        [
-            (one["name"][:90], f"{one['calls_per_step']:g}", f"{one['ms_per_step']:.4f}", f"{one['share']:.1%}")
-            for one in figures["operators"]
-        ],
-        line,
-        f"one profile of {settings.steps} steps after {settings.warmup + settings.steps}; operators' times are the profiler's",
-    )
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_script(sys.modules[__name__]))
+    raise SystemExit(run_script())

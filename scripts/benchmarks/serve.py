@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import itertools
@@ -14,16 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jsonargparse import ArgumentParser, Namespace
 from PIL import Image
 from script import run_script
 
-from cifar_lit.bench.process import as_error
-from cifar_lit.bench.process import environment as child_environment
-from cifar_lit.bench.report import environment, headline, publish, settings_of, spread, spread_text
+from cifar_lit.bench.process import as_error, child_environment
+from cifar_lit.bench.report import figures_of, publish, spread, spread_text
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
@@ -33,17 +31,17 @@ WHAT = (
 ANSWER_SECONDS = 60.0  # after which a request counts as lost
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.add_argument("run", type=str, help="folder of a run that ended, or its model.safetensors")
-    parser.add_argument("--images", type=str | None, default=None, help="folder of JPEGs to send; drawn ones if not given")
-    parser.add_argument("--clients", type=str, default="1,32", help="how many at a time")
+    parser.add_argument("run", help="folder of a run that ended, or its model.safetensors")
+    parser.add_argument("--images", help="folder of JPEGs to send; drawn ones if not given")
+    parser.add_argument("--clients", default="1,32", help="how many at a time")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load in each round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of clients, in turns")
-    parser.add_argument("--accelerator", type=str, default="auto", help="what the net runs on")
+    parser.add_argument("--accelerator", default="auto", help="what the net runs on")
 
 
-def run(settings: Namespace) -> None:
+def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.seconds <= 0 or settings.rounds < 1:
         raise UsageError("--seconds must be more than 0 and --rounds at least 1")
@@ -72,19 +70,13 @@ def run(settings: Namespace) -> None:
         for count, one in clients.items()
         for name, value in one.items()
     ]
-    own = {name: value for name, value in settings_of(settings).items() if name not in ("run", "images")}
-    figures: dict[str, Any] = {
-        "bench": "serve",
-        "settings": {**own, "net": service.net, "images": "a folder's" if settings.images else "drawn"},
-        "environment": environment(),
-        **headline(*rows, ("start", service.start_seconds, "s")),
-        "clients": clients,
-        "memory_mb": memory,
-    }
+    sent = "a folder's" if settings.images else "drawn"
+    own = {**vars(settings), "run": Path(settings.run).name, "net": service.net, "images": sent}
+    start = ("start", service.start_seconds, "s")
     publish(
-        figures,
+        figures_of("serve", own, *rows, start, clients=clients, memory_mb=memory),
         settings.json,
-        f"serve · {service.net} · {figures['settings']['images']} JPEGs",
+        f"serve · {service.net} · {sent} JPEGs",
         ("at a time", "requests/s", "p50 ms", "p99 ms"),
         [
             (count, *(spread_text(value, form) for value, form in zip(one.values(), (",.0f", ".2f", ".2f"), strict=True)))
@@ -200,4 +192,4 @@ async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, image
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(sys.modules[__name__]))
+    raise SystemExit(run_script())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,9 +12,9 @@ from typing import Any
 
 from script import run_script
 
-from cifar_lit.bench.commands import BENCHES, PassingParser
-from cifar_lit.bench.recipe import mean_text, memory_text, percent
-from cifar_lit.bench.report import machine_text, spread_text
+from cifar_lit.bench.commands import BENCHES
+from cifar_lit.bench.recipe import percent, texts_of
+from cifar_lit.bench.report import machine_text
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
@@ -25,18 +26,17 @@ OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 Row = Sequence[str]
 
 
-def main(argv: list[str]) -> None:
-    """Runs `table.py [PATH …] [--recipes] [--write FILE | --check FILE]`.
-
-    Raises UsageError for what cannot be meant, Failure when a checked file differs from its results.
-    """
-    parser = PassingParser("table.py", WHAT)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`table.py [PATH …] [--recipes] [--write FILE | --check FILE]`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files, or folders of them")
     parser.add_argument("--recipes", action="store_true", help="recipes alone, without other measurements")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--write", metavar="FILE", help=f"put the table between the lines {START} and {END} of this file")
     target.add_argument("--check", metavar="FILE", help="fail if the table in this file is not what the results say")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes or checks; raises UsageError for what cannot be meant, Failure when a file differs from its results."""
     target_file = options.write or options.check
     file = Path(target_file) if target_file else None
     home = file.absolute().parent if file else Path.cwd()
@@ -123,19 +123,10 @@ def markdown(columns: Row, rows: Iterable[Row]) -> str:
 
 
 def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Row:
-    accuracy, views, cold = entry["accuracy"], entry["views"], entry["cold_seconds"]
-    return [
-        f"`{name}`" + _overrides(figures["settings"]["flags"]),
-        entry["dataset"],
-        machine_text(figures["environment"], entry["accelerator"]),
-        str(accuracy["n"]),
-        mean_text(accuracy),
-        f"{mean_text(views)} ({views['views']})" if views else "–",
-        spread_text(entry["seconds"], ",.2f"),
-        spread_text(cold, ",.1f") if cold else "–",
-        memory_text(entry),
-        link,
-    ]
+    texts = texts_of(entry)
+    machine = machine_text(figures["environment"], entry["accelerator"])
+    title = f"`{name}`" + _overrides(figures["settings"]["flags"])
+    return [title, entry["dataset"], machine, *(texts[column] for column in RUN_COLUMNS[3:-1]), link]
 
 
 def _single_row(metrics: Mapping[str, Any], link: str) -> Row:
@@ -187,4 +178,4 @@ def _number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(main))
+    raise SystemExit(run_script())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
-from cifar_lit.bench.step import Interleave, InterleaveEpochs
-from cifar_lit.bench.subprocess_loop import SubprocessLoop, take
+from cifar_lit.bench.step import Interleave
 from cifar_lit.bench.training import Lap, Stopwatch, Subject, fit
+from cifar_lit.bench.tutorial import InterleaveEpochs, in_other_process
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
 from cifar_lit.models.registry import build_net
@@ -49,7 +48,7 @@ def interleaved(subject: Subject, max_epochs: int = 4) -> tuple[BareLoop, dict[s
 
     def start(trainer: pl.Trainer, model: Any) -> Any:
         loops.append(BareLoop(trainer, model, subject.data))
-        return loops[0].steps()
+        return loops[0].take
 
     ours, turns = Weights(), Interleave(start, STEPS, ROUNDS)
     fit(subject, turns, ours, max_epochs=max_epochs)
@@ -94,7 +93,7 @@ def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it(small_subject: Ma
 
     beside = small_subject()
     alone = weights()
-    accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).steps(), 2, 2000))
+    accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).take, 2, 2000))
     assert all(torch.equal(alone[name], accompanied[name]) for name in alone)
 
 
@@ -166,7 +165,7 @@ def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> Non
 def test_epochs_in_turn_hold_a_validation_each(small_subject: Make) -> None:
     subject = small_subject()
     steps: list[int] = []
-    turns = InterleaveEpochs(lambda trainer, model: (steps.append(trainer.global_step) or 100 for _ in range(9)))
+    turns = InterleaveEpochs(lambda trainer, model: lambda count: steps.append(trainer.global_step) or 100)
     fit(subject, turns, max_epochs=3, validates=True)
     assert steps == [7, 14, 21]
     assert [(turn.steps, turn.images) for turn in turns.rounds] == [(7, 100)] * 3
@@ -174,18 +173,13 @@ def test_epochs_in_turn_hold_a_validation_each(small_subject: Make) -> None:
     assert subject.model.score.images == 20
 
 
-def test_a_loop_apart_makes_the_steps_of_the_same_loop_here() -> None:
-    def loop() -> TutorialLoop:
-        torch.manual_seed(0)
-        return tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2)))
-
-    here = loop().epochs(CPU)
-    with closing(SubprocessLoop(loop(), "epochs", CPU)) as apart:
-        assert [next(apart), apart.take(2)] == [take(here, 1), take(here, 2)]
+def test_a_loop_in_another_process_makes_the_steps_of_the_same_loop_here() -> None:
+    take = in_other_process(tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))), "epochs", CPU)
+    assert [take(1), take(2)] == [24, 48]
 
 
-def test_a_loop_that_fails_apart_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_fails_in_another_process_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     loop = tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(1, 2)))
     with pytest.raises(Failure, match="the process of the hand-written loop ended with exit code 1"):
-        SubprocessLoop(loop, "epochs", CPU).take(1)
+        in_other_process(loop, "epochs", CPU)(1)
     assert "mat1 and mat2 shapes cannot be multiplied" in capfd.readouterr().err

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-# what a file may take; measured: 0.7 s of the CPU at most, 2.5 on a machine that was busy with much else
-SECONDS, MEGABYTES = 6.0, 512.0
-PATIENCE = 30  # seconds until a reader counts as hanging
+# what a file may take of the CPU and the memory; measured: 0.7 s at most, 1.7 to 2.5 on a CPU with busy caches
+SECONDS, MEGABYTES = 4.0, 512.0
+PATIENCE = 60  # seconds of the clock until a reader counts as hanging
 ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
 PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen")  # audit events of starting a program
 

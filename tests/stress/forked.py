@@ -47,11 +47,7 @@ def warm() -> None:
 
     quieten()
     torch.set_num_threads(1)
-    import_module("cifar_lit.training.classifier")
-    with suppress(ImportError):
-        import_module("cifar_lit.cli.fit")
-    with suppress(ImportError):
-        import_module("cifar_lit.train")
+    import_module("cifar_lit.cli.fit")
 
 
 class Forked:
