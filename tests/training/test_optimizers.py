@@ -11,10 +11,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
+from cifar_lit.plugins import allow_imports
+from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.optimizers import (
     OPTIMIZERS,
     build_optimizer,
-    check_optimizer,
     override_optimizer_settings,
     parameter_groups,
 )
@@ -68,12 +69,12 @@ def decay_alone(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("sgd", {}), ("sgd", {"momentum": 0.8, "nesterov": True}), ("adamw", {}), ("adamw", {"fused": False})],
+    [("sgd", {}), ("sgd", {"momentum": 0.8, "nesterov": True}), ("adamw", {})],
 )
 def test_without_decay_they_are_torchs(name: str, settings: dict[str, Any]) -> None:
     ours, theirs = Whitened().double(), Whitened().double()
-    own = {setting: value for setting, value in settings.items() if setting != "fused"}
-    torchs = SGD(theirs.parameters(), lr=0.01, **own) if name == "sgd" else AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
+    kind, own = (SGD, settings) if name == "sgd" else (AdamW, {"weight_decay": 0})
+    torchs = kind(theirs.parameters(), lr=0.01, **own)
     assert_close(train(build_optimizer(ours, name, 0.01, **settings), ours, 4), train(torchs, theirs, 4), atol=1e-9)
 
 
@@ -146,7 +147,7 @@ MUONS_OWN = {"bias_lr": 1.0, "head_lr": 1.0, "whiten_epochs": 3.0, "rest_momentu
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"name": "adam"}, "Did you mean adamw"),
+        ({"optimizer": "adam"}, "Did you mean adamw"),
         ({"lr": 0.0}, "above 0, not 0: set --lr"),
         ({"lr": -1.0}, "above 0, not -1"),
         ({"lr": float("nan")}, "above 0, not nan"),
@@ -159,18 +160,31 @@ MUONS_OWN = {"bias_lr": 1.0, "head_lr": 1.0, "whiten_epochs": 3.0, "rest_momentu
         ({"weight_decay": -1e-3}, "weight_decay must be 0 or more"),
         ({"weight_decay": 1.0}, "a share per step under muon, below 1"),
         *(
-            ({"name": "sgd", setting: value}, rf"{setting} goes only with model.optimizer muon.* --model\.{setting} \S+$")
+            ({"optimizer": "sgd", setting: value}, rf"{setting} goes only with model.optimizer muon.* --model\.{setting} \S+$")
             for setting, value in MUONS_OWN.items()
         ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        check_optimizer(**{"name": "muon", "lr": 0.1, "momentum": 0.6, "nesterov": True, **settings})
+        ImageClassifier("lenet", **{"optimizer": "muon", "lr": 0.1, "momentum": 0.6, "nesterov": True, **settings})
 
 
 def test_muon_takes_its_own_settings() -> None:
-    check_optimizer("muon", 0.1, 0.0, False, **MUONS_OWN)  # type: ignore[arg-type]
+    ImageClassifier("lenet", optimizer="muon", **MUONS_OWN)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
+    allow_imports(["torch.optim.RMSprop", "torch.optim.Adagrad"])
+    weights, biases = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01).param_groups
+    assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
+    assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
+    with pytest.raises(UsageError, match=r"torch\.optim\.Adagrad takes no momentum"):
+        build_optimizer(Whitened(), "torch.optim.Adagrad", 0.1, momentum=0.5)
+    with pytest.raises(UsageError, match=r"add --model\.capture false"):
+        build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, capturable=True)
+    with pytest.raises(UsageError, match=r"torch\.optim\.SGD would run code"):
+        build_optimizer(Whitened(), "torch.optim.SGD", 0.1)
 
 
 # ---- checkpoints
