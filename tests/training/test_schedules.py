@@ -119,8 +119,6 @@ def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> Non
 @pytest.mark.parametrize(
     ("name", "settings", "line"),
     [
-        ("cosin", {}, "Did you mean cosine"),
-        ("cosine", {"final": 1.5}, "final_lr is a fraction"),
         *(("cosine", {"warmup": warmup}, r"lower model\.warmup_epochs") for warmup in (-1, 10, 11)),
         ("cosine", {"whitening": 3}, "whiten_epochs null"),
     ],
