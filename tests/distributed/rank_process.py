@@ -52,7 +52,7 @@ def main() -> None:
     info = RankInfo(rank, world, parent=os.getppid() if "--parent" in sys.argv else None)
     watch: RankWatch
     if rank == 0:
-        watch = Coordinator(info, limit)
+        watch = Coordinator(info, limit, "token")
         print(watch.port, watch.token, flush=True)
     else:
         watch = Worker(info, limit, socket.create_connection(("127.0.0.1", int(sys.argv[4])), 5), sys.argv[5])

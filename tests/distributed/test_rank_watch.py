@@ -16,6 +16,7 @@ from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank
 from cifar_lit.distributed import rank_watch
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
+from cifar_lit.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -150,7 +151,7 @@ class Pair:
     """The first rank of two, and the second, that see only when they are made to. Their `now` can be set."""
 
     def __init__(self, limit: float = 1.0) -> None:
-        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit)
+        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit, "token")
         self.connected = socket.create_connection(("127.0.0.1", self.first.port), 5)
         self.second = Worker(RankInfo(1, 2), limit, self.connected, self.first.token)
         while 0 not in self.second.members or 1 not in self.second.members:
@@ -166,8 +167,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(rank_watch, "start_watchdog", lambda limit, heartbeat: None)
+def pair() -> Iterator[Pair]:
     pair = Pair()
     yield pair
     for watch in (pair.first, pair.second):
@@ -242,12 +242,12 @@ def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_st
     pair.second.adopt([subprocess.Popen([sys.executable, "-c", end])])
     fault = sees(pair.second)
     assert fault == Fault(2, "gone", what)
-    pair.second.broadcast(fault)
+    pair.second._settle(fault)
     assert sees(pair.first) == fault
 
 
 def test_ranks_that_never_come_are_named(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0)
+    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0, "token")
     for seconds in (14.0, 2.0):
         assert capsys.readouterr().err == ""
         alone.now += seconds
@@ -275,7 +275,7 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_of_other_machines_reach_the_first_over_either_protocol(pair: Pair, address: str) -> None:
-    coordinator = Coordinator(RankInfo(0, 2, "host", 1), 60.0)
+    coordinator = Coordinator(RankInfo(0, 2, "host", free_port()), 60.0, "token")
     try:
         with socket.create_connection((address, coordinator.port), 5) as connected:
             assert connected.getpeername()[:2] == (address, coordinator.port)
