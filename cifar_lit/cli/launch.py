@@ -94,7 +94,9 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
         recipe = record.get("recipe") or "that fits this machine"
-        raise UsageError(f"{display_path(run)} of {job.title} began with the recipe {recipe}: keep to it, or give {NAME} another value")
+        raise UsageError(
+            f"{display_path(run)} of {job.title} began with the recipe {recipe}: keep to it, or give {NAME} another value"
+        )
     if record.get("line") == line:
         command.configs = []
     for search, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
