@@ -6,10 +6,11 @@ import json
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from hashlib import sha256
 from pathlib import Path
 
 from cifar_lit.cli.flags import LOGS, SHORT, Command
-from cifar_lit.distributed.job import NAME, Job, job_of, line_digest, run_of_job
+from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
 from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
@@ -71,7 +72,7 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     if resumes and job.again:
         run = run_of(find_resumable(Path(command.logs or LOGS), command.resume or None))
     elif not resumes:
-        line, logs = line_digest(command.name, argv), _logs(command)
+        logs, line = _logs(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
         command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
         if job.again or job.named:
             run = run_of_job(logs, job, line, environment)

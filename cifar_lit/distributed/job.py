@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,11 +61,6 @@ def slurm_number(environment: Mapping[str, str]) -> str:
     return environment["SLURM_JOB_ID"]
 
 
-def line_digest(command: str, argv: list[str]) -> str:
-    """Of a command and its words, to know a line by."""
-    return sha256("\0".join([command, *argv]).encode()).hexdigest()[:16]
-
-
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
     """The run to go on with, None for a new one: the same in all processes.
 
@@ -83,8 +77,8 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     """Asks SLURM to start this process's job again; a line about what went wrong, empty when nothing did.
 
     resume: the command that goes on, None when there is no checkpoint. SLURM ends the job at once, so everything must be
-    written by now, the line that says so as well. Signals are not heeded any more. Processes but the first wait for
-    that end: were they gone before, `srun --kill-on-bad-exit` could take the first one with them.
+    written by now, and signals count no more. Processes but the first wait for that end: were they gone before,
+    `srun --kill-on-bad-exit` could take the first one with them.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

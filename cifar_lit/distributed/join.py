@@ -92,8 +92,9 @@ def _coordinator(info: RankInfo, limit: float) -> Coordinator:
     # only the ranks that this one starts can be told a secret
     watch = Coordinator(info, limit, secrets.token_hex(16) if info.address is None else "")
     address = info.address or "127.0.0.1"
-    _stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True))
-    watch.store_port = _stores[0].port
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    watch.store_port = store.port
+    _stores.append(store)
     os.environ[COORDINATOR] = json.dumps([address, watch.port, watch.token])
     return watch
 
@@ -108,17 +109,13 @@ def _worker(info: RankInfo, limit: float) -> Worker:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise Failure(
-                    f"cannot reach rank 0 of {info.world} at {address}, port {port}, for {timeout:.0f} s: "
-                    f"{error.strerror or error}. Start it within that time; is MASTER_ADDR its address, and does no firewall "
-                    "lie between?"
-                ) from None
+                reason = f"for {timeout:.0f} s: {error.strerror or error}. Start it within that time"
+                hint = "is MASTER_ADDR its address, and does no firewall lie between?"
+                raise Failure(f"cannot reach rank 0 of {info.world} at {address}, port {port}, {reason}; {hint}") from None
             time.sleep(0.2)
     watch = Worker(info, limit, connected, token)
     if not watch.is_welcome():
-        raise Failure(
-            f"no rank 0 of this run is at {address}, port {port}: what is there does not answer. "
-            "Choose another MASTER_PORT, the same for all."
-        )
+        hint = "what is there does not answer. Choose another MASTER_PORT, the same for all."
+        raise Failure(f"no rank 0 of this run is at {address}, port {port}: {hint}")
     os.environ[COORDINATOR] = json.dumps([address, port, token])  # for ranks that this one's Trainer starts
     return watch

@@ -1,18 +1,16 @@
 """A thread in every rank that notices when another is gone, names it, and ends this one when its own work cannot go on.
 
-What torch and Lightning do, measured with two ranks over gloo: when one is killed, the other gets "Connection reset by peer"
-with a port, no rank; when one is frozen or hangs, DDPStrategy(timeout=…) raises after that time without a name, and leaves the
-frozen process. That time also counts while a rank waits in order, for the first one's download or checkpoint, so that its 30
-minutes (NCCL: 10) cannot be made 60 s. torchrun's agent ends all ranks for one that has crashed, but knows none that is frozen.
+Measured with two ranks over gloo: when one is killed, the other gets "Connection reset by peer" and no rank; when one is frozen
+or hangs, DDPStrategy(timeout=…) raises without a name, and leaves the frozen process. That time also counts while a rank waits
+for the first one's download or checkpoint, so that its 30 minutes cannot be made 60 s. torchrun knows none that is frozen.
 
-Here all ranks hold a connection to the first. The system closes it at once when a process dies, however it does; one that is
-frozen, or cut off from the network, is known by its silence; one whose main thread hangs, by the step that it does not reach.
-A call of torch's store would wait for a frozen first rank, which serves it, and the store tells nobody that a client has gone.
+Here all ranks hold a connection to the first. The system closes it at once when a process dies; one that is frozen, or cut off
+from the network, is known by its silence; one whose main thread hangs, by the step that it does not reach. torch's store can do
+neither: its calls wait for the first rank, which serves it, and it tells nobody that a client has gone.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -32,7 +30,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.watchdog import start_watchdog
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError
 
 GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED = "gone", "orphaned", "failed", "silent", "stuck", "stopped"
 # Seconds that the main thread is given to end by itself, by the error that a lost rank gives it; frozen ones give none.
@@ -73,7 +71,7 @@ class Member(NamedTuple):
 class JsonSocket:
     """JSON objects, one a line, over a connected socket, without ever waiting for the other side.
 
-    closed: nothing will come any more; the other side is gone, or no rank.
+    closed: nothing will come any more, as the other side is gone, or no rank.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -231,11 +229,9 @@ class RankWatch(threading.Thread):
 
     def _silent_rank(self) -> Fault | None:
         """A rank that gives no sign. A frozen one is killed by its watchdog."""
-        for rank, heard in self._last_heard.items():
-            if rank not in self._ended and self.now - heard > self.limit:
-                what = f"has given no sign for {self.limit:.0f} s: it is frozen, or its machine cannot be reached"
-                return Fault(rank, SILENT, what)
-        return None
+        what = f"has given no sign for {self.limit:.0f} s: it is frozen, or its machine cannot be reached"
+        silent = (rank for rank, heard in self._last_heard.items() if self.now - heard > self.limit and rank not in self._ended)
+        return next((Fault(rank, SILENT, what) for rank in silent), None)
 
     def _lost_child(self) -> Fault | None:
         """A rank that this process has started and that ended in failure."""
@@ -315,25 +311,24 @@ class Coordinator(RankWatch):
         self.port: int = self._listener.getsockname()[1]
         self.token = token
         self._positions: dict[int, list[int]] = {}
-        self._last_level: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
+        self._moved: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
         self._announced = False
 
     def _look(self) -> Fault | None:
         """Sees who has not come, and who hangs, too."""
-        fault = super()._look()
-        self._moved(self.info.rank, self.position)
-        return fault or self._absent_rank() or self._hanging_rank()
+        self._move(self.info.rank, self.position)
+        return super()._look() or self._absent_rank() or self._hanging_rank()
 
     def _accept(self) -> None:
         with suppress(OSError):  # it has gone again
             connected, _ = self._listener.accept()
             self._selector.register(connected, selectors.EVENT_READ, partial(self._welcome, JsonSocket(connected)))
 
-    def _welcome(self, connection: JsonSocket) -> Fault | None:
-        """A newcomer says which rank it is; strangers are sent away."""
+    def _welcome(self, connection: JsonSocket) -> None:
+        """A newcomer says which rank it is, and no more that matters before it has its answer; strangers are sent away."""
         messages = connection.receive()
         if not messages and not connection.closed:
-            return None
+            return
         self._selector.unregister(connection.socket)
         try:
             hello = messages[0]
@@ -343,16 +338,14 @@ class Coordinator(RankWatch):
             known = False
         if not known or not 0 < member.rank < self.info.world or member.rank in self.connections:
             connection.socket.close()
-            return None
+            return
         self._listen_to(member.rank, connection)
         self.members[member.rank] = member
         self._send_all({"members": list(self.members.values()), "store_port": self.store_port})
-        faults = [self._handle(member.rank, message) for message in messages[1:]]
-        return next(filter(None, faults), None)
 
     def _handle(self, rank: int, message: dict[str, Any]) -> Fault | None:
         if "position" in message and rank not in self._ended:
-            self._moved(rank, message["position"])
+            self._move(rank, message["position"])
         if "done" not in message and "fault" not in message:
             return None
         self._ended.add(rank)
@@ -373,17 +366,17 @@ class Coordinator(RankWatch):
                 return Fault(min(absent), SILENT, f"has not come within {JOIN_FACTOR * self.limit:.0f} s")
         return None
 
-    def _moved(self, rank: int, position: list[int]) -> None:
+    def _move(self, rank: int, position: list[int]) -> None:
         if position != self._positions.get(rank):
-            self._positions[rank], self._last_level[rank] = position, self.now
+            self._positions[rank], self._moved[rank] = position, self.now
 
     def _hanging_rank(self) -> Fault | None:
         """A rank whose main thread does not come to where the others wait for it, though its watch is alive."""
         furthest = max(self._positions.values())
         for rank, position in self._positions.items():
             if position == furthest:
-                self._last_level[rank] = self.now
-            elif self.now - self._last_level[rank] > HANG_FACTOR * self.limit:
+                self._moved[rank] = self.now
+            elif self.now - self._moved[rank] > HANG_FACTOR * self.limit:
                 waited = f"has kept the others waiting for {HANG_FACTOR * self.limit:.0f} s"
                 return Fault(rank, STUCK, f"{waited}: it hangs, in a file system, a driver or a deadlock")
         return None
@@ -439,8 +432,6 @@ def _listen(info: RankInfo) -> socket.socket:
         with suppress(OSError, ValueError):  # there may be no IPv6
             return socket.create_server(place, family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
         return socket.create_server(place, backlog=128)
-    except OSError as error:
-        name = f"port {info.port}, which MASTER_PORT names,"
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise Failure(f"{name} cannot be opened: {error.strerror or error}") from None
-        raise UsageError(f"{name} is taken on this machine by another process: choose another, the same for all") from None
+    except OSError:
+        reason = "which MASTER_PORT names, is taken on this machine by another process"
+        raise UsageError(f"port {info.port}, {reason}: choose another, the same for all") from None
