@@ -141,8 +141,9 @@ def run_probes(words: Sequence[str], variables: Mapping[str, str], limit: float)
     """Runs a probe for each rank at the same time."""
 
     async def gather() -> list[Answer]:
-        probes = (run_probe(word, {"RANK": str(rank), **variables}, limit) for rank, word in enumerate(words))
-        return await asyncio.gather(*probes)
+        return await asyncio.gather(
+            *(run_probe(word, {"RANK": str(rank), **variables}, limit) for rank, word in enumerate(words))
+        )
 
     return asyncio.run(gather())
 
@@ -213,7 +214,8 @@ def try_job(accelerator: str, devices: str | None, limit: float) -> dict[str, li
     apply_launcher(Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ))
     rank, world, local, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     agent, port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=not rank and not agent, wait_for_workers=False)
+    address, serve, waits = os.environ["MASTER_ADDR"], not rank and not agent, timedelta(seconds=limit)
+    store = dist.TCPStore(address, port, is_master=serve, timeout=waits, wait_for_workers=False)
     device = look(accelerator, str(here), limit)[0][local]
     answers = run_probes([device], {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}, limit)  # this process serves it
     key = f"cifar_lit/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

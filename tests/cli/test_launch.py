@@ -8,6 +8,7 @@ import platform
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import config_of, metrics_of, refused, typed
@@ -116,8 +117,8 @@ def test_a_job_is_known_by_its_name_or_its_schedulers_number(environment: dict[s
     assert job_of(environment) == job
 
 
-def start(words: list[str], environment: dict[str, str], name: str = "train") -> Command:
-    command = parse(name, words)
+def start(words: list[str], environment: dict[str, str]) -> Command:
+    command = parse("train", words)
     continue_job(command, words, environment)
     return command
 
@@ -139,12 +140,10 @@ def finish(run: Path) -> None:
 
 
 def test_a_new_job_is_recorded_and_changes_nothing_else() -> None:
-    command, plain = start(LINE, SLURM), parse("train", LINE)
+    command = start(LINE, SLURM)
     assert command.job is not None and json.loads(command.job)["job"] == "slurm:hill:7"
     command.job = None
-    assert command == plain
-    assert start(LINE, {}).job is None
-    assert start(["--ckpt_path", "x"], SLURM, "test").job is None
+    assert command == parse("train", LINE) == start(LINE, {})
 
 
 def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +226,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Pa
     again = typed(*words)
     assert (again.code, again.err) == (0, "going on with lightning_logs/small-1: job mine has a run\n")
     assert metrics_of(own)["test"] == metrics_of(run)["test"]
+    assert typed("compare", "lightning_logs").code == typed("report", str(own)).code == 0  # which .job is not in the way of
     finished = typed(*words)
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
@@ -238,27 +238,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Pa
     refused(typed("--recipe", "tudui"), "cifar-lit: lightning_logs/small-1 of job mine began with the recipe small.yaml: …", 2)
 
 
-def test_what_a_job_leaves_in_a_runs_folder_is_in_nobodys_way(run: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(run, Path("runs", name))
-        Path("runs", name, ".job").write_text('{"job": "x"}\n')
-    for words in (["compare", "runs"], ["report", "runs/a"], ["test", "--ckpt_path", "runs/a/checkpoints/best.ckpt"]):
-        assert typed(*words).code == 0
-
-
 # ---- every process starts from the same checkpoint
-
-
-class SecondOfTwo:
-    """What a run's setup sees of a Trainer in the second process, whose first one goes on from `first`."""
-
-    fast_dev_run, is_global_zero, global_rank, checkpoint_callbacks = False, False, 1, ()
-
-    def __init__(self, first: str) -> None:
-        self.strategy, self._first = self, first
-
-    def broadcast(self, own: object) -> tuple[str, list[str]]:
-        return "logs/small-1", self._first
 
 
 RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
@@ -278,5 +258,8 @@ def test_processes_that_see_different_checkpoints_do_not_train_together(
 ) -> None:
     run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
     folder = run.callbacks(validates=False, bar=False)[1]
+    # what a run's setup sees of a Trainer in the second process, whose first one goes on from `first`
+    strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
+    second = SimpleNamespace(fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy)
     with nullcontext() if line is None else pytest.raises(Failure, match=line):
-        folder.setup(SecondOfTwo(first), None, "fit")  # type: ignore[arg-type]
+        folder.setup(second, None, "fit")  # type: ignore[arg-type]

@@ -50,11 +50,10 @@ two_idle = pytest.mark.parametrize("ranks", [(2, False)], indirect=True)
 
 def test_a_killed_rank_ends_the_others_and_the_first_names_it_with_the_command_to_go_on(ranks: list[Rank]) -> None:
     ranks[1].process.kill()
-    code, line = ranks[0].wait()
     name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
-    assert line.startswith(f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n")
-    assert line.endswith("\n  cifar-lit train --resume a-run\n")
-    assert (code, ranks[0].read()) == (1, "released")
+    line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n"
+    assert ranks[0].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
+    assert ranks[0].read() == "released"
     assert ranks[2].wait() == (1, "")
 
 
@@ -70,8 +69,7 @@ def test_the_loss_of_the_first_rank_is_told_by_the_second_alone(ranks: list[Rank
 def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
     code, line = ranks[1 - frozen].wait()
-    assert code == 1
-    assert f"rank {frozen} (process {ranks[frozen].pid} on" in line
+    assert code == 1 and f"rank {frozen} (process {ranks[frozen].pid} on" in line
     assert "has given no sign for 2 s: it is frozen, or its machine cannot be reached" in line
     assert ranks[2].wait() == (1, "")
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
@@ -228,18 +226,12 @@ def test_the_first_fault_that_rank_0_hears_of_holds_for_all(pair: Pair) -> None:
     assert pair.second.fail(Fault(1, "failed", "failed: no paper")).rank == 0
 
 
-@pytest.mark.parametrize(
-    ("end", "what"),
-    [
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            "was killed by SIGKILL, as systems do that run out of memory",
-        ),
-        ("raise SystemExit(3)", "ended with exit code 3"),
-    ],
-)
+KILLED = "was killed by SIGKILL, as systems do that run out of memory"
+
+
+@pytest.mark.parametrize(("end", "what"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
 def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(pair: Pair, end: str, what: str) -> None:
-    pair.second.adopt([subprocess.Popen([sys.executable, "-c", end])])
+    pair.second.adopt([subprocess.Popen(["sh", "-c", end])])
     fault = sees(pair.second)
     assert fault == Fault(2, "gone", what)
     pair.second._settle(fault)
@@ -277,11 +269,9 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text:
 def test_ranks_of_other_machines_reach_the_first_over_either_protocol(pair: Pair, address: str) -> None:
     coordinator = Coordinator(RankInfo(0, 2, "host", free_port()), 60.0, "token")
     try:
-        with socket.create_connection((address, coordinator.port), 5) as connected:
-            assert connected.getpeername()[:2] == (address, coordinator.port)
-    except OSError as error:
-        if address == "::1":
-            pytest.skip(f"no IPv6 here: {error}")
-        raise
+        socket.create_connection((address, coordinator.port), 5).close()
+    except OSError:
+        if address != "::1":  # which may be switched off
+            raise
     finally:
         coordinator.close_in_fork()
