@@ -107,12 +107,7 @@ class JsonSocket:
 
 
 class RankWatch(threading.Thread):
-    """What the watch of the first rank and that of the others have in common.
-
-    Args:
-        info: this process's rank.
-        limit: seconds of silence after which a rank counts as lost.
-    """
+    """What the watches of all ranks have in common. limit: seconds of silence after which a rank counts as lost."""
 
     def __init__(self, info: RankInfo, limit: float) -> None:
         super().__init__(name="rank watch", daemon=True)
@@ -132,6 +127,8 @@ class RankWatch(threading.Thread):
         self.connections: dict[int, JsonSocket] = {}
         self._selector = selectors.DefaultSelector()  # its keys' `data` are called when there is something to read
         self._last_heard: dict[int, float] = {}
+        self._positions: dict[int, list[int]] = {}
+        self._moved: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
         self._ended: set[int] = set()  # ranks that ended in order, or have said why they did not
         self._closed = False
         self._fault_lock, self._line_taken = threading.Lock(), threading.Lock()
@@ -224,8 +221,20 @@ class RankWatch(threading.Thread):
         return self._lost_child() or Fault(rank, GONE, "is gone: it crashed, or was killed")
 
     def _handle(self, rank: int, message: dict[str, Any]) -> Fault | None:
-        """Takes a message of a rank."""
-        raise NotImplementedError
+        """Takes a message of a rank: how far it is, how it ends and, from the first one, who takes part."""
+        if "members" in message:
+            self.members = {member[0]: Member(*member) for member in message["members"]}
+            self.store_port = message["store_port"]
+        if "done" in message or "fault" in message:
+            self._ended.add(rank)
+            self._positions.pop(rank, None)
+        elif "position" in message and rank not in self._ended:
+            self._move(rank, message["position"])
+        return Fault(*message["fault"]) if "fault" in message else None
+
+    def _move(self, rank: int, position: list[int]) -> None:
+        if position != self._positions.get(rank):
+            self._positions[rank], self._moved[rank] = position, self.now
 
     def _silent_rank(self) -> Fault | None:
         """A rank that gives no sign. A frozen one is killed by its watchdog."""
@@ -310,8 +319,6 @@ class Coordinator(RankWatch):
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self.port: int = self._listener.getsockname()[1]
         self.token = token
-        self._positions: dict[int, list[int]] = {}
-        self._moved: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
         self._announced = False
 
     def _look(self) -> Fault | None:
@@ -343,15 +350,6 @@ class Coordinator(RankWatch):
         self.members[member.rank] = member
         self._send_all({"members": list(self.members.values()), "store_port": self.store_port})
 
-    def _handle(self, rank: int, message: dict[str, Any]) -> Fault | None:
-        if "position" in message and rank not in self._ended:
-            self._move(rank, message["position"])
-        if "done" not in message and "fault" not in message:
-            return None
-        self._ended.add(rank)
-        self._positions.pop(rank, None)
-        return Fault(*message["fault"]) if "fault" in message else None
-
     def _absent_rank(self) -> Fault | None:
         """A rank that has not come; whom it waits for is said on the way."""
         # ranks that a Trainer starts come when that one has prepared its data, which may take hours
@@ -365,10 +363,6 @@ class Coordinator(RankWatch):
             if absent and self.now - since > JOIN_FACTOR * self.limit:
                 return Fault(min(absent), SILENT, f"has not come within {JOIN_FACTOR * self.limit:.0f} s")
         return None
-
-    def _move(self, rank: int, position: list[int]) -> None:
-        if position != self._positions.get(rank):
-            self._positions[rank], self._moved[rank] = position, self.now
 
     def _hanging_rank(self) -> Fault | None:
         """A rank whose main thread does not come to where the others wait for it, though its watch is alive."""
@@ -398,14 +392,6 @@ class Worker(RankWatch):
                     return False
                 self._settle(fault)
         return True
-
-    def _handle(self, rank: int, message: dict[str, Any]) -> Fault | None:
-        if "members" in message:
-            self.members = {member[0]: Member(*member) for member in message["members"]}
-            self.store_port = message["store_port"]
-        if "done" in message:
-            self.close()
-        return Fault(*message["fault"]) if "fault" in message else None
 
 
 def describe_exit(code: int) -> str:
