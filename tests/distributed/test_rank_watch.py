@@ -180,13 +180,6 @@ def sees(watch: RankWatch) -> Fault:
     return fault
 
 
-def test_a_rank_that_is_silent_for_the_limit_is_lost_whichever_it_is(pair: Pair) -> None:
-    assert pair.looks(0.7) == (None, None)
-    for watch, rank in ((pair.first, 1), (pair.second, 0)):
-        watch.now += 1.3  # more than a heartbeat that may still be on its way takes
-        assert sees(watch)[:2] == (rank, "silent")
-
-
 def test_own_sleep_is_not_the_silence_of_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     awake = time.monotonic
     monkeypatch.setattr(rank_watch.time, "monotonic", lambda: awake() + 1000)
@@ -217,12 +210,6 @@ def test_either_rank_may_end_in_order_before_the_other(pair: Pair) -> None:
     other.first.close_in_fork()
     assert [other.second._look() for _ in range(3)] == [None] * 3
     other.second.close_in_fork()
-
-
-def test_the_first_fault_that_rank_0_hears_of_holds_for_all(pair: Pair) -> None:
-    assert pair.first.fail(Fault(0, "failed", "failed: no paper")).rank == 0
-    pair.second._settle(sees(pair.second))
-    assert pair.second.fail(Fault(1, "failed", "failed: no paper")).rank == 0
 
 
 KILLED = "was killed by SIGKILL, as systems do that run out of memory"
