@@ -120,11 +120,10 @@ def main(argv: list[str]) -> int:
 # ---- probes as seen from outside
 
 
-async def run_probe(word: str, variables: Mapping[str, str], limit: float) -> Answer:
-    """Runs a probe, and ends it when it says nothing for `limit` seconds. variables: beside this process's own."""
+async def run_probe(word: str, more: Mapping[str, str], limit: float) -> Answer:
+    """Runs a probe, and ends it when it says nothing for `limit` seconds. more: variables beside this process's own."""
     argv, messages, code = [sys.executable, "-m", "cifar_lit.cli.check", word], [], None
-    own = {**environment(), **variables}
-    process = await asyncio.create_subprocess_exec(*argv, env=own, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    process = await asyncio.create_subprocess_exec(*argv, env={**environment(), **more}, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     with suppress(TimeoutError):
         while line := await asyncio.wait_for(process.stdout.readline(), limit):
@@ -213,9 +212,9 @@ def try_job(accelerator: str, devices: str | None, limit: float) -> dict[str, li
     """Tries this process's rank of what torchrun has started; the first process returns the answers of all, the others none."""
     apply_launcher(Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ))
     rank, world, local, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    agent, port = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", int(os.environ["MASTER_PORT"])
-    address, serve, waits = os.environ["MASTER_ADDR"], not rank and not agent, timedelta(seconds=limit)
-    store = dist.TCPStore(address, port, is_master=serve, timeout=waits, wait_for_workers=False)
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port, wait = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=limit)
+    store = dist.TCPStore(address, port, is_master=serve, timeout=wait, wait_for_workers=False)
     device = look(accelerator, str(here), limit)[0][local]
     answers = run_probes([device], {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}, limit)  # this process serves it
     key = f"cifar_lit/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
