@@ -27,9 +27,9 @@ from cifar_lit.cli import console
 from cifar_lit.cli.errors import LOST_PEER
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import apply_launcher
-from cifar_lit.distributed.rank_info import LAUNCHER_VARIABLES, RankInfo, by_torchrun
+from cifar_lit.distributed.rank_info import by_torchrun
 from cifar_lit.distributed.rank_watch import describe_exit
-from cifar_lit.distributed.rendezvous import connect_store, free_port
+from cifar_lit.distributed.rendezvous import free_port
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.hardware import Machine, choose_devices, detect_machine
 
@@ -88,9 +88,8 @@ def try_net(device: str, dtype: torch.dtype) -> tuple[str, str]:
     net.cpu().double()
     pairs = zip(results, gradients(images.double(), labels, torch.float64), strict=True)
     off = torch.stack([(result - right).abs().max() / right.abs().max() for result, right in pairs]).max().item()
-    return figure, "" if off <= TOLERANCE[
-        dtype
-    ] else f"off by {off:.1e} of the largest number, where {TOLERANCE[dtype]:.0e} is allowed"  # nan too
+    right = off <= TOLERANCE[dtype]  # nan is not
+    return figure, "" if right else f"off by {off:.1e} of the largest number, where {TOLERANCE[dtype]:.0e} is allowed"
 
 
 def try_all_reduce(device: str, count: int, times: int) -> tuple[str, str]:
@@ -121,11 +120,12 @@ def main(argv: list[str]) -> int:
 # ---- probes as seen from outside
 
 
-async def run_probe(word: str, variables: Mapping[str, str], limit: float) -> Answer:
-    """Runs a probe, and ends it when it says nothing for `limit` seconds. variables: in place of a launcher's."""
-    own = {name: value for name, value in child_environment().items() if name not in LAUNCHER_VARIABLES} | dict(variables)
+async def run_probe(word: str, more: Mapping[str, str], limit: float) -> Answer:
+    """Runs a probe, and ends it when it says nothing for `limit` seconds. more: variables beside this process's own."""
     argv, messages, code = [sys.executable, "-m", "cifar_lit.cli.check", word], [], None
-    process = await asyncio.create_subprocess_exec(*argv, env=own, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *argv, env={**child_environment(), **more}, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+    )
     assert process.stdout is not None
     with suppress(TimeoutError):
         while line := await asyncio.wait_for(process.stdout.readline(), limit):
@@ -206,7 +206,7 @@ def try_machine(accelerator: str, devices: str | None, limit: float) -> dict[str
         name = f"{len(group)} × {group[0].partition(':')[0]}"  # as on the start card
         console.say(f"trying {name}; whoever says nothing for {limit:g} s is ended")
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(group))}
-        answers[name] = run_probes(group, meet, limit)
+        answers[name] = run_probes(group, {**meet, "TORCHELASTIC_USE_AGENT_STORE": "False"}, limit)
     return answers
 
 
@@ -214,7 +214,9 @@ def try_job(accelerator: str, devices: str | None, limit: float) -> dict[str, li
     """Tries this process's rank of what torchrun has started; the first process returns the answers of all, the others none."""
     apply_launcher(Command("devices", flags=[f"--trainer.devices={devices}"] if devices else []), dict(os.environ))
     rank, world, local, here = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    store = connect_store(RankInfo(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), limit)
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port, wait = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=limit)
+    store = dist.TCPStore(address, port, is_master=serve, timeout=wait, wait_for_workers=False)
     device = look(accelerator, str(here), limit)[0][local]
     answers = run_probes([device], {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}, limit)  # this process serves it
     key = f"cifar_lit/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -6,10 +6,11 @@ import json
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from hashlib import sha256
 from pathlib import Path
 
 from cifar_lit.cli.flags import LOGS, SHORT, Command
-from cifar_lit.distributed.job import NAME, Job, job_of, line_digest, run_of_job
+from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
 from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
@@ -23,8 +24,7 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     Lightning compares with are made those of this step: a step may have fewer tasks than the job.
 
     Raises:
-        UsageError: when the flags ask for something else, when nodes have different numbers of tasks, and when the tasks were
-            never started.
+        UsageError: when flags ask for something else, nodes have different numbers of tasks, or the tasks were never started.
     """
     if by_torchrun(environment):
         here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -51,72 +51,54 @@ def _set_devices(command: Command, launcher: str, here: int, per_node: str, node
         value = command.value(flag)
         if value is not None and value not in ("auto", "-1", str(number)):
             short = next(name for name, long in SHORT.items() if long == flag)
-            raise UsageError(
-                f"--{short} {value} contradicts {launcher}, which started {number} ({option}): "
-                f"leave --{short} out or make them agree"
-            )
+            reason = f"contradicts {launcher}, which started {number} ({option})"
+            raise UsageError(f"--{short} {value} {reason}: leave --{short} out or make them agree")
         command.flags.append(f"--{flag}={number}")
 
 
-def continue_job(command: Command, argv: list[str], environment: Mapping[str, str], parent: int, host: str) -> None:
+def continue_job(command: Command, argv: list[str], environment: Mapping[str, str]) -> None:
     """Makes a training's command go on with the run of its job, as `--resume RUN` would, where there is one.
 
-    Else its new run's folder will record the job. A line with a --resume of its own is left alone.
-
-    Args:
-        command: what was made of the line; it is changed.
-        argv: the line as it was typed.
-        environment: of this process.
-        parent: the process that started this one.
-        host: the machine's name.
+    Else its new run's folder will record the job. A line with a --resume of its own is left alone. argv: as it was typed.
 
     Raises:
         SystemExit: of code 0, with a line that says so, when the run is finished.
         UsageError: when another line names the job whose recipe is another.
     """
-    job = job_of(environment, parent, host) if command.name in ("fit", "train") and not command.asks_only else None
+    job = job_of(environment) if command.name in ("fit", "train") and not command.asks_only else None
     if job is None:
         return
-    first, needs_test = is_first_process(environment), command.name == "train"
-    if command.resume is not None:
-        if job.again:
-            _exit_if_finished(run_of(find_resumable(Path(command.logs or LOGS), command.resume or None)), job, first, needs_test)
-        return
-    line = line_digest(command.name, argv)
-    command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
-    if not (job.again or job.named):
-        return
-    logs = Path(_logs(command)).expanduser()
-    run = run_of_job(logs, job, line, environment)
-    note = ""
-    if run is not None:
-        record = json.loads((run / JOB).read_text())
-        if record.get("recipe") != command.recipe:
-            recipe = record.get("recipe") or "that fits this machine"
-            raise UsageError(
-                f"{display_path(run)} of {job} began with the recipe {recipe}: keep to it, or give {NAME} another value"
-            )
-        _exit_if_finished(run, job, first, needs_test)
-        note = f"going on with {display_path(run)}: {job} {'was started again' if job.again else 'has a run'}"
-        _resume(command, run, same_line=record.get("line") == line)
-    elif job.again:
-        note = f"{job} was started again, but has no checkpoint in {display_path(logs)} yet: starting anew"
+    first, resumes, run, note = is_first_process(environment), command.resume is not None, None, ""
+    if resumes and job.again:
+        run = run_of(find_resumable(Path(command.logs or LOGS), command.resume or None))
+    elif not resumes:
+        logs, line = _logs(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
+        command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
+        if job.again or job.named:
+            run = run_of_job(logs, job, line, environment)
+        if run is not None:
+            note = f"going on with {display_path(run)}: {job.title} {'was started again' if job.again else 'has a run'}"
+            _resume(command, run, job, line)
+        elif job.again:
+            note = f"{job.title} was started again, but has no checkpoint in {display_path(logs)} yet: starting anew"
+    if run is not None and is_finished(run, needs_test=command.name == "train"):
+        if first:
+            results = display_path(run / "metrics.json")
+            print(f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do")
+        raise SystemExit(0)
     if note and first:
         print(note, file=sys.stderr, flush=True)
 
 
-def _exit_if_finished(run: Path | None, job: Job, first: bool, needs_test: bool) -> None:
-    if run is None or not is_finished(run, needs_test):
-        return
-    if first:
-        results = display_path(run / "metrics.json")
-        print(f"{display_path(run)} is finished: its results are in {results}, and {job} has nothing left to do")
-    raise SystemExit(0)
-
-
-def _resume(command: Command, run: Path, same_line: bool) -> None:
+def _resume(command: Command, run: Path, job: Job, line: str) -> None:
     """Turns a line into one that resumes a run, whose config.yaml holds what files and searches gave at its beginning."""
-    if same_line:
+    record = json.loads((run / JOB).read_text())
+    if record.get("recipe") != command.recipe:
+        recipe = record.get("recipe") or "that fits this machine"
+        raise UsageError(
+            f"{display_path(run)} of {job.title} began with the recipe {recipe}: keep to it, or give {NAME} another value"
+        )
+    if record.get("line") == line:
         command.configs = []
     for search, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
         if search in command.auto:
@@ -125,12 +107,8 @@ def _resume(command: Command, run: Path, same_line: bool) -> None:
     command.logs, command.resume = str(run.parent), str(run)
 
 
-def _logs(command: Command) -> str:
+def _logs(command: Command) -> Path:
     """The folder of runs that a new training of this line would use."""
-    if command.logs:
-        return command.logs
-    for config in reversed(command.configs):
-        values = plain_values(Path(config).expanduser())
-        if isinstance(values, dict) and values.get("logs"):
-            return str(values["logs"])
-    return LOGS
+    configs = () if command.logs else (plain_values(Path(config).expanduser()) for config in reversed(command.configs))
+    named = (str(values["logs"]) for values in configs if isinstance(values, dict) and values.get("logs"))
+    return Path(command.logs or next(named, LOGS)).expanduser()

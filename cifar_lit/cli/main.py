@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 from importlib import import_module
@@ -131,7 +130,7 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     hold_signals()
     quieten()
     meet_anew(os.environ)
-    continue_job(command, argv, os.environ, os.getppid(), platform.node())
+    continue_job(command, argv, os.environ)
     catch_signals()
     from cifar_lit.cli.fit import TrainingCLI
     from cifar_lit.distributed.join import leave

@@ -10,14 +10,14 @@ folder records the key with a digest of the line, so that of several trainings i
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cifar_lit.distributed.rank_info import by_torchrun, is_first_process
 from cifar_lit.runs.run_folder import runs_of_job
@@ -39,15 +39,9 @@ class Job(NamedTuple):
     again: bool
     named: bool = False
 
-    def __str__(self) -> str:
-        return self.title
 
-
-def job_of(environment: Mapping[str, str], parent: int, host: str) -> Job | None:
-    """The job that a process of this environment belongs to, None outside one.
-
-    parent, host: the process that started this one, and the machine; they tell torchruns without a run id apart.
-    """
+def job_of(environment: Mapping[str, str]) -> Job | None:
+    """The job that a process of this environment belongs to, None outside one."""
     again = any(int(environment.get(count) or 0) >= 1 for count in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if name := environment.get(NAME):
         return Job(name, f"job {name}", again, named=True)
@@ -55,8 +49,8 @@ def job_of(environment: Mapping[str, str], parent: int, host: str) -> Job | None
         number = slurm_number(environment)
         return Job(f"slurm:{environment.get('SLURM_CLUSTER_NAME', '')}:{number}", f"SLURM's job {number}", again)
     if by_torchrun(environment):
-        run = environment["TORCHELASTIC_RUN_ID"]  # with it, as several nodes may change places; "none" where none was given
-        return Job(f"torchrun:{run}" if run != "none" else f"torchrun:none:{parent}@{host}", "torchrun's job", again)
+        run = environment["TORCHELASTIC_RUN_ID"]  # the same on all nodes, which may change places; "none" where none was given
+        return Job(f"torchrun:{run}" + (f":{os.getppid()}@{platform.node()}" if run == "none" else ""), "torchrun's job", again)
     return None
 
 
@@ -67,11 +61,6 @@ def slurm_number(environment: Mapping[str, str]) -> str:
     return environment["SLURM_JOB_ID"]
 
 
-def line_digest(command: str, argv: list[str]) -> str:
-    """Of a command and its words, to know a line by."""
-    return sha256("\0".join([command, *argv]).encode()).hexdigest()[:16]
-
-
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
     """The run to go on with, None for a new one: the same in all processes.
 
@@ -79,21 +68,17 @@ def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) 
     """
     if not is_first_process(environment) and JOB_RUN in environment:
         return Path(environment[JOB_RUN]) if environment[JOB_RUN] else None
-
-    def belongs(record: Mapping[str, Any]) -> bool:
-        return record.get("job") == job.key and (job.named or record.get("line") == line)
-
-    run = next(iter(runs_of_job(logs, belongs)), None)
-    os.environ[JOB_RUN] = str(run) if run else ""
-    return run
+    runs = runs_of_job(logs, lambda record: record.get("job") == job.key and (job.named or record.get("line") == line))
+    os.environ[JOB_RUN] = str(runs[0]) if runs else ""
+    return runs[0] if runs else None
 
 
 def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     """Asks SLURM to start this process's job again; a line about what went wrong, empty when nothing did.
 
     resume: the command that goes on, None when there is no checkpoint. SLURM ends the job at once, so everything must be
-    written by now, the line that says so as well. Signals are not heeded any more. Processes but the first wait for
-    that end: were they gone before, `srun --kill-on-bad-exit` could take the first one with them.
+    written by now, and signals count no more. Processes but the first wait for that end: were they gone before,
+    `srun --kill-on-bad-exit` could take the first one with them.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -104,12 +89,11 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     state = "stopped at its checkpoint" if resume else "stopped"
     print(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself", file=sys.stderr, flush=True)
     try:
-        line = ["scontrol", "requeue", job]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
-        reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+        if done.returncode == 0:
+            return ""
+        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or f"it did not answer within {SCONTROL_SECONDS:.0f} s"
-    if not reason:
-        return ""
     hint = f"Go on with:\n  {resume}" if resume else "Start it again."
     return f"cifar-lit: it is not, as `scontrol requeue {job}` failed: {reason}. {hint}"

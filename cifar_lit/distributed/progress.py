@@ -11,22 +11,19 @@ from cifar_lit.distributed.rank_watch import RankWatch
 
 
 class RankProgress(Callback):
-    """Tells the watch at which step of the training, or in which part of an evaluation, this rank is.
-
-    All ranks go through the same positions, (fits and evaluations so far, epoch, part, step), which rise.
-    """
+    """Tells the watch how far this rank is: all go through the same positions (fits and evaluations, epoch, part, step)."""
 
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._stages = 0
 
+    def _move(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
+        self._watch.position = [self._stages, trainer.current_epoch, part, step]
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """A fit, or an evaluation of its own, begins."""
         self._stages += 1
         self._move(trainer, 0)
-
-    def _move(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
-        self._watch.position = [self._stages, trainer.current_epoch, part, step]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins, in which the ranks share their gradients."""

@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 from cifar_lit.errors import UsageError
 
-COORDINATOR = "CIFAR_LIT_COORDINATOR"  # tells ranks that the first one's Trainer starts where its watch listens
-
-LAUNCHER_VARIABLES = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "STANDALONE_PORT"),
-}
+COORDINATOR = "CIFAR_LIT_COORDINATOR"  # tells ranks that another one's Trainer starts where the first one's watch listens
 
 
 class RankInfo(NamedTuple):
@@ -42,20 +37,15 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
     Raises:
         UsageError: when there are several machines, and nothing says how they reach the first.
     """
-    from lightning.fabric.plugins import environments
+    from lightning.fabric.plugins import environments as known
 
     # in the Trainer's order: torchrun may run inside a job of SLURM
-    for kind in (
-        environments.TorchElasticEnvironment,
-        environments.SLURMEnvironment,
-        environments.LSFEnvironment,
-        environments.MPIEnvironment,
-    ):
+    for kind in (known.TorchElasticEnvironment, known.SLURMEnvironment, known.LSFEnvironment, known.MPIEnvironment):
         if kind.detect():
             cluster = kind()
-            parent = os.getppid() if kind is environments.TorchElasticEnvironment else None
+            parent = os.getppid() if kind is known.TorchElasticEnvironment else None
             return RankInfo(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, parent=parent)
-    own = environments.LightningEnvironment()
+    own = known.LightningEnvironment()
     rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
     by_hand = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ
     if world == 1 or (nodes == 1 and not by_hand):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from subprocess import DEVNULL, PIPE
+from typing import IO
 
 # It counts heartbeats rather than time: when a terminal or a scheduler stops the whole run, it stands still with it.
 _WATCHDOG = """
@@ -30,38 +31,18 @@ if os.getppid() == rank:
 """
 
 
-class Watchdog:
-    """This process's end of the pipe to its watchdog."""
+def start_watchdog(limit: float, heartbeat: float) -> IO[bytes] | None:
+    """Starts what kills this process after `limit` seconds without its usual `heartbeat` (seconds); None on Windows.
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-
-    def heartbeat(self) -> None:
-        """Lets the watchdog know that this process runs."""
-        with suppress(OSError):
-            os.write(self._pipe, b".")
-
-    def close(self) -> None:
-        """Lets go of the pipe; without any left the watchdog ends."""
-        with suppress(OSError):
-            os.close(self._pipe)
-
-
-def start_watchdog(limit: float, heartbeat: float) -> Watchdog | None:
-    """Starts what kills this process after `limit` seconds without its usual `heartbeat` (seconds); None on Windows."""
+    Returns: The pipe that each heartbeat is a byte in, which never blocks; without any end of it left open the watchdog ends.
+    """
     if os.name != "posix":
         return None
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    argv = [
-        *(sys.executable, "-I", "-S", "-c", _WATCHDOG),
-        *(str(os.getpid()), str(heartbeat), str(max(1, round(limit / heartbeat)))),
-    ]
+    argv = [sys.executable, "-I", "-S", "-c", _WATCHDOG, *map(str, (os.getpid(), heartbeat, max(1, round(limit / heartbeat))))]
     try:
-        subprocess.Popen(argv, stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        pipe = subprocess.Popen(argv, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL).stdin
     except OSError:  # it is a further safety, which a run does not fail for
-        os.close(write)
         return None
-    finally:
-        os.close(read)
-    return Watchdog(write)
+    assert pipe is not None
+    os.set_blocking(pipe.fileno(), False)
+    return pipe

@@ -127,23 +127,17 @@ def test_sums_of_a_group_must_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- probes
 
 
-BROKEN = {
+BROKEN = {  # by the word that a probe is given
     "look": "import time; time.sleep(600)",
     "cpu": 'import os, signal, time; print(\'{"tries": "a net"}\', flush=True)\n'
     "os.kill(os.getpid(), signal.SIGSEGV) if os.environ['RANK'] == '1' else time.sleep(600)",
 }
 
 
-@pytest.fixture
-def broken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes that hang or crash, by the word that they are given."""
+def test_probes_that_hang_or_crash_are_ended_and_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
     (here / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(here / "python"))
-
-
-@pytest.mark.usefixtures("broken")
-def test_probes_that_hang_or_crash_are_ended_and_known() -> None:
     with pytest.raises(Failure, match=r"the look for devices gave no answer in 0\.5 s \(starting\): the driver may hang"):
         look("auto", "auto", 0.5)
     hanging, crashed = check.run_probes(["cpu", "cpu"], {}, 5.0)
@@ -210,15 +204,7 @@ raise SystemExit(main(["devices", "--check", "--accelerator", "cpu", "--limit", 
 
 
 def torchrun(*argv: str) -> Typed:
-    line = [sys.executable, "-m", "torch.distributed.run", *argv]
-    own = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(line, stdout=-1, stderr=-1, text=True, env=own, start_new_session=True) as process:
-        try:
-            out, err = process.communicate(timeout=300)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return Typed(process.returncode, out, err)
+    return started("-m", "torch.distributed.run", *argv, seconds=300)
 
 
 def test_two_machines_check_their_own_devices_and_form_one_group() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import config_of, metrics_of, refused, typed
@@ -89,6 +91,28 @@ def test_several_nodes_by_hand_need_an_address_a_port_and_a_number_each(here: Pa
     assert not Path("lightning_logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--trainer.strategy", "fsdp"], "fsdp"),
+        (["--trainer.strategy=fsdp_cpu_offload"], "fsdp"),
+        (["--trainer.strategy", "FSDPStrategy"], "FSDP"),
+        (["--trainer.strategy", "deepspeed_stage_3_offload"], "deepspeed"),
+        (["--trainer.strategy", "ModelParallelStrategy"], "ModelParallel"),
+        (["--config", "class.yaml"], "FSDP"),
+    ],
+)
+def test_what_shares_tensors_out_is_refused_by_any_of_its_names(here: Path, flags: list[str], name: str) -> None:
+    (here / "class.yaml").write_text("trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}")
+    answer = typed("fit", "--recipe", "small.yaml", "--dataset", "cifar10", "--data-dir", "nowhere", *flags)
+    assert answer.code == 2
+    assert answer.complaints == [
+        f"cifar-lit: --trainer.strategy {name} shares tensors out, which checkpoints and Muon need whole: "
+        "use --trainer.strategy ddp"
+    ]
+    assert not (here / "lightning_logs").exists()
+
+
 # ---- jobs that are started again
 
 
@@ -105,19 +129,19 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
         (AGAIN, Job("slurm:hill:7", "SLURM's job 7", again=True)),
         ({"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "0"}, Job("slurm::9", "SLURM's job 9", again=False)),
         ({**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, Job("slurm:hill:5_2", "SLURM's job 5_2", again=True)),
-        (TORCHRUN, Job("torchrun:none:41@here", "torchrun's job", again=False)),
+        (TORCHRUN, Job(f"torchrun:none:{os.getppid()}@{platform.node()}", "torchrun's job", again=False)),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, Job("torchrun:x", "torchrun's job", True)),
         ({**TORCHRUN, **SLURM, "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
         ({**SLURM, "CIFAR_LIT_JOB": "mine"}, Job("mine", "job mine", again=False, named=True)),
     ],
 )
 def test_a_job_is_known_by_its_name_or_its_schedulers_number(environment: dict[str, str], job: Job | None) -> None:
-    assert job_of(environment, 41, "here") == job
+    assert job_of(environment) == job
 
 
-def start(words: list[str], environment: dict[str, str], name: str = "train") -> Command:
-    command = parse(name, words)
-    continue_job(command, words, environment, 41, "here")
+def start(words: list[str], environment: dict[str, str]) -> Command:
+    command = parse("train", words)
+    continue_job(command, words, environment)
     return command
 
 
@@ -138,12 +162,10 @@ def finish(run: Path) -> None:
 
 
 def test_a_new_job_is_recorded_and_changes_nothing_else() -> None:
-    command, plain = start(LINE, SLURM), parse("train", LINE)
+    command = start(LINE, SLURM)
     assert command.job is not None and json.loads(command.job)["job"] == "slurm:hill:7"
     command.job = None
-    assert command == plain
-    assert start(LINE, {}).job is None
-    assert start(["--ckpt_path", "x"], SLURM, "test").job is None
+    assert command == parse("train", LINE) == start(LINE, {})
 
 
 def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +248,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Pa
     again = typed(*words)
     assert (again.code, again.err) == (0, "going on with lightning_logs/small-1: job mine has a run\n")
     assert metrics_of(own)["test"] == metrics_of(run)["test"]
+    assert typed("compare", "lightning_logs").code == typed("report", str(own)).code == 0  # which .job is not in the way of
     finished = typed(*words)
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
@@ -237,27 +260,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Pa
     refused(typed("--recipe", "tudui"), "cifar-lit: lightning_logs/small-1 of job mine began with the recipe small.yaml: …", 2)
 
 
-def test_what_a_job_leaves_in_a_runs_folder_is_in_nobodys_way(run: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(run, Path("runs", name))
-        Path("runs", name, ".job").write_text('{"job": "x"}\n')
-    for words in (["compare", "runs"], ["report", "runs/a"], ["test", "--ckpt_path", "runs/a/checkpoints/best.ckpt"]):
-        assert typed(*words).code == 0
-
-
 # ---- every process starts from the same checkpoint
-
-
-class SecondOfTwo:
-    """What a run's setup sees of a Trainer in the second process, whose first one goes on from `first`."""
-
-    fast_dev_run, is_global_zero, global_rank, checkpoint_callbacks = False, False, 1, ()
-
-    def __init__(self, first: str) -> None:
-        self.strategy, self._first = self, first
-
-    def broadcast(self, own: object) -> tuple[str, list[str]]:
-        return "logs/small-1", self._first
 
 
 RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
@@ -277,5 +280,8 @@ def test_processes_that_see_different_checkpoints_do_not_train_together(
 ) -> None:
     run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
     folder = run.callbacks(validates=False, bar=False)[1]
+    # what a run's setup sees of a Trainer in the second process, whose first one goes on from `first`
+    strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
+    second = SimpleNamespace(fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy)
     with nullcontext() if line is None else pytest.raises(Failure, match=line):
-        folder.setup(SecondOfTwo(first), None, "fit")  # type: ignore[arg-type]
+        folder.setup(second, None, "fit")  # type: ignore[arg-type]

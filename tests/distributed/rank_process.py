@@ -1,6 +1,6 @@
 """Ranks as processes of their own, without any training: `Rank` starts one, whose standard input this file obeys, a word a line.
 
-python rank_process.py RANK WORLD LIMIT [PORT TOKEN]; prints what others connect with, or `joined`.
+python rank_process.py RANK WORLD LIMIT [PORT]; prints the port that others connect to, or `joined`.
 """
 
 import os
@@ -50,12 +50,11 @@ class Rank:
 def main() -> None:
     rank, world, limit = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     info = RankInfo(rank, world, parent=os.getppid() if "--parent" in sys.argv else None)
-    watch: RankWatch
     if rank == 0:
-        watch = Coordinator(info, limit)
-        print(watch.port, watch.token, flush=True)
+        watch: RankWatch = Coordinator(info, limit, "token")
+        print(watch.port, flush=True)
     else:
-        watch = Worker(info, limit, socket.create_connection(("127.0.0.1", int(sys.argv[4])), 5), sys.argv[5])
+        watch = Worker(info, limit, socket.create_connection(("127.0.0.1", int(sys.argv[4])), 5), "token")
         print("joined", flush=True)
     watch.advice = lambda: "Go on with:\n  cifar-lit train --resume a-run"
     watch.release = lambda: print("released", flush=True)

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,18 +11,8 @@ import torch.distributed as dist
 
 from cifar_lit.distributed import join
 from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info, starts_again
-from cifar_lit.distributed.rendezvous import (
-    GLOO_INTERFACE,
-    agree_on_port,
-    avoid_taken_port,
-    choose_interface,
-    connect_store,
-    find_coordinator,
-    free_port,
-    interface_to,
-    is_port_taken,
-    publish_coordinator,
-)
+from cifar_lit.distributed.rank_watch import Coordinator
+from cifar_lit.distributed.rendezvous import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = (
@@ -34,8 +25,9 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_S
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+    for name in NAMES:  # set, then taken away, as what a test sets itself goes with it
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +37,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_RANK": "2", COORDINATOR: "127.0.0.1:1:token"}, 3, 1, RankInfo(2, 3, per_node=3)),
         ({"LOCAL_RANK": "1"}, 1, 1, RankInfo(1, 1)),
         ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
-        (
-            {"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "a:1:b", **MEET},
-            2,
-            3,
-            RankInfo(3, 6, "10.0.0.1", 29500, per_node=2),
-        ),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET}, 2, 3, RankInfo(3, 6, "10.0.0.1", 29500, per_node=2)),
         (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
     ],
 )
@@ -79,18 +66,10 @@ def test_ranks_that_do_not_know_how_to_meet_are_told_what_to_set(
         rank_info(devices, nodes)
 
 
-@pytest.mark.parametrize(
-    ("environment", "first"),
-    [
-        ({}, True),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, False),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
-    ],
-)
-def test_the_first_of_all_processes_knows_itself(environment: dict[str, str], first: bool) -> None:
-    assert is_first_process(environment) == first
+def test_the_first_of_all_processes_knows_itself() -> None:
+    assert is_first_process({}) and is_first_process({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    assert not is_first_process({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
+    assert not is_first_process({"LOCAL_RANK": "1"}) and not is_first_process({"LOCAL_RANK": "0", "NODE_RANK": "1"})
 
 
 @pytest.mark.parametrize(("restarts", "again"), [("1", True), ("2", False)])
@@ -102,10 +81,10 @@ def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoin
     assert advice(None, {}) == "It has no checkpoint yet: start it again."
 
 
-@pytest.mark.parametrize("job", [{}, {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, {"SLURM_NTASKS": "2", **TORCHRUN}])
-def test_an_interactive_shell_and_a_torchrun_inside_a_job_are_not_slurms(job: dict[str, str]) -> None:
-    assert not by_slurm({**job, "LOCAL_WORLD_SIZE": "2"})
-    assert by_slurm({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "night"})
+def test_an_interactive_shell_and_a_torchrun_inside_a_job_are_not_slurms() -> None:
+    job = {"SLURM_NTASKS": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert by_slurm({**job, "SLURM_JOB_NAME": "night"})
+    assert not any(by_slurm(other) for other in ({}, {**job, "SLURM_JOB_NAME": "bash"}, {**job, **TORCHRUN}))
 
 
 def test_a_process_alone_has_nobody_to_watch() -> None:
@@ -116,68 +95,63 @@ def test_a_process_alone_has_nobody_to_watch() -> None:
 # ---- where they meet
 
 
-def test_a_taken_port_is_named_where_machines_meet_there_and_avoided_where_nobody_else_must_know_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert is_port_taken(port)
-        with pytest.raises(UsageError, match=f"port {port}, which MASTER_PORT names, is taken on this machine"):
-            connect_store(RankInfo(0, 2, "127.0.0.1", port), 1.0)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        avoid_taken_port()
-        assert "MASTER_PORT" not in os.environ
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    avoid_taken_port()
-    assert "MASTER_PORT" in os.environ
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    """A first rank's watch at the port that MASTER_PORT would name."""
+    coordinator = Coordinator(RankInfo(0, 2, "127.0.0.1", free_port()), 5.0, "")
+    coordinator.store_port = 4321
+    coordinator.start()
+    yield coordinator
+    coordinator.close()
+    coordinator.join()
+    coordinator.close_in_fork()
+
+
+def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(coordinator: Coordinator) -> None:
+    watch = join._worker(RankInfo(1, 2, "127.0.0.1", coordinator.port), 5.0)
+    assert watch.store_port == 4321 and COORDINATOR in os.environ  # for ranks that it starts
+    watch.finish()
+    watch.close_in_fork()
+
+
+def test_a_port_that_is_taken_is_named(coordinator: Coordinator) -> None:
+    with pytest.raises(UsageError, match=f"port {coordinator.port}, which MASTER_PORT names, is taken on this machine"):
+        Coordinator(coordinator.info, 1.0, "")
 
 
 def test_a_first_rank_that_cannot_be_reached_is_given_up_with_its_address() -> None:
     port = free_port()
-    line = rf"cannot reach rank 0 of 2 at 127\.0\.0\.1, port {port}, for 1 s: .*refused.* Start it within"
-    with pytest.raises(Failure, match=line):
-        find_coordinator(RankInfo(1, 2, "127.0.0.1", port), 0.2, 1.0)
+    with pytest.raises(Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"):
+        join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
 
 def test_something_else_that_answers_at_the_port_is_not_taken_for_the_first_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(Failure, match=rf"no store of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"):
-            find_coordinator(RankInfo(1, 2, "127.0.0.1", port), 0.4, 2.0)
-
-
-def test_ranks_that_are_not_started_by_the_first_find_it_through_its_store() -> None:
-    info = RankInfo(0, 2, "127.0.0.1", free_port())
-    store = publish_coordinator(info, 5.0, 4321, "secret")
-    assert find_coordinator(info._replace(rank=1), 5.0, 5.0) == ("4321", "secret")
-    del store
+        with pytest.raises(Failure, match=rf"no rank 0 of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"):
+            join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its interfaces")
 def test_the_interface_is_the_one_that_leads_to_the_first_rank_unless_the_user_has_named_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("no such host") is None
+    choose_interface("no such host")
+    assert GLOO_INTERFACE not in os.environ
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     choose_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == "eth7"
     monkeypatch.delenv(GLOO_INTERFACE)
     choose_interface("127.0.0.1")
-    assert os.environ.pop(GLOO_INTERFACE) == "lo"
+    assert os.environ[GLOO_INTERFACE] == "lo"
 
 
 def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_node_has_counted_it() -> None:
     store = dist.HashStore()
-    ports, restarts = [], []
     with ThreadPoolExecutor(3) as processes:
-        for counts in ((0, 0, 0), (0, 0, 0), (0, 2, 1)):
-            answers = list(processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts))
-            assert len(set(answers)) == 1
-            ports.append(answers[0][0])
-            restarts.append(answers[0][1])
-    assert len(set(ports)) > 1  # of the system's choice
-    assert restarts == [0, 1, 2]
+        for counts, restarts in (((0, 0, 0), 0), ((0, 0, 0), 1), ((0, 2, 1), 2)):
+            answers = set(processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts))
+            assert [count for _, count in answers] == [restarts]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,6 +16,7 @@ from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank
 from cifar_lit.distributed import rank_watch
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
+from cifar_lit.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -49,11 +50,10 @@ two_idle = pytest.mark.parametrize("ranks", [(2, False)], indirect=True)
 
 def test_a_killed_rank_ends_the_others_and_the_first_names_it_with_the_command_to_go_on(ranks: list[Rank]) -> None:
     ranks[1].process.kill()
-    code, line = ranks[0].wait()
     name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
-    assert line.startswith(f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n")
-    assert line.endswith("\n  cifar-lit train --resume a-run\n")
-    assert (code, ranks[0].read()) == (1, "released")
+    line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n"
+    assert ranks[0].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
+    assert ranks[0].read() == "released"
     assert ranks[2].wait() == (1, "")
 
 
@@ -69,8 +69,7 @@ def test_the_loss_of_the_first_rank_is_told_by_the_second_alone(ranks: list[Rank
 def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
     code, line = ranks[1 - frozen].wait()
-    assert code == 1
-    assert f"rank {frozen} (process {ranks[frozen].pid} on" in line
+    assert code == 1 and f"rank {frozen} (process {ranks[frozen].pid} on" in line
     assert "has given no sign for 2 s: it is frozen, or its machine cannot be reached" in line
     assert ranks[2].wait() == (1, "")
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
@@ -150,7 +149,7 @@ class Pair:
     """The first rank of two, and the second, that see only when they are made to. Their `now` can be set."""
 
     def __init__(self, limit: float = 1.0) -> None:
-        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit)
+        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit, "token")
         self.connected = socket.create_connection(("127.0.0.1", self.first.port), 5)
         self.second = Worker(RankInfo(1, 2), limit, self.connected, self.first.token)
         while 0 not in self.second.members or 1 not in self.second.members:
@@ -166,8 +165,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(rank_watch, "start_watchdog", lambda limit, heartbeat: None)
+def pair() -> Iterator[Pair]:
     pair = Pair()
     yield pair
     for watch in (pair.first, pair.second):
@@ -180,13 +178,6 @@ def sees(watch: RankWatch) -> Fault:
     while (fault := watch._look()) is None:
         assert time.monotonic() < deadline
     return fault
-
-
-def test_a_rank_that_is_silent_for_the_limit_is_lost_whichever_it_is(pair: Pair) -> None:
-    assert pair.looks(0.7) == (None, None)
-    for watch, rank in ((pair.first, 1), (pair.second, 0)):
-        watch.now += 1.3  # more than a heartbeat that may still be on its way takes
-        assert sees(watch)[:2] == (rank, "silent")
 
 
 def test_own_sleep_is_not_the_silence_of_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,38 +207,25 @@ def test_either_rank_may_end_in_order_before_the_other(pair: Pair) -> None:
     assert [pair.first._look() for _ in range(3)] == [None] * 3
     other = Pair()
     other.first.finish()
-    other.second._look()
-    assert other.second._closed
-    for watch in (other.first, other.second):
-        watch.close_in_fork()
+    other.first.close_in_fork()
+    assert [other.second._look() for _ in range(3)] == [None] * 3
+    other.second.close_in_fork()
 
 
-def test_the_first_fault_that_rank_0_hears_of_holds_for_all(pair: Pair) -> None:
-    assert pair.first.fail(Fault(0, "failed", "failed: no paper")).rank == 0
-    pair.second._settle(sees(pair.second))
-    assert pair.second.fail(Fault(1, "failed", "failed: no paper")).rank == 0
+KILLED = "was killed by SIGKILL, as systems do that run out of memory"
 
 
-@pytest.mark.parametrize(
-    ("end", "what"),
-    [
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            "was killed by SIGKILL, as systems do that run out of memory",
-        ),
-        ("raise SystemExit(3)", "ended with exit code 3"),
-    ],
-)
+@pytest.mark.parametrize(("end", "what"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
 def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(pair: Pair, end: str, what: str) -> None:
-    pair.second.adopt([subprocess.Popen([sys.executable, "-c", end])])
+    pair.second.adopt([subprocess.Popen(["sh", "-c", end])])
     fault = sees(pair.second)
     assert fault == Fault(2, "gone", what)
-    pair.second.broadcast(fault)
+    pair.second._settle(fault)
     assert sees(pair.first) == fault
 
 
 def test_ranks_that_never_come_are_named(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0)
+    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0, "token")
     for seconds in (14.0, 2.0):
         assert capsys.readouterr().err == ""
         alone.now += seconds
@@ -275,13 +253,11 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_of_other_machines_reach_the_first_over_either_protocol(pair: Pair, address: str) -> None:
-    coordinator = Coordinator(RankInfo(0, 2, "host", 1), 60.0)
+    coordinator = Coordinator(RankInfo(0, 2, "host", free_port()), 60.0, "token")
     try:
-        with socket.create_connection((address, coordinator.port), 5) as connected:
-            assert connected.getpeername()[:2] == (address, coordinator.port)
-    except OSError as error:
-        if address == "::1":
-            pytest.skip(f"no IPv6 here: {error}")
-        raise
+        socket.create_connection((address, coordinator.port), 5).close()
+    except OSError:
+        if address != "::1":  # which may be switched off
+            raise
     finally:
         coordinator.close_in_fork()
