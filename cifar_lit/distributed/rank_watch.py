@@ -147,7 +147,8 @@ class RankWatch(threading.Thread):
         self._watchdog = start_watchdog(self.limit + 2.0, self.heartbeat_seconds)
         try:
             while not self._closed:
-                if fault := self.fault or self._look():
+                fault = self.fault or self._look()
+                if fault and not self._closed:
                     self._end(self._settle(fault))
         finally:
             self.close()
@@ -160,6 +161,7 @@ class RankWatch(threading.Thread):
     def fail(self, fault: Fault) -> Fault:
         """Tells the others of this rank's own fault; returns that which the run ends for: the first that rank 0 has heard of."""
         if self.info.rank == 0:
+            self.close()  # the main thread goes on to its own end, which in a notebook is not the process's
             self._settle(fault)
         else:
             self._send_all({"fault": fault})
