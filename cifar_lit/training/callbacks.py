@@ -120,8 +120,7 @@ class RandomState(Callback):
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
-        gathered: list[Any] = [pl_module.all_gather(state) for state in states]
-        checkpoint["random_state"] = [rows.view(trainer.world_size, -1).cpu() for rows in gathered]
+        checkpoint["random_state"] = [gather_rows(trainer, pl_module, state).cpu() for state in states]
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps the states until set-up, which draws numbers too, is over."""
@@ -142,6 +141,13 @@ class RandomState(Callback):
         torch.set_rng_state(own[0])
         if len(own) > 1 and pl_module.device.type != "cpu":
             torch.get_device_module(pl_module.device).set_rng_state(own[1])
+
+
+def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
+    """The rows (n,) of all devices as (devices, n), on each; Lightning's `all_gather` warns of what torch 2.15 deprecates."""
+    rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
+    rows[trainer.global_rank] = row
+    return trainer.strategy.reduce(rows, reduce_op="sum")
 
 
 class WeightAverage(EMAWeightAveraging):

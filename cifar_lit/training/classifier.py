@@ -16,7 +16,7 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite_weights
+from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite_weights, gather_rows
 from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score, total_norm
 from cifar_lit.training.optimizers import (
@@ -309,9 +309,8 @@ class ImageClassifier(pl.LightningModule):
             self._log_row()
         check_finite_weights(self.net, self.global_step, self.current_epoch)
         self._reduced_sums()
-        device_sums: Any = self.all_gather(self.running.sums())
         checkpoint["cifar_lit"] = {
-            "device_sums": device_sums.view(-1, 3).tolist(),
+            "device_sums": gather_rows(self.trainer, self, self.running.sums()).tolist(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.logged_step,
             "score": self.score._asdict() if self.score else None,

@@ -79,9 +79,8 @@ class FakeStrategy:
 
 def test_each_device_gets_its_own_random_state_back() -> None:
     own = torch.get_rng_state()
-    pair: Any = SimpleNamespace(world_size=2, global_rank=0)
-    # as if the state of the other of two devices were all sevens
-    model: Any = SimpleNamespace(device=own.device, all_gather=lambda state: torch.stack((state, torch.full_like(state, 7))))
+    pair: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=FakeStrategy())
+    model: Any = SimpleNamespace(device=own.device)
     checkpoint: dict[str, Any] = {}
     RandomState().on_save_checkpoint(pair, model, checkpoint)
     (states,) = checkpoint["random_state"]
