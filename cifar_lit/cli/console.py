@@ -22,8 +22,10 @@ if TYPE_CHECKING:  # for commands that need no torch
 
 
 def say(*lines: str) -> None:
-    """Prints lines as they are, however long."""
-    print(*lines, sep="\n", flush=True)
+    """Prints lines as they are, however long; nothing where there are none."""
+    for line in lines:
+        print(line)
+    sys.stdout.flush()
 
 
 def for_tables() -> Console:
