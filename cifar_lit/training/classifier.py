@@ -117,6 +117,13 @@ class ImageClassifier(pl.LightningModule):
         self.progress: dict[str, float] = {}  # what the bar shows
         self._graphs: GraphedSteps | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning notes each hook's name on the module some forty times a step: past nn.Module's checks, which cost more."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
         return self.net(images.type(self.dtype))
