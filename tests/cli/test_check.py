@@ -207,6 +207,7 @@ def torchrun(*argv: str) -> Typed:
     return started("-m", "torch.distributed.run", *argv, seconds=300)
 
 
+@pytest.mark.stress  # mostly waits for time limits and for imports
 def test_two_machines_check_their_own_devices_and_form_one_group() -> None:
     place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = ["-m", "cifar_lit", "devices", "--check", "--accelerator", "cpu", "--limit", "90"]
@@ -217,6 +218,7 @@ def test_two_machines_check_their_own_devices_and_form_one_group() -> None:
     assert "all is well" in first.out and second.out == ""
 
 
+@pytest.mark.stress  # mostly waits for time limits and for imports
 def test_a_process_that_does_not_answer_is_named_by_its_number(here: Path) -> None:
     (here / "stops.py").write_text(STOPS)
     answer = torchrun("--standalone", "--nproc-per-node", "2", "stops.py")
