@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from cifar_lit.data.decode import decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.inference.novelty import novelty
-from cifar_lit.models.embedding import logits_and_embeddings
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 
 BATCH = 256  # images that are computed at once
@@ -141,3 +140,26 @@ def load(path: str | Path, device: str = "cpu") -> Classifier:
         Failure: it is damaged, or was not written by this program.
     """
     return Classifier(load_model_file(path), device)
+
+
+def logits_and_embeddings(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (B, classes) and embeddings float32 (B, features) of float images (B, C, H, W), in one pass through `net`.
+
+    The embedding is the input of the last linear or convolutional layer that the pass comes to; of maps, the mean over
+    their places. Both come without gradient. net: any of the table's, in evaluation mode.
+    """
+    last: list[Tensor] = []
+
+    def note(_: nn.Module, inputs: Any) -> None:
+        last[:] = [inputs[0]]
+
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.no_grad():
+            logits: Tensor = net(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    maps = last[0].float()
+    return logits, maps.mean((2, 3)) if maps.ndim == 4 else maps.flatten(1)

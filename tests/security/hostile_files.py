@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
-from security.bombs import png
 from security.hostile_models import Gadget, Maker
 from security.sandbox import Sandbox
 
@@ -225,3 +224,10 @@ IMAGES: dict[str, Maker] = {
     "a link to /dev/zero": _special("images/a/0.png", lambda path: path.symlink_to("/dev/zero")),
     "a link to a folder above": _special("images/a/0.png", lambda path: path.symlink_to("..")),
 }
+
+
+def png(header: bytes, pixels: bytes, *further: tuple[bytes, bytes]) -> bytes:
+    """A PNG of these contents of IHDR and IDAT, with further chunks between them."""
+    chunks = [(b"IHDR", header), *further, (b"IDAT", pixels), (b"IEND", b"")]
+    packed = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
