@@ -18,7 +18,7 @@ BENCHES = {
     "step": "what the Trainer adds to a recipe's steps: ours against a bare loop that does the same work",
     "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
     "input": "our batches against torchvision transforms in a DataLoader with 0 and with 2 workers",
-    "devices": "the CPU against each GPU over batch sizes and widths: time an epoch, images/s, speed-up",
+    "devices": "the CPU against each GPU over batch sizes and widths: time an epoch, speed-up",
     "scaling": "one recipe and global batch on 1, 2, … devices: time, speed-up, accuracy",
 }
 
@@ -40,51 +40,35 @@ def bench(argv: list[str]) -> None:
     run_module(f"cifar-lit bench {name}", import_module(f"cifar_lit.bench.{name}"), rest)
 
 
-def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
-    """Reads the flags of a measurement, and runs it."""
-    parser = BenchParser(prog, module.WHAT)
-    module.add_arguments(parser)
-    settings = parser.read(argv)
-    if getattr(settings, "threads", None):
-        import torch
-
-        torch.set_num_threads(settings.threads)
-    module.run(settings)
-
-
 class BenchParser(argparse.ArgumentParser):
-    """The flags of a measurement. jsonargparse's parser, which the trainings have, cannot leave flags for others over.
-
-    trains: what is not known here goes to the trainings, as `flags` of the settings. names: the line begins with names of
-    recipes, `names` of the settings, of which `line` is all.
-    """
-
-    trains = names = False
-
-    def __init__(self, prog: str, description: str) -> None:
-        help_format = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=help_format)
-        self.add_argument("--json", metavar="FILE", help="write the figures to this file too")
+    """argparse's, as jsonargparse's parser cannot leave flags over for the trainings."""
 
     def error(self, message: str) -> NoReturn:
         """One line in place of the usage screen."""
         raise UsageError(f"{self.prog.removeprefix('cifar-lit ')}: {message}")
 
-    def read(self, argv: list[str]) -> argparse.Namespace:
-        """The settings; raises UsageError and Failure before anything is run."""
-        from cifar_lit.bench.report import make_parent
 
-        settings = argparse.Namespace()
-        if self.names:
-            settings.line = argv
-            self.usage = "%(prog)s NAME [NAME …] [flags] [any flag of training]"
-            count = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
-            settings.names, argv = argv[:count], argv[count:]
-        settings, rest = self.parse_known_args(argv, settings)
-        if self.trains:
-            settings.flags = rest
-        elif rest:
-            raise UsageError(f"there is no flag {rest[0]}.{nearest(rest[0], self._option_string_actions)}")
-        if settings.json:
-            make_parent(Path(settings.json))  # rather now than when all is measured
-        return settings
+def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
+    """Reads the flags of a measurement, and runs it.
+
+    What the module does not know goes to its trainings, if it has them: as `flags` of its settings, for which it sets a default.
+    """
+    help_format = argparse.ArgumentDefaultsHelpFormatter
+    parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=help_format)
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file too")
+    module.add_arguments(parser)
+    settings, rest = parser.parse_known_args(argv)
+    settings.line = argv
+    if "flags" in settings:
+        settings.flags = rest
+    elif rest:
+        raise UsageError(f"there is no flag {rest[0]}.{nearest(rest[0], parser._option_string_actions)}")
+    from cifar_lit.bench.report import make_parent
+
+    if settings.json:
+        make_parent(Path(settings.json))  # rather now than when all is measured
+    if getattr(settings, "threads", None):
+        import torch
+
+        torch.set_num_threads(settings.threads)
+    module.run(settings)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.transforms import v2
 
-from cifar_lit.bench.plain import PilImages, TensorImages, batches_on_device
-from cifar_lit.bench.report import figures_of, publish, spread, spread_text
+from cifar_lit.bench.plain import ArrayImages, batches_on_device
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.bench.training import add_data_arguments, read_clock
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
 
 WHAT = (
-    "Training batches a second, cropped (4 pixels of reflect padding), flipped, normalised and on the device that the Trainer "
+    "Training images a second, cropped (4 pixels of reflect padding), flipped, normalised and on the device that the Trainer "
     "chooses: ours, against torchvision's transforms on PIL images in a DataLoader with 0 and with 2 workers, and against its v2 "
     "transforms on tensors. All take turns in one process; each turn's first batch is off the clock, as is the workers' start."
 )
 PADDING = 4
-OURS, WORKERS = "ours", "PIL, DataLoader, 2 workers"
-
-Turn = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # starts a turn: batches of images and labels on the device
+OURS = "ours"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,46 +50,47 @@ def run(settings: argparse.Namespace) -> None:
         raise UsageError(f"{len(data.train_images):,} images are less than a round: lower --batches or --batch-size")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
-    speeds = in_turn(sides(data, settings.batches, device), settings.batches, settings.rounds, device)
-    rows = {
-        name: {
-            "batches_per_second": spread(value / size for value in values),
-            "images_per_second": spread(values),
-            "ratio": spread(ours / value for ours, value in zip(speeds[OURS], values, strict=True)),  # of the same round
-        }
-        for name, values in speeds.items()
-    }
-    lines = [(name, side["images_per_second"], "images/s") for name, side in rows.items()]
-    ratio = (f"ours / {WORKERS}", rows[WORKERS]["ratio"], "×")
+    turns = sides(data, settings.batches, device)
+    speeds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(settings.rounds + 1):
+        for name, start in turns.items():
+            stream = start()
+            next(stream)
+            started = read_clock(device)
+            images = sum(len(labels) for _, labels in islice(stream, settings.batches))
+            speeds[name].append(images / (read_clock(device) - started))
+    rows: list[Row] = [(name, spread(values[1:]), "images/s") for name, values in speeds.items()]  # the first warms up
+    for name, values in speeds.items():
+        if name != OURS:
+            ratio = spread(ours / value for ours, value in zip(speeds[OURS][1:], values[1:], strict=True))  # of the same round
+            rows.append((f"ours / {name}", ratio, "×"))
     publish(
-        figures_of("input", vars(settings), *lines, ratio, device=device.type, sides=rows),
-        settings.json,
-        f"bench input · {settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
-        ("", "batches/s", "images/s", "ours is … × as fast"),
-        [
-            (name, *(spread_text(side[part], form) for part, form in zip(side, (".1f", ",.0f", ".1f"), strict=True)))
-            for name, side in rows.items()
-        ],
-        f"medians (quartiles) of {settings.rounds} rounds of {settings.batches} batches each, in turn",
+        "input",
+        vars(settings),
+        f"{settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
+        rows,
+        f"of {settings.rounds} rounds of {settings.batches} batches each, in turn",
+        device=device.type,
     )
 
 
-def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Turn]:
-    """What is compared, by name; a turn of the DataLoaders ends by itself after one batch more than `batches`."""
+def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Callable[[], Iterator[tuple[Tensor, Tensor]]]]:
+    """What is compared, by name: each starts a turn, an iterator over images and labels on the device.
+
+    A turn of the DataLoaders ends by itself after one batch more than `batches`; ours goes on where it was.
+    """
     crop: dict[str, Any] = {"size": data.input_shape[1:], "padding": PADDING, "padding_mode": "reflect"}
     moves = [transforms.RandomCrop(**crop), transforms.RandomHorizontalFlip()]
-    pil = transforms.Compose([*moves, transforms.ToTensor(), transforms.Normalize(*data.statistics)])
+    pil = [Image.fromarray, *moves, transforms.ToTensor(), transforms.Normalize(*data.statistics)]
     moves = [v2.RandomCrop(**crop), v2.RandomHorizontalFlip()]
-    tensor = v2.Compose([*moves, v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)])
-    images = data.train_images
-    pil_images = PilImages(images, transform=pil)
-    tensor_images = TensorImages(images, transform=tensor)
+    tensors = [v2.ToImage(), *moves, v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor(), v2.Normalize(*data.statistics)]
 
-    def loading(images: Dataset[tuple[Tensor, int]], workers: int) -> Turn:
+    def loading(transforms: Sequence[Callable[[Any], Any]], workers: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+        images = ArrayImages(data.train_images, transforms)
         loader = DataLoader(
             images,
             batch_size=data.batch_size,
-            sampler=RandomSampler(images, num_samples=(batches + 1) * data.batch_size),  # type: ignore[arg-type]
+            sampler=RandomSampler(images, num_samples=(batches + 1) * data.batch_size),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type != "cpu",
@@ -99,23 +99,8 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Turn
 
     ours = ((batch.images, batch.labels) for epoch in batches_on_device(data, device) for batch in epoch)
     return {
-        OURS: lambda: ours,  # goes on where it was
-        WORKERS: loading(pil_images, 2),
-        "PIL, DataLoader, no worker": loading(pil_images, 0),
-        "v2 on tensors, DataLoader, 2 workers": loading(tensor_images, 2),
+        OURS: lambda: ours,
+        "PIL, DataLoader, 2 workers": loading(pil, 2),
+        "PIL, DataLoader, no worker": loading(pil, 0),
+        "v2 on tensors, DataLoader, 2 workers": loading(tensors, 2),
     }
-
-
-def in_turn(turns: dict[str, Turn], batches: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Images a second of each side in each round, the first round, which warms up, left out."""
-    speeds: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds + 1):
-        for name, start in turns.items():
-            stream = start()
-            next(stream)
-            started = read_clock(device)
-            images = sum(len(labels) for _, labels in islice(stream, batches))
-            seconds = read_clock(device) - started
-            if number:
-                speeds[name].append(images / seconds)
-    return speeds

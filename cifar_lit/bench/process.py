@@ -27,11 +27,7 @@ class FinishedTraining(NamedTuple):
 
 
 def train(argv: Sequence[str]) -> FinishedTraining:
-    """Runs `cifar-lit train` with these flags in a process and a folder of its own.
-
-    Raises:
-        UsageError, Failure: as the process ended, with the last line that it printed.
-    """
+    """Runs `cifar-lit train` in a process and a folder of its own; raises its UsageError or Failure, with its last line."""
     if any(word.partition("=")[0] == "--logs" for word in argv):
         raise UsageError("the runs are only measured, in a folder that is gone afterwards: leave --logs out")
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:

@@ -13,8 +13,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 
 import cifar_lit
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.report import environment, figures_of, publish, spread, spread_text, write_figures
+from cifar_lit.bench.report import environment, figures_of, print_table, spread, spread_text, write_figures
 from cifar_lit.cli.console import say
 from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import OWN, SHORT, parse, recipe_path
@@ -45,20 +45,18 @@ NOT_TAKEN = {
     **dict.fromkeys(("resume", "ckpt_path"), "every run starts anew"),
 }
 CODE = ("data", "models", "training")  # the folders that a result depends on
-SHARED = (
-    "The runs share one process, and the images, which are decoded and held once. Each has its own net, Trainer and run folder, "
-    "and draws initial weights, order and augmentation from its seed."
-)
 LEGEND = (
-    "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm",
+    "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm if any is",
     "cold s is from the process's start to the tested net; peak MB is of the process, with all runs before",
+    "The runs share one process, and the images, which are decoded and held once; each draws all that is random from its seed.",
 )
-Runs = dict[str, dict[int, dict[str, Any]]]  # by recipe and seed
+Runs = dict[int, dict[str, Any]]  # of a recipe, as `run_once` returns them, by seed
 
 
-def add_arguments(parser: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.trains = parser.names = True
+    parser.set_defaults(flags=[])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes, or YAML files of your own; first on the line")
     parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe; those that the --json FILE holds are kept")
     parser.add_argument("--seed0", type=int, default=0, help="the first of them")
 
@@ -67,44 +65,49 @@ def run(settings: argparse.Namespace) -> None:
     """Measures and reports; raises Interrupted and what a training raises: what is finished by then is in the --json file."""
     recipes = check(settings)
     catch_signals()
-    where = environment()
-    conditions = {name: conditions_of(path, settings.flags, where) for name, path in recipes.items()}
+    # Each data set is decoded once, for all runs of this process.
+    SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in SOURCES.items()})
+    conditions = {name: conditions_of(path, settings.flags) for name, path in recipes.items()}
     file = Path(settings.json) if settings.json else None
-    runs = read_runs(file, conditions) if file and file.exists() else {name: {} for name in recipes}
+    runs = {name: dict[int, dict[str, Any]]() for name in recipes} | read_runs(file, conditions)
     command = parse("train", list(settings.flags))
-
-    def figures() -> dict[str, Any]:
-        entries = {
-            name: {**summary(same), "settings": conditions[name], "runs": same}
-            for name in recipes
-            if (same := [runs[name][seed] for seed in sorted(runs[name])])
-        }
-        return figures_of("recipe", {"flags": without_places(command.flags)}, shared=SHARED, recipes=entries)
-
     cold = True
-    with images_held():
-        for name, path in recipes.items():
-            missing = [seed for seed in range(settings.seed0, settings.seed0 + settings.runs) if seed not in runs[name]]
-            total = len(runs[name]) + len(missing)
-            if file and runs[name]:
-                say(f"{name}: {len(runs[name])} runs are done already (in {display_path(file)}); {len(missing)} to go")
-            for seed in missing:
-                try:
-                    done = run_once(str(path), settings.flags, seed, command.logs, cold)
-                except Interrupted as interruption:
-                    if file:
-                        interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
-                    raise
-                cold, done["first"] = False, seed == missing[0]
-                runs[name][seed] = done
+    for name, path in recipes.items():
+        done = runs[name]
+        missing = [seed for seed in range(settings.seed0, settings.seed0 + settings.runs) if seed not in done]
+        total = len(done) + len(missing)
+        if done:
+            say(f"{name}: {len(done)} runs are done already (in {display_path(Path(settings.json))}); {len(missing)} to go")
+        for seed in missing:
+            try:
+                done[seed] = run_once(str(path), settings.flags, seed, command.logs, cold) | {"first": seed == missing[0]}
+            except Interrupted as interruption:
                 if file:
-                    write_figures(file, figures())
-                mean = percent(mean_interval([other["accuracy"] for other in runs[name].values()])["mean"])
-                line = f"{name} seed {seed} ({len(runs[name])} of {total}): {percent(done['accuracy'])} · mean {mean}"
-                line += f" · {done['seconds']:.2f} s · {done['images_per_second'] or 0:,.0f} images/s"
-                say(line + " · the first here: not in the warm times" * done["first"])
+                    interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
+                raise
+            cold = False
+            if file:
+                entries = {
+                    name: {
+                        "settings": conditions[name],
+                        "accuracy": accuracy_of(same),
+                        "runs": [same[seed] for seed in sorted(same)],
+                    }
+                    for name, same in runs.items()
+                    if same
+                }
+                write_figures(file, figures_of("recipe", {"flags": without_places(command.flags)}, recipes=entries))
+            accuracy, seconds, speed = (done[seed][figure] for figure in ("accuracy", "seconds", "images_per_second"))
+            line = f"{name} seed {seed} ({len(done)} of {total}): {percent(accuracy)} · mean {percent(accuracy_of(done)['mean'])}"
+            line += f" · {seconds:.2f} s · {speed or 0:,.0f} images/s"
+            say(line + " · the first here: not in the warm times" * done[seed]["first"])
+    rows = {name: texts_of(list(same.values())) for name, same in runs.items()}
+    columns = [column for column in next(iter(rows.values())) if any(row[column] != "–" for row in rows.values())]
+    table = [[name, *(row[column] for column in columns)] for name, row in rows.items()]
     say("")
-    report(figures(), settings.json)
+    print_table(environment(), "test accuracy and time", ["recipe", *columns], table, *LEGEND)
+    if file:
+        print(f"written: {display_path(file)}")
 
 
 def check(settings: argparse.Namespace) -> dict[str, Path]:
@@ -132,48 +135,37 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
     return recipes
 
 
-def conditions_of(recipe: Path, flags: Sequence[str], where: Mapping[str, Any]) -> dict[str, str]:
-    """What runs must have in common to count as one measurement: a digest for each kind of thing; `where`: `environment()`."""
-    command = parse("train", list(flags))
-    package = Path(cifar_lit.__file__).parent
-    texts = {
+def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
+    """What runs must have in common to count as one measurement: a digest for each kind of thing."""
+    command, where = parse("train", list(flags)), environment()
+    code = [path for folder in CODE for path in sorted((Path(cifar_lit.__file__).parent / folder).rglob("*.py"))]
+    parts = {
         "recipe": [recipe.read_text()],
         "flags": [*command.flags, *(Path(path).expanduser().read_text() for path in command.configs)],
-        "versions": [f"{name} {version}" for name, version in where["versions"].items()],
-        "code": [path.read_text() for folder in CODE for path in sorted((package / folder).rglob("*.py"))],
+        "versions": [str(where["versions"])],
+        "code": [path.read_text() for path in code],
         "machine": [str(where[name]) for name in ("cpu", "threads", "gpu")],
     }
-    return {name: hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12] for name, parts in texts.items()}
+    return {name: hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12] for name, texts in parts.items()}
 
 
-def read_runs(file: Path, conditions: Mapping[str, Mapping[str, str]]) -> Runs:
-    """The finished runs that a file holds; raises UsageError when they are of something else."""
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        content = None
+def read_runs(file: Path | None, conditions: Mapping[str, Mapping[str, str]]) -> dict[str, Runs]:
+    """The finished runs that a file holds, by recipe; raises UsageError when they are of something else."""
+    if not file or not file.exists():
+        return {}
     place = display_path(file)
-    if not isinstance(content, dict) or content.get("bench") != "recipe":
+    try:
+        figures = json.loads(file.read_text())
+    except (OSError, ValueError):
+        figures = None
+    if not isinstance(figures, dict) or figures.get("bench") != "recipe":
         raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
-    runs: Runs = {name: {} for name in conditions}
-    for name, entry in content["recipes"].items():
+    for name, entry in figures["recipes"].items():
         if name not in conditions:
             raise UsageError(f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}")
         if differing := " and ".join(part for part, own in conditions[name].items() if entry["settings"].get(part) != own):
             raise UsageError(f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}")
-        runs[name] = {run["seed"]: run for run in entry["runs"]}
-    return runs
-
-
-@contextmanager
-def images_held() -> Iterator[None]:
-    """Within, each data set that is asked for again is handed over as it was loaded the first time."""
-    before = dict(SOURCES)
-    SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in before.items()})
-    try:
-        yield
-    finally:
-        SOURCES.update(before)
+    return {name: {run["seed"]: run for run in entry["runs"]} for name, entry in figures["recipes"].items()}
 
 
 def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool) -> dict[str, Any]:
@@ -231,27 +223,9 @@ def process_age() -> float | None:
         return None
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy over all runs, times over the warm ones.
-
-    Args:
-        runs: as `run_once` returns them, with `first` for those that were their process's first of this recipe, in which
-            code is loaded and kernels are compiled or captured; their times count only where there are no others.
-    """
-    warm = [run for run in runs if not run["first"]]
-    views = [run["views"] for run in runs if run["views"]]
-    cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
-    return {
-        **{name: runs[0][name] for name in ("dataset", "accelerator", "precision", "parameters")},
-        "accuracy": mean_interval([run["accuracy"] for run in runs]),
-        "views": {"views": views[0]["views"], **mean_interval([view["accuracy"] for view in views])} if views else None,
-        "warm": bool(warm),
-        "seconds": spread(run["seconds"] for run in warm or runs),
-        "images_per_second": spread(run["images_per_second"] or 0.0 for run in warm or runs),
-        "cold_seconds": spread(cold) if cold else None,
-        "memory_mb": max(run["memory_mb"] for run in runs),
-        "device_memory_mb": max((run["device_memory_mb"] for run in runs if run["device_memory_mb"] is not None), default=None),
-    }
+def accuracy_of(runs: Runs) -> dict[str, Any]:
+    """Mean, deviation and interval of the accuracy over seeds."""
+    return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)])
 
 
 def percent(value: float) -> str:
@@ -259,42 +233,28 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def mean_text(mean: Mapping[str, Any]) -> str:
-    """A mean of fractions with the runs' deviation: 94.05 % ± 0.14."""
-    return percent(mean["mean"]) + (f" ± {100 * mean['std']:.2f}" if mean["std"] is not None else "")
+def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a recipe's runs came to, by the names of their columns; – for what there is not.
 
+    Accuracy is over all runs. Times are over the warm ones: not over those that were their process's first of this recipe, in
+    which code is loaded and kernels are compiled or captured, unless there are no others.
+    """
+    warm = [run for run in runs if not run["first"]] or runs
+    views = [run["views"] for run in runs if run["views"]]
+    cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
+    device = max(run["device_memory_mb"] or 0 for run in runs)
+    accuracy = mean_interval([run["accuracy"] for run in runs])
 
-def texts_of(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of a summary by the names of their columns; – for what there is not."""
-    accuracy, views, cold, device = (entry[name] for name in ("accuracy", "views", "cold_seconds", "device_memory_mb"))
-    interval = "–" if accuracy["low"] is None else f"{100 * accuracy['low']:.2f} … {100 * accuracy['high']:.2f}"
+    def mean_text(mean: Mapping[str, Any]) -> str:
+        return percent(mean["mean"]) + ("" if mean["std"] is None else f" ± {100 * mean['std']:.2f}")
+
     return {
-        "n": str(accuracy["n"]),
+        "n": str(len(runs)),
         "test accuracy": mean_text(accuracy),
-        "95 % of the mean": interval,
-        "with views": f"{mean_text(views)} ({views['views']})" if views else "–",
-        "train s": spread_text(entry["seconds"], ",.2f"),
-        "cold s": spread_text(cold, ",.1f") if cold else "–",
-        "images/s": f"{entry['images_per_second']['median']:,.0f}",
-        "peak MB": f"{entry['memory_mb']:,}" + (f" + {device:,} on the device" if device is not None else ""),
+        "95 % of the mean": "–" if len(runs) < 2 else f"{100 * accuracy['low']:.2f} … {100 * accuracy['high']:.2f}",
+        "with views": f"{mean_text(mean_interval([one['accuracy'] for one in views]))} ({views[0]['views']})" if views else "–",
+        "train s": spread_text(spread(run["seconds"] for run in warm), form=",.2f"),
+        "cold s": spread_text(spread(cold), form=",.1f") if cold else "–",
+        "images/s": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), form=",.0f"),
+        "peak MB": f"{max(run['memory_mb'] for run in runs):,}" + (f" + {device:,} on the device" if device else ""),
     }
-
-
-def report(figures: dict[str, Any], file: str | None) -> None:
-    """Prints a row for each recipe, and writes the figures to a file if one is named."""
-    rows = {name: texts_of(entry) for name, entry in figures["recipes"].items()}
-    columns = [column for column in next(iter(rows.values())) if any(row[column] != "–" for row in rows.values())]
-    not_warm = [name for name, entry in figures["recipes"].items() if not entry["warm"]]
-    publish(
-        figures,
-        file,
-        "test accuracy and time",
-        ["recipe", *columns],
-        [[name, *(row[column] for column in columns)] for name, row in rows.items()],
-        *LEGEND,
-        *(f"{name}: no run was warm, the times are those of first runs" for name in not_warm),
-        "",
-        SHARED,
-    )
-    if file:
-        print(f"written: {display_path(Path(file))}")

@@ -1,4 +1,4 @@
-"""What every measurement says in the same way: where it was made, how its values spread, a table, and a JSON file of it all."""
+"""What every measurement says in the same way: how its values spread, where it was made, a table, and a JSON file of it all."""
 
 from __future__ import annotations
 
@@ -6,22 +6,43 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
 from cifar_lit.runs.results import versions
 
-Spread = dict[str, float]  # n, and lower quartile, median and upper quartile as low, median, high
-NOT_FIGURES = ("json", "root", "threads", "names", "line")  # flags that say where files lie, or are told elsewhere
+Spread = float | list[float]  # one value; or lower quartile, median and upper quartile of several
+Row = tuple[str, Spread, str]  # what was measured, its value, the unit
+NOT_FIGURES = ("json", "root", "threads", "names", "line")  # settings that say where files lie, or are told elsewhere
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """The quartiles, within the range of the values; at least one value. Digits that no measurement supports are left out."""
+    listed = list(values)
+    if len(listed) == 1:
+        return float(f"{listed[0]:.5g}")
+    return [float(f"{value:.5g}") for value in statistics.quantiles(listed, n=4, method="inclusive")]
+
+
+def number_text(value: float) -> str:
+    """Four digits, and none of them lost before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def spread_text(value: Spread, unit: str = "", form: str | None = None) -> str:
+    """A median with its quartiles, as in `4,335 images/s (4,301 … 4,370)`; form: of the numbers, such as ",.2f"."""
+    values = value if isinstance(value, list) else [value]
+    texts = [number_text(number) if form is None else f"{number:{form}}" for number in values]
+    text = f"{texts[len(texts) // 2]} {unit}".strip()
+    return text if len(texts) == 1 else f"{text} ({texts[0]} … {texts[2]})"
 
 
 def environment() -> dict[str, Any]:
@@ -46,65 +67,40 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
     return f"{environment['cpu']}, {threads} thread{'s' * (threads != 1)}"
 
 
-def spread(values: Iterable[float]) -> Spread:
-    """`n`, `median`, and as `low` and `high` the quartiles, within the range of the values; at least one value."""
-    listed = list(values)
-    low, median, high = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) > 1 else listed * 3
-    return {"n": len(listed), "median": significant(median), "low": significant(low), "high": significant(high)}
-
-
-def significant(value: float) -> float:
-    """A number without the digits that no measurement supports."""
-    return float(f"{value:.5g}")
-
-
-def spread_text(value: Spread, form: str = ",.0f") -> str:
-    """A median with its quartiles, as in `4,335 (4,301 … 4,370)`."""
-    if value["n"] == 1:
-        return f"{value['median']:{form}}"
-    return f"{value['median']:{form}} ({value['low']:{form}} … {value['high']:{form}})"
-
-
-def figures_of(bench: str, settings: Mapping[str, Any], *rows: tuple[str, Spread | float, str], **more: Any) -> dict[str, Any]:
-    """The figures of a measurement as nested plain values.
-
-    Args:
-        bench: its name.
-        settings: its flags, and what they left open.
-        rows: the entries `headline`, {label: value or [low, median, high]}, and `unit`, {label: unit}, for tables of many
-            measurements: label, spread or number, unit.
-        more: further entries.
-    """
-
-    def flat(value: Spread | float) -> float | list[float]:
-        if not isinstance(value, dict):
-            return significant(value)
-        return [value["low"], value["median"], value["high"]] if value["n"] > 1 else value["median"]
-
+def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:
+    """What a measurement's file holds: its name, flags with what they left open, environment, values and units by label."""
+    rows = list(rows)
     return {
         "bench": bench,
         "settings": {name: value for name, value in settings.items() if name not in NOT_FIGURES},
         "environment": environment(),
-        "headline": {label: flat(value) for label, value, _ in rows},
+        "headline": {label: value for label, value, _ in rows},
         "unit": {label: unit for label, _, unit in rows},
         **more,
     }
 
 
-def publish(
-    figures: Mapping[str, Any], file: str | None, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
+def publish(bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any) -> dict[str, Any]:
+    """Prints rows as a table with lines under it, and writes the figures, which it returns, to the file that --json names."""
+    figures = figures_of(bench, settings, rows, **more)
+    if settings["json"]:
+        write_figures(Path(settings["json"]), figures)
+    table = [(label, spread_text(value, unit)) for label, value, unit in rows]
+    print_table(figures["environment"], f"{bench} · {title}", ["", "median (quartiles)"], table, *lines)
+    return figures
+
+
+def print_table(
+    environment: Mapping[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
 ) -> None:
-    """Writes the figures to a file, if one is named, and prints them as a table with lines and the environment under it."""
-    if file:
-        write_figures(Path(file), figures)
-    table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+    """Prints a table with a title, and under it lines and the environment."""
+    first, *others = columns
+    table = Table(first, *(Column(name, justify="right") for name in others))
     for row in rows:
         table.add_row(*row)
-    where = figures["environment"]
-    machine = [f"{where['cpu']}, {where['threads']} threads", *([where["gpu"]] if where["gpu"] else []), where["date"]]
-    footer = " · ".join([*machine, *(f"{name} {number}" for name, number in where["versions"].items())])
+    where, gpu = machine_text(environment, "cpu"), environment["gpu"]
+    versions = (f"{name} {number}" for name, number in environment["versions"].items())
+    footer = " · ".join([where, *([gpu] if gpu else []), environment["date"], *versions])
     # elsewhere than on a terminal no row is to be folded
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     for part in (title, table, *lines, footer):
@@ -112,22 +108,15 @@ def publish(
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes the figures as JSON, whole or not at all; raises Failure where that cannot be done."""
+    """Writes the figures as JSON, whole or not at all; raises Failure where there can be no such file."""
     text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    with _explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+    make_parent(path)
+    write_text(path, text)
 
 
 def make_parent(path: Path) -> None:
     """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
-    with _explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None

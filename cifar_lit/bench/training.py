@@ -1,13 +1,14 @@
-"""What is measured: a recipe's model and data, fitted by the Trainer with everything on that a run has on; and clocks."""
+"""What several measurements train: a recipe under the Trainer with everything on that a run has on; and clocks."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +32,11 @@ WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "sh
 
 
 class Subject(NamedTuple):
-    """A training that can be fitted. devices: as the Trainer takes them, always one. trainer: further settings of it."""
+    """A training that can be fitted. trainer: the Trainer's accelerator, devices (always one), precision and others."""
 
     model: ImageClassifier
     data: ImageData
-    accelerator: str
-    devices: Any
-    precision: str
     trainer: dict[str, Any]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches of an epoch, at least one."""
-        return max(1, len(self.data.split[0]) // self.data.batch_size)
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
@@ -85,18 +78,18 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
     images, classifier = build(model, data)
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
-    settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
+    settings.dataset, settings.batch_size = images.dataset, images.batch_size
     kept = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
-    return Subject(classifier, images, accelerator, devices, precision, kept)
+    return Subject(classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **kept})
 
 
 def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
     """Data and model from a recipe's sections; the net's weights are always the same."""
+    linear = model.get("net") == LINEAR
     try:
         images = ImageData(**{"seed": 0, **data})
         torch.manual_seed(0)
         shape = {"input_shape": images.input_shape, "num_classes": images.class_count}
-        linear = model.get("net") == LINEAR
         classifier = ImageClassifier(**{**model, **shape, **({"net": "signs_mlp"} if linear else {})})
     except TypeError as error:  # a setting that neither of them has
         raise UsageError(f"this recipe cannot be measured: {error}") from None
@@ -112,12 +105,10 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
     Returns the precision that the Trainer computed in, which is not always the one that was asked for.
     """
     torch.set_float32_matmul_precision("high")  # as a run does
-    with tempfile.TemporaryDirectory() as folder, _drawn_unseen():
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
         trainer = pl.Trainer(
-            accelerator=subject.accelerator,
-            devices=subject.devices,
-            precision=subject.precision,  # type: ignore[arg-type]
+            **subject.trainer,
             max_epochs=max_epochs,
             callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
             logger=run.loggers(None),
@@ -125,24 +116,17 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
             limit_val_batches=1.0 if validates else 0,
             enable_model_summary=False,
             profiler=NoProfiler(),
-            **subject.trainer,
         )
+        rich.reconfigure(file=nowhere, force_terminal=True)  # all is drawn as on a terminal, but where nobody sees it
         try:
             trainer.fit(subject.model, datamodule=subject.data)
         finally:
+            rich.reconfigure()
             run.folder.release()
         return str(trainer.precision)
 
 
-@contextmanager
-def _drawn_unseen() -> Iterator[None]:
-    """Lets everything be drawn as on a terminal, but where nobody sees it."""
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        rich.reconfigure(file=nowhere, force_terminal=True)
-        try:
-            yield
-        finally:
-            rich.reconfigure()
+# ---- clocks
 
 
 def read_clock(device: torch.device) -> float:
@@ -152,39 +136,71 @@ def read_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class Lap(NamedTuple):
-    """Some steps of a training: how many, of how many images, in how many seconds."""
+class Round(NamedTuple):
+    """One turn of ours and of another loop: optimizer steps of each, training images of ours, seconds of either."""
 
     steps: int
     images: int
-    seconds: float
+    ours: float
+    other: float
+
+
+# Starts the other loop, given ours before its first step; what it returns makes a turn, given the steps that ours made.
+StartOther = Callable[[pl.Trainer, Any], Callable[[int], object]]
 
 
 class Stopwatch(Callback):
-    """Times laps of `steps` optimizer steps of a fit, after `warmup` steps; ends the fit after `count` laps.
+    """Times rounds of `steps` optimizer steps of a fit, after `warmup` steps off the clock; ends the fit after `count` rounds.
 
-    between: called, off the clock, with the lap that ended (None after the warm-up), while the training waits.
+    start_other: for another loop, which has its turn after the warm-up and after every round, while the training waits.
     """
 
-    def __init__(self, warmup: int, steps: int, count: int, between: Callable[[Lap | None], None] = lambda lap: None) -> None:
-        self._due, self._steps, self._count, self._between = warmup, steps, count, between
-        self._images, self._started = 0, 0.0
-        self._lap_started_at: int | None = None  # the global step; None during the warm-up
-        self.laps: list[Lap] = []
+    def __init__(
+        self, steps: int, count: int, warmup: int, start_other: StartOther = lambda trainer, model: lambda steps: None
+    ) -> None:
+        self._steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
+        self.rounds: list[Round] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Makes the other loop; by now everything is where and as the training begins."""
+        self._make_turn = self._start_other(trainer, pl_module)
+        self._begin_round(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends a lap when its steps are done."""
+        """Ends a round when its steps are done."""
         self._images += batch.labels.numel()
-        step = trainer.global_step
-        if step < self._due or trainer.should_stop:
-            return
-        lap = None
-        if self._lap_started_at is not None:
-            lap = Lap(step - self._lap_started_at, self._images, read_clock(pl_module.device) - self._started)
-            self.laps.append(lap)
-        self._between(lap)
-        trainer.should_stop = len(self.laps) >= self._count
-        self._lap_started_at, self._due, self._images = step, step + self._steps, 0
-        self._started = read_clock(pl_module.device)
+        timed = trainer.global_step - self._warmup
+        if timed >= 0 and timed % self._steps == 0 and len(self.rounds) < self._count:
+            self.end_round(trainer, pl_module)
+            if timed == 0:
+                self.rounds.clear()  # the warm-up
+            trainer.should_stop = len(self.rounds) == self._count
+
+    def end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Has the other loop make its turn, and begins the next round."""
+        paused = read_clock(model.device)
+        steps = trainer.global_step - self._begun_at
+        self._make_turn(steps)
+        self.rounds.append(Round(steps, self._images, paused - self._begun, read_clock(model.device) - paused))
+        self._begin_round(trainer, model)
+
+    def _begin_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        self._images, self._begun_at, self._begun = 0, trainer.global_step, read_clock(model.device)
+
+
+class EpochStopwatch(Stopwatch):
+    """The same by whole epochs of ours, each with its validation and all that the Trainer does at its end."""
+
+    def __init__(self, start_other: StartOther) -> None:
+        super().__init__(1, 0, sys.maxsize, start_other)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ends the epoch before, if there was one."""
+        if trainer.current_epoch:
+            self.end_round(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ends the last epoch."""
+        self.end_round(trainer, pl_module)

@@ -12,11 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.multiprocessing as mp
-from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.bench.plain import TutorialLoop
-from cifar_lit.bench.step import Interleave, Round, StartLoop, report
-from cifar_lit.bench.training import add_training_arguments, fit, read_clock, subject_from
+from cifar_lit.bench.step import report
+from cifar_lit.bench.training import EpochStopwatch, Stopwatch, add_training_arguments, fit, read_clock, subject_from
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
@@ -25,34 +24,6 @@ WHAT = (
     "the evaluation that ends them, on the same training and validation images: training images over the wall time of the epoch "
     "with its validation."
 )
-
-
-class InterleaveEpochs(Callback):
-    """After every epoch of the Trainer with its validation, and all that it does at its end, has the plain loop make one.
-
-    start: makes the plain loop, whose turns are epochs with their evaluation.
-    """
-
-    def __init__(self, start: StartLoop) -> None:
-        self._start = start
-        self.rounds: list[Round] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Makes the plain loop, off the clock."""
-        self._plain = self._start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends the epoch before, if there was one, and starts this."""
-        if trainer.current_epoch:
-            self.on_train_end(trainer, pl_module)
-        self._started, self._started_at = read_clock(pl_module.device), trainer.global_step
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends an epoch, in the end the last one."""
-        paused = read_clock(pl_module.device)
-        images = self._plain(1)
-        steps = trainer.global_step - self._started_at
-        self.rounds.append(Round(steps, images, paused - self._started, read_clock(pl_module.device) - paused))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +39,8 @@ def run(settings: argparse.Namespace) -> None:
     if settings.epochs < 0 or settings.rounds < 2 or settings.steps < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --steps 1, or --epochs 1")
     subject = subject_from(settings)
-    data, hparams = subject.data, subject.model.hparams
-    if settings.epochs and not len(data.split[1]):
+    data, hparams, by_epoch = subject.data, subject.model.hparams, settings.epochs > 0
+    if by_epoch and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: this recipe's data.val_size is 0")
     net = deepcopy(subject.model.net)
     for parameter in net.parameters():  # in the memory order that it comes in, as the tutorials leave it
@@ -77,30 +48,24 @@ def run(settings: argparse.Namespace) -> None:
     loop = TutorialLoop(data.train_images, data.split, net, data.batch_size, hparams["lr"], hparams["momentum"], *data.statistics)
 
     def start(trainer: pl.Trainer, model: Any) -> Callable[[int], int]:
-        return in_other_process(loop, "epochs" if settings.epochs else "steps", model.device)
+        take = in_other_process(loop, by_epoch, model.device)
+        return (lambda steps: take(1)) if by_epoch else take
 
-    turns = InterleaveEpochs(start) if settings.epochs else Interleave(start, settings.steps, settings.rounds)
-    settings.precision = fit(subject, turns, max_epochs=settings.epochs or 100_000, validates=settings.epochs > 0)
+    turns = EpochStopwatch(start) if by_epoch else Stopwatch(settings.steps, settings.rounds, settings.steps, start)
+    settings.precision = fit(subject, turns, max_epochs=settings.epochs or 100_000, validates=by_epoch)
     epoch = f"an epoch of {len(data.split[0]):,} images with the evaluation of {len(data.split[1]):,}"
-    of = epoch if settings.epochs else f"{settings.steps} steps each"
+    of = epoch if by_epoch else f"{settings.steps} steps each"
     report("tutorial", settings, turns.rounds, "the tutorial's loop, float32", of)
 
 
-def in_other_process(loop: TutorialLoop, turns: str, device: torch.device) -> Callable[[int], int]:
-    """Starts a loop in a process of its own; what it returns has some turns made there, and returns the images of them.
+def in_other_process(loop: TutorialLoop, by_epoch: bool, device: torch.device) -> Callable[[int], int]:
+    """Starts a loop in a process of its own, with as many threads; what it returns makes so many steps, or epochs, there.
 
     The Trainer's process keeps the memory that it frees (`cifar_lit.hardware`); a loop in it would gain by that too.
-
-    Args:
-        loop: takes as many threads as this process, and ends with it.
-        turns: "steps" or "epochs", the method of the loop that makes them.
-        device: where it trains.
-
-    Raises:
-        Failure: the process has ended.
+    It returns the images of these, and raises Failure when the process has ended.
     """
     ours, theirs = mp.get_context("spawn").Pipe()
-    arguments = (theirs, loop, turns, device, torch.get_num_threads())
+    arguments = (theirs, loop, by_epoch, device, torch.get_num_threads())
     process = mp.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -118,9 +83,9 @@ def in_other_process(loop: TutorialLoop, turns: str, device: torch.device) -> Ca
     return take
 
 
-def _serve(connection: Connection, loop: TutorialLoop, turns: str, device: torch.device, threads: int) -> None:
+def _serve(connection: Connection, loop: TutorialLoop, by_epoch: bool, device: torch.device, threads: int) -> None:
     torch.set_num_threads(threads)
-    running = getattr(loop, turns)(device)
+    running = loop.epochs(device) if by_epoch else loop.steps(device)
     try:
         while True:
             images = sum(islice(running, connection.recv()))

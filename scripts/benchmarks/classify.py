@@ -13,7 +13,7 @@ from pathlib import Path
 from script import run_script
 
 from cifar_lit.bench.process import as_error, child_environment
-from cifar_lit.bench.report import figures_of, publish, spread, spread_text
+from cifar_lit.bench.report import publish, spread
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -41,15 +41,12 @@ def run(settings: argparse.Namespace) -> None:
     seconds = spread(seconds for _, seconds, _ in rounds)
     speed = spread(images / seconds for _, seconds, _ in rounds)
     memory = max(memory for _, _, memory in rounds)
-    rates = [("classify", speed, "images/s"), ("from start to end", seconds, "s")]
-    own = {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"}
     publish(
-        figures_of("classify", own, *rates, ("peak memory", memory, "MB")),
-        settings.json,
-        f"classify · {Path(settings.run).name} · {images:,} files",
-        ("images/s", "seconds", "peak MB"),
-        [(spread_text(speed), spread_text(seconds, ".2f"), f"{memory:,.0f}")],
-        f"medians (quartiles) of {settings.rounds} rounds",
+        "classify",
+        {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"},
+        f"{Path(settings.run).name} · {images:,} files",
+        [("classify", speed, "images/s"), ("from start to end", seconds, "s"), ("peak memory", memory, "MB")],
+        f"of {settings.rounds} rounds",
     )
 
 

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from script import run_script
 
 from cifar_lit.bench.process import FinishedTraining, as_error, child_environment, train, without_places
-from cifar_lit.bench.report import figures_of, publish, spread, spread_text
+from cifar_lit.bench.report import Spread, publish, spread
 from cifar_lit.errors import UsageError
 
 WHAT = (
@@ -23,9 +22,9 @@ WHAT = (
 IMPORTS = "from cifar_lit.cli.quiet import quieten; quieten(); import cifar_lit.cli.fit"
 
 
-def add_arguments(parser: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.trains = True
+    parser.set_defaults(flags=[])
     parser.add_argument("--runs", type=int, default=3, help="trainings, each in a fresh process")
 
 
@@ -37,18 +36,16 @@ def run(settings: argparse.Namespace) -> None:
     for _ in range(settings.runs):
         imports.append(import_seconds())
         runs.append(train(settings.flags))
-    seconds, metrics = seconds_of(runs, imports), runs[0].metrics
+    metrics = runs[0].metrics
     names = ("recipe", "net", "dataset", "batch_size", "epochs", "precision", "accelerator")
     own = {**vars(settings), "flags": without_places(settings.flags), **{name: metrics[name] for name in names}}
-    accuracies = [run.metrics["test"]["accuracy"] for run in runs]
-    rows = [(name, value, "s") for name, value in seconds.items()]
     publish(
-        figures_of("cold", own, *rows, seconds=seconds, accuracies=accuracies),
-        settings.json,
-        f"cold · {metrics['recipe']} · {metrics['dataset']} · {metrics['epochs']} epochs",
-        ("", "seconds"),
-        [(name, spread_text(value, ".2f")) for name, value in seconds.items()],
-        f"medians (quartiles) of {settings.runs} runs; the imports are part of the time to the first step",
+        "cold",
+        own,
+        f"{metrics['recipe']} · {metrics['dataset']} · {metrics['epochs']} epochs",
+        [(name, value, "s") for name, value in seconds_of(runs, imports).items()],
+        f"of {settings.runs} runs; the imports are part of the time to the first step",
+        accuracies=[run.metrics["test"]["accuracy"] for run in runs],
     )
 
 
@@ -61,7 +58,7 @@ def import_seconds() -> float:
     return time.perf_counter() - started
 
 
-def seconds_of(runs: Sequence[FinishedTraining], imports: Sequence[float]) -> dict[str, dict[str, float]]:
+def seconds_of(runs: Sequence[FinishedTraining], imports: Sequence[float]) -> dict[str, Spread]:
     """The seconds of the runs' parts, which add up to the whole, by name."""
     parts = [_parts(run) for run in runs]
     return {"imports alone": spread(imports), **{name: spread(one[name] for one in parts) for name in parts[0]}}

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from script import run_script
 
 from cifar_lit.bench.process import train, without_places
-from cifar_lit.bench.report import figures_of, machine_text, make_parent, publish, spread, spread_text
+from cifar_lit.bench.report import Row, machine_text, make_parent, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import COLOURS, GREY
 from cifar_lit.training.callbacks import Clock, WeightAverage
@@ -97,9 +97,10 @@ def accuracy_of(trainer: pl.Trainer, model: pl.LightningModule, loader: Any) -> 
     return hits / images
 
 
-def add_arguments(parser: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.trains = parser.names = True
+    parser.set_defaults(flags=[])
+    parser.add_argument("names", nargs="*", metavar="RECIPE", help="first on the line")
     parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe")
     parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="test every so many optimizer steps too")
     parser.add_argument("--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions")
@@ -112,31 +113,18 @@ def run(settings: argparse.Namespace) -> None:
         raise UsageError("name one or more recipes first, a --plot FILE.png, and at least --runs 1")
     make_parent(Path(settings.plot))
     passes = [float(part) for part in settings.passes.split(",") if part]
-    recipes = {
-        name: entry_of([train_curve(name, seed, settings.every, settings.flags) for seed in range(settings.runs)], passes)
-        for name in settings.names
-    }
-    ends = {name: spread(100 * run["curve"][-1][2] for run in entry["runs"]) for name, entry in recipes.items()}
-    rows = [(f"{name}, accuracy at the end", end, "%") for name, end in ends.items()]
-    own = {"flags": without_places(settings.flags), "every": settings.every}
-    figures = figures_of("curves", own, *rows, recipes=recipes)
+    rows: list[Row] = []
+    recipes = {}
+    for name in settings.names:
+        runs = [train_curve(name, seed, settings.every, settings.flags) for seed in range(settings.runs)]
+        rows.append((f"{name}, accuracy at the end", spread(100 * run["curve"][-1][2] for run in runs), "%"))
+        for value in passes:
+            if seconds := [when for run in runs if (when := first_pass(run["curve"], value)) is not None]:
+                rows.append((f"{name}, to {100 * value:g} %, {len(seconds)} of {len(runs)} runs", spread(seconds), "s"))
+        recipes[name] = {"accelerator": runs[0]["accelerator"], "runs": runs, "passes": passes}
+    own = {**vars(settings), "flags": without_places(settings.flags)}
+    figures = publish("curves", own, ", ".join(settings.names), rows, f"drawn: {settings.plot}", recipes=recipes)
     plot(figures, Path(settings.plot))
-    publish(
-        figures,
-        settings.json,
-        "curves",
-        ("recipe", "n", "accuracy at the end, %", *(f"s to {100 * value:g} %" for value in passes)),
-        [
-            (
-                name,
-                str(settings.runs),
-                spread_text(ends[name], ".2f"),
-                *(spread_text(value, ",.2f") if value else "never" for value in entry["passes"].values()),
-            )
-            for name, entry in recipes.items()
-        ],
-        f"drawn: {settings.plot}",
-    )
 
 
 def train_curve(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dict[str, Any]:
@@ -151,16 +139,6 @@ def train_curve(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dic
         points = [json.loads(line) for line in file.read_text().splitlines()]
     print(f"{recipe} seed {seed}: {points[-1][2]:.2%} after {points[-1][1]:.2f} s", file=sys.stderr, flush=True)
     return {"seed": seed, "accelerator": done.metrics["accelerator"], "curve": points}
-
-
-def entry_of(runs: Sequence[dict[str, Any]], passes: Sequence[float]) -> dict[str, Any]:
-    """The runs of a recipe, and the seconds at which their curves reach accuracies (None where none does)."""
-    seconds = {value: [when for run in runs if (when := first_pass(run["curve"], value)) is not None] for value in passes}
-    return {
-        "accelerator": runs[0]["accelerator"],
-        "runs": runs,
-        "passes": {f"{value:g}": spread(times) if times else None for value, times in seconds.items()},
-    }
 
 
 def first_pass(points: Sequence[Sequence[float]], threshold: float) -> float | None:
@@ -204,7 +182,7 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
         axes.fill_between(line.seconds, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
         label = f"{name} {line.middle[-1]:.1f} %, n = {len(figures['recipes'][name]['runs'])}"
         axes.plot(line.seconds, line.middle, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
-    for threshold in {float(text) for entry in figures["recipes"].values() for text in entry["passes"]}:
+    for threshold in {value for entry in figures["recipes"].values() for value in entry["passes"]}:
         axes.axhline(100 * threshold, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
     ends = [line.seconds[-1] for line in lines.values()]
     if max(ends) > WIDE * min(ends):

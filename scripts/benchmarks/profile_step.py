@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from script import run_script
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cifar_lit.bench.report import figures_of, publish, significant
-from cifar_lit.bench.training import Lap, Stopwatch, add_training_arguments, fit, subject_from
+from cifar_lit.bench.report import Row, publish
+from cifar_lit.bench.training import Stopwatch, add_training_arguments, fit, subject_from
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
@@ -43,55 +44,46 @@ def run(settings: argparse.Namespace) -> None:
     if settings.steps < 1 or settings.warmup < 1 or settings.top < 1:
         raise UsageError("a profile takes at least --warmup 1, --steps 1 and --top 1")
     subject = subject_from(settings)
-    activity = ProfilerActivity.CPU
-    profiler: Any = None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write lines of its own to stderr
+    profilers: list[Any] = []
 
-    def between(lap: Lap | None) -> None:
-        """Profiles the second lap only."""
-        nonlocal profiler, activity
-        if lap and not profiler:
-            if subject.model.device.type != "cpu":
-                activity = ProfilerActivity.CUDA
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write lines of its own to stderr
-            profiler = profile(activities=[activity])
-            profiler.start()
-        elif lap:
-            profiler.stop()
+    def start(trainer: Any, model: Any) -> Callable[[int], None]:
+        activity = ProfilerActivity.CPU if model.device.type == "cpu" else ProfilerActivity.CUDA
+        ended = itertools.count()
 
-    watch = Stopwatch(settings.warmup, settings.steps, count=2, between=between)
+        def toggle(steps: int) -> None:
+            """Starts the profiler after the second round, of which the first warmed up, and stops it after the third."""
+            match next(ended):
+                case 1:
+                    profilers.append(profile(activities=[activity]))
+                    profilers[0].start()
+                case 2:
+                    profilers[0].stop()
+
+        return toggle
+
+    watch = Stopwatch(settings.steps, 2, settings.warmup, start)
     settings.precision = fit(subject, watch, max_epochs=100_000)
-    on_cpu = activity is ProfilerActivity.CPU
-    timed, profiled = watch.laps
+    (profiler,), (timed, profiled) = profilers, watch.rounds
+    on_cpu = ProfilerActivity.CPU in profiler.activities
     longest = operators(profiler.key_averages(), on_cpu)
     if not longest:
         raise Failure("the profiler saw no kernel: this torch, or this machine's driver, does not let it look")
-    spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() if _is_kernel(event)]
-    wall = 1e3 * timed.seconds / timed.steps
-    busy = None if on_cpu else 1e-3 * covered(spans) / profiled.steps  # the profiler counts in microseconds
-    share = None if busy is None else round(min(1.0, busy / wall), 4)
-    speed, total = significant(timed.images / timed.seconds), sum(one.seconds for one in longest)
-    rows: list[tuple[str, float, str]] = [("wall", wall, "ms a step")]
-    line = f"{wall:.3f} ms a step without the profiler · {speed:,.0f} images/s"
-    if busy is not None:
-        idle = max(0.0, wall - busy)
-        rows += [("kernels", busy, "ms a step"), ("idle", idle, "ms a step")]
-        line += f" · kernels {busy:.3f} ms ({share:.1%}), idle {idle:.3f} ms"
-    listed = [
-        {
-            "name": one.name,
-            "calls_per_step": round(one.calls / profiled.steps, 2),
-            "ms_per_step": significant(1e3 * one.seconds / profiled.steps),
-            "share": round(one.seconds / total, 4),
-        }
+    wall, speed = 1e3 * timed.ours / timed.steps, timed.images / timed.ours
+    rows: list[Row] = [("without the profiler", wall, "ms a step"), ("speed", speed, "images/s")]
+    if not on_cpu:
+        spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() if _is_kernel(event)]
+        busy = 1e-3 * covered(spans) / profiled.steps  # the profiler counts in microseconds
+        rows += [("kernels", busy, "ms a step"), ("idle", max(0.0, wall - busy), "ms a step")]
+    rows += [
+        (f"{one.name:.90}, {one.calls / profiled.steps:g} calls", 1e3 * one.seconds / profiled.steps, "ms a step")
         for one in longest[: settings.top]
     ]
     publish(
-        figures_of("profile", vars(settings), *rows, images_per_second=speed, busy_share=share, operators=listed),
-        settings.json,
-        f"profile · {settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
-        ("operator" if on_cpu else "kernel", "calls a step", "ms a step", "share"),
-        [(f"{name:.90}", f"{calls:g}", f"{ms:.4f}", f"{part:.1%}") for name, calls, ms, part in (one.values() for one in listed)],
-        line,
+        "profile",
+        vars(settings),
+        f"{settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
+        rows,
         f"one profile of {settings.steps} steps after {settings.warmup + settings.steps}; operators' times are the profiler's",
     )
 

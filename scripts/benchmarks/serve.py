@@ -21,7 +21,7 @@ from PIL import Image
 from script import run_script
 
 from cifar_lit.bench.process import as_error, child_environment
-from cifar_lit.bench.report import figures_of, publish, spread, spread_text
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
@@ -57,33 +57,21 @@ def run(settings: argparse.Namespace) -> None:
             rates[count].append(len(seconds) / (time.perf_counter() - before))
             times[count].append(seconds)
         memory = service.memory()
-    clients = {
-        str(count): {
-            "requests/s": spread(rates[count]),
-            "p50 ms": spread(1000 * statistics.median(seconds) for seconds in times[count]),
-            "p99 ms": spread(1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count]),
-        }
-        for count in counts
-    }
-    rows = [
-        (f"{count} at a time, {name.split()[0]}", value, name.split()[-1])
-        for count, one in clients.items()
-        for name, value in one.items()
-    ]
+    rows: list[Row] = [("start", service.start_seconds, "s"), *([("memory", memory, "MB")] if memory else [])]
+    for count in counts:
+        slowest = (1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count])
+        rows += [
+            (f"{count} at a time", spread(rates[count]), "requests/s"),
+            (f"{count} at a time, p50", spread(1000 * statistics.median(seconds) for seconds in times[count]), "ms"),
+            (f"{count} at a time, p99", spread(slowest), "ms"),
+        ]
     sent = "a folder's" if settings.images else "drawn"
-    own = {**vars(settings), "run": Path(settings.run).name, "net": service.net, "images": sent}
-    start = ("start", service.start_seconds, "s")
     publish(
-        figures_of("serve", own, *rows, start, clients=clients, memory_mb=memory),
-        settings.json,
-        f"serve · {service.net} · {sent} JPEGs",
-        ("at a time", "requests/s", "p50 ms", "p99 ms"),
-        [
-            (count, *(spread_text(value, form) for value, form in zip(one.values(), (",.0f", ".2f", ".2f"), strict=True)))
-            for count, one in clients.items()
-        ],
-        f"medians (quartiles) of {settings.rounds} rounds of {settings.seconds:g} s; the client shares the machine",
-        f"up after {service.start_seconds:.1f} s" + (f", {memory:,.0f} MB in all its processes" if memory else ""),
+        "serve",
+        {**vars(settings), "run": Path(settings.run).name, "net": service.net, "images": sent},
+        f"{service.net} · {sent} JPEGs",
+        rows,
+        f"of {settings.rounds} rounds of {settings.seconds:g} s; the client shares the machine; memory is of all its processes",
     )
 
 

@@ -14,7 +14,7 @@ from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
 from cifar_lit.bench.recipe import percent, texts_of
-from cifar_lit.bench.report import machine_text
+from cifar_lit.bench.report import machine_text, spread_text
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
@@ -123,10 +123,10 @@ def markdown(columns: Row, rows: Iterable[Row]) -> str:
 
 
 def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Row:
-    texts = texts_of(entry)
-    machine = machine_text(figures["environment"], entry["accelerator"])
+    first, texts = entry["runs"][0], texts_of(entry["runs"])
+    machine = machine_text(figures["environment"], first["accelerator"])
     title = f"`{name}`" + _overrides(figures["settings"]["flags"])
-    return [title, entry["dataset"], machine, *(texts[column] for column in RUN_COLUMNS[3:-1]), link]
+    return [title, first["dataset"], machine, *(texts[column] for column in RUN_COLUMNS[3:-1]), link]
 
 
 def _single_row(metrics: Mapping[str, Any], link: str) -> Row:
@@ -162,19 +162,7 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
     command = f"bench {figures['bench']}" if figures["bench"] in BENCHES else figures["bench"]
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]
-    return [[name, machine, label, _value_text(value, units.get(label, ""))] for label, value in figures["headline"].items()]
-
-
-def _value_text(value: float | Sequence[float], unit: str) -> str:
-    if isinstance(value, int | float):
-        return f"{_number(value)} {unit}".strip()
-    low, middle, high = map(_number, value)
-    return f"{middle} {unit} ({low} … {high})".replace("  ", " ")
-
-
-def _number(value: float) -> str:
-    """Four digits, and none of them lost before the point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return [[name, machine, label, spread_text(value, units.get(label, ""))] for label, value in figures["headline"].items()]
 
 
 if __name__ == "__main__":
