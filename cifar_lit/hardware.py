@@ -24,11 +24,9 @@ class Machine:
     """The devices that torch can use here.
 
     Args:
-        cpu: the processor's name.
-        threads: how many of its threads this process may use.
-        bf16: matrix work in bfloat16 is in its hardware (AVX512-BF16, AMX).
+        threads: how many of the CPU's threads this process may use.
+        bf16: matrix work in bfloat16 is in the CPU's hardware (AVX512-BF16, AMX); elsewhere it is slower than float32.
         gpus: name and memory in bytes of each CUDA or ROCm device.
-        gpu_bf16: they compute in bfloat16.
         mps: there is an Apple GPU.
         cuda_build: torch was built for GPUs at all.
     """
@@ -62,37 +60,25 @@ class Machine:
 
 def detect_machine() -> Machine:
     """This machine, as torch sees it."""
+    import platform
+
     import torch
 
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return Machine(
-        cpu=_cpu_name(),
+        cpu=next(names, platform.processor() or platform.machine()),
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        bf16=_cpu_bf16(),
+        bf16=any(supported is not None and supported() for supported in instructions),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
         gpu_bf16=bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
     )
-
-
-def _cpu_name() -> str:
-    """The processor's name, as far as the system tells."""
-    import platform
-
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def _cpu_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; elsewhere bf16 is slower than float32."""
-    import torch
-
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
 
 
 # ---- devices
@@ -136,38 +122,25 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
-    chosen = _parse_devices(devices)
-    if kind == "cpu" and isinstance(chosen, list):
+    chosen, count = _parse_devices(devices), len(machine.gpus)
+    if kind == "cpu" and (isinstance(chosen, list) or chosen == -1):
         raise UsageError(f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it")
-    if kind == "cpu" and chosen == -1:
-        raise UsageError(f"--devices -1 means every GPU, but this machine has {machine}: use --devices 1")
-    count = len(machine.gpus)
-    if kind == "gpu" and isinstance(chosen, list) and max(chosen) >= count:
-        raise UsageError(f"there is no GPU {next(number for number in chosen if number >= count)}: this machine has {machine}")
-    if kind == "gpu" and isinstance(chosen, int) and chosen > count:
-        raise UsageError(f"--devices {chosen} asks for more GPUs than there are: this machine has {machine}")
+    if kind == "gpu" and chosen != "auto" and (max(chosen) >= count if isinstance(chosen, list) else chosen > count):
+        raise UsageError(f"--devices {devices} asks for more GPUs than there are: this machine has {machine}")
     return accelerator, chosen
 
 
 def _parse_devices(devices: Any) -> Any:
     """A number, a list of ids or "auto" from how it was typed."""
-    advice = "use a number (2), ids (0,1) or auto"
-    if isinstance(devices, str):
-        text = devices.strip().strip("[]")
-        if text == "auto":
-            return "auto"
-        try:
-            ids = [int(part) for part in text.split(",") if part.strip()]
-        except ValueError:
-            raise UsageError(f"--devices {devices} is not understood: {advice}") from None
-        devices = ids if "," in text or "[" in devices else (ids[0] if ids else [])
-    if isinstance(devices, list):
-        if not devices or any(number < 0 for number in devices) or len(set(devices)) != len(devices):
-            raise UsageError(f"--devices {devices} names no device, or one twice: {advice}")
-        return devices
-    if devices == 0 or devices < -1:
-        raise UsageError(f"--devices {devices} leaves nothing to train on: {advice}")
-    return devices
+    text = str(devices).replace(" ", "")
+    if text == "auto":
+        return text
+    if re.fullmatch(r"-1|[1-9]\d*", text):
+        return int(text)
+    ids = [int(part) for part in re.findall(r"\d+", text)]
+    if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,?)*", text) and len(set(ids)) == len(ids):
+        return ids
+    raise UsageError(f"--devices {devices} names no device, or one twice: use a number (2), ids (0,1) or auto")
 
 
 def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
@@ -212,22 +185,20 @@ def probe_bf16() -> float:
     images = torch.rand(32, 32, 16, 16, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = torch.rand(32, 32, 3, 3, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     best = {True: float("inf"), False: float("inf")}
-    exact = time.get_clock_info("thread_time").resolution < 1e-4  # not on Windows
-    clock = time.thread_time if exact else time.perf_counter
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for attempt in range(6):  # the first chooses kernels
             for bf16 in best:
-                started = clock()
+                started = time.thread_time()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     result = torch.nn.functional.conv2d(images, weight, padding=1)
                 result.backward(torch.ones_like(result))
                 if attempt:
-                    best[bf16] = min(best[bf16], clock() - started)
+                    best[bf16] = min(best[bf16], time.thread_time() - started)
     finally:
         torch.set_num_threads(threads)
-    return best[False] / best[True]
+    return best[False] / max(best[True], 1e-9)  # Windows counts in 16 ms
 
 
 # ---- The C library's memory, which on a CPU decides over a fifth of a training step's time.
@@ -242,8 +213,7 @@ def keep_freed_memory() -> bool:
 
     By itself, glibc hands large blocks back to the system, as soon as a tensor is freed, and the system clears each of their
     pages anew when the next step asks for them: a tenth to a third of a step's time on two cores, for tensors of 1 to 50 MB.
-    The process is then as large as it was at its peak until it ends. Blocks above 1 GiB are still handed back. Other
-    libraries (macOS, Windows, musl) are left as they are, and so is an allocator that was loaded before it.
+    The process is then as large as it was at its peak until it ends. Other libraries (macOS, Windows, musl) stay as they are.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

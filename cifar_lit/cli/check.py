@@ -120,33 +120,28 @@ def main(argv: list[str]) -> int:
 # ---- probes as seen from outside
 
 
-async def run_probe(word: str, more: Mapping[str, str], limit: float) -> Answer:
-    """Runs a probe, and ends it when it says nothing for `limit` seconds. more: variables beside this process's own."""
-    argv, messages, code = [sys.executable, "-m", "cifar_lit.cli.check", word], [], None
-    process = await asyncio.create_subprocess_exec(
-        *argv, env={**child_environment(), **more}, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
-    )
-    assert process.stdout is not None
-    with suppress(TimeoutError):
-        while line := await asyncio.wait_for(process.stdout.readline(), limit):
-            if line.startswith(b"{"):  # libraries print too
-                messages.append(json.loads(line))
-        code = await asyncio.wait_for(process.wait(), limit)
-    with suppress(ProcessLookupError, TimeoutError):
-        process.kill()
-        await asyncio.wait_for(process.wait(), 5.0)  # one that waits in a driver may never go
-    return messages, code
-
-
 def run_probes(words: Sequence[str], variables: Mapping[str, str], limit: float) -> list[Answer]:
-    """Runs a probe for each rank at the same time."""
+    """Runs a probe for each rank at the same time, and ends those that say nothing for `limit` seconds."""
 
-    async def gather() -> list[Answer]:
-        return await asyncio.gather(
-            *(run_probe(word, {"RANK": str(rank), **variables}, limit) for rank, word in enumerate(words))
-        )
+    async def run_probe(rank: int, word: str) -> Answer:
+        environment = {**child_environment(), "RANK": str(rank), **variables}
+        argv, messages, code = [sys.executable, "-m", "cifar_lit.cli.check", word], [], None
+        process = await asyncio.create_subprocess_exec(*argv, env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        assert process.stdout is not None
+        with suppress(TimeoutError):
+            while line := await asyncio.wait_for(process.stdout.readline(), limit):
+                if line.startswith(b"{"):  # libraries print too
+                    messages.append(json.loads(line))
+            code = await asyncio.wait_for(process.wait(), limit)
+        with suppress(ProcessLookupError, TimeoutError):
+            process.kill()
+            await asyncio.wait_for(process.wait(), 5.0)  # one that waits in a driver may never go
+        return messages, code
 
-    return asyncio.run(gather())
+    async def run_all() -> list[Answer]:
+        return await asyncio.gather(*(run_probe(rank, word) for rank, word in enumerate(words)))
+
+    return asyncio.run(run_all())
 
 
 def fault(answer: Answer, limit: float) -> tuple[int, int, str] | None:
@@ -187,14 +182,18 @@ def judge(name: str, answers: Sequence[Answer], limit: float) -> tuple[list[list
 def check(accelerator: str, devices: str | None, limit: float) -> None:
     """Tries out the machine, or under torchrun all of the job's, and prints a table; raises Failure with all that is wrong."""
     started = time.monotonic()
-    groups = try_job(accelerator, devices, limit) if by_torchrun(os.environ) else try_machine(accelerator, devices, limit)
-    table = Table("what", "tried", "result", Column("seconds", justify="right"), Column("figure", justify="right"))
-    if not (verdicts := [judge(name, answers, limit) for name, answers in groups.items()]):
+    groups = (try_job if by_torchrun(os.environ) else try_machine)(accelerator, devices, limit)
+    if not groups:
         return  # the first process prints
-    for row in (row for rows, _ in verdicts for row in rows):
-        table.add_row(*row)
+    table = Table("what", "tried", "result", Column("seconds", justify="right"), Column("figure", justify="right"))
+    complaints = []
+    for name, answers in groups.items():
+        rows, complaint = judge(name, answers, limit)
+        for row in rows:
+            table.add_row(*row)
+        complaints += [complaint] if complaint else []
     console.for_tables().print(table)
-    if complaints := [line for _, line in verdicts if line]:
+    if complaints:
         raise Failure("; ".join(complaints))
     console.say(f"all is well; it took {time.monotonic() - started:.1f} s")
 

@@ -55,34 +55,22 @@ def _list_machine() -> None:
 
     machine = detect_machine()
     table = Table("accelerator", "what", "memory", "precision by default", "flags")
-    if machine.gpus:
+    for number, (name, memory) in enumerate(machine.gpus):
         precision = choose_precision(machine, "gpu")[0]
-        for number, (name, memory) in enumerate(machine.gpus):
-            table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
-        if (count := len(machine.gpus)) > 1:
-            table.add_row("all gpus", f"{count} together", "", precision, f"--devices {count}")
+        table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
-    precision = choose_precision(machine, "cpu")[0]
-    bf16 = "computes in bf16" if machine.bf16 else "no bf16 in hardware"
-    what = f"{machine.cpu}, {machine.threads} threads, {bf16}"
-    table.add_row("cpu", what, _memory(), precision, "--accelerator cpu")
-    if machine.threads > 1:
-        table.add_row("cpu twice", "two processes (DDP over gloo)", "", precision, "--accelerator cpu --devices 2")
+    ram = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB" if hasattr(os, "sysconf") else ""
+    what = f"{machine.cpu}, {machine.threads} threads, {'computes in bf16' if machine.bf16 else 'no bf16 in hardware'}"
+    table.add_row("cpu", what, ram, choose_precision(machine, "cpu")[0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
+    console.print("--devices 2 takes two of them: GPUs, or processes on the CPU (DDP)", highlight=False)
     if not machine.gpus:
         reason = "none is visible to it" if machine.cuda_build else "this torch is a build for CPUs only"
         console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
     console.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
     console.print("try them out, alone and together:  cifar-lit devices --check", highlight=False)
-
-
-def _memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    except (ValueError, OSError, AttributeError):
-        return ""
 
 
 def _list_parameters(settings: Namespace) -> None:
@@ -96,8 +84,7 @@ def _list_parameters(settings: Namespace) -> None:
 
     accelerator, _ = choose_devices(detect_machine(), settings.accelerator, 1)
     shape = {name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
-    net = build_net(settings.net, **shape)
-    net = Fabric(accelerator=accelerator, devices=1).to_device(net)
+    net = Fabric(accelerator=accelerator, devices=1).to_device(build_net(settings.net, **shape))
     table = Table("parameter", "shape", "dtype", Column("count", justify="right"), "device")
     for name, parameter in net.named_parameters():
         size, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
@@ -106,8 +93,6 @@ def _list_parameters(settings: Namespace) -> None:
     console = for_tables()
     console.print(table)
     console.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32\n"
-        "A net and its images must be on one device: the Trainer moves both, so that torch's error\n"
-        "“Expected all tensors to be on the same device” cannot occur; in code of your own, batch.to(net_device) mends it.",
+        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32; the Trainer moves it and its images to one device",
         highlight=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,27 +12,39 @@ import pytest
 import torch
 
 from cifar_lit.bench.training import Subject, build
+from cifar_lit.data.sources import SOURCES
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmarks"))
-torch.set_num_threads(1)  # nets this small only wait for a second thread
+RECIPE = """trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
+model: {net: lenet, lr: 0.05, momentum: 0.9}
+data: {dataset: shapes, image_size: 16, num_classes: 4, count: 100, val_size: 20, batch_size: 32}
+"""
 
 
 @pytest.fixture(autouse=True)
-def torch_settings() -> Iterator[None]:
-    """What a measurement sets for its process is put back."""
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    yield
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder with the recipe small.yaml; what a measurement sets for its process is put back."""
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    precision, threads, sources = torch.get_float32_matmul_precision(), torch.get_num_threads(), dict(SOURCES)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)  # nets this small only wait for a second thread
+    yield tmp_path
+    SOURCES.update(sources)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
 def small_subject() -> Callable[..., Subject]:
     """Makes LeNet on 100 images of 16 pixels, in steps of 16 with a rest of 4."""
 
-    def make(model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, precision: str = "32-true") -> Subject:
-        images = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "batch_size": 16, "mean": 0.5, "std": 0.25}
-        loaded, classifier = build({"net": "lenet", "lr": 0.05, **(model or {})}, {**images, **(data or {})})
-        return Subject(classifier, loaded, "cpu", 1, precision, {})
+    def make(precision: str = "32-true", batch_size: int = 16, **model: Any) -> Subject:
+        images: dict[str, Any] = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
+        images |= {"crop": 2, "flip": "random", "batch_size": batch_size}
+        loaded, classifier = build({"net": "lenet", "lr": 0.05, **model}, images)
+        return Subject(classifier, loaded, {"accelerator": "cpu", "devices": 1, "precision": precision})
 
     return make

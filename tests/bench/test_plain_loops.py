@@ -1,4 +1,4 @@
-"""The loops that ours is compared with do the work that is claimed."""
+"""The loops that ours is compared with do the work that is claimed, and leave ours alone."""
 
 from __future__ import annotations
 
@@ -9,177 +9,159 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms import Compose, Normalize, ToTensor
+from torchvision.transforms import ToTensor
 
-from cifar_lit.bench.plain import BareLoop, PilImages, TutorialLoop
-from cifar_lit.bench.step import Interleave
-from cifar_lit.bench.training import Lap, Stopwatch, Subject, fit
-from cifar_lit.bench.tutorial import InterleaveEpochs, in_other_process
+from cifar_lit.bench.input import OURS, sides
+from cifar_lit.bench.plain import ArrayImages, BareLoop, TutorialLoop
+from cifar_lit.bench.training import EpochStopwatch, Stopwatch, Subject, fit
+from cifar_lit.bench.tutorial import in_other_process
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
 from cifar_lit.models.registry import build_net
 
 CPU = torch.device("cpu")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "momentum and decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-    "schedule by step": {"schedule": "one_cycle", "label_smoothing": 0.2},
-    "schedule by epoch": {"schedule": "cosine", "schedule_every": "epoch"},
-    "batch norm and AdamW": {"net": "shapenet", "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "schedule": "triangular"},
-}
-STEPS, ROUNDS = 3, 4  # 15 steps with the warm-up: two epochs of 7 steps, and one
-
-
-class Weights(Callback):
-    """Keeps what the net came to."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.steps = trainer.global_step
-        self.state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}  # type: ignore[operator]
-
-
+NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "schedule": "one_cycle", "label_smoothing": 0.2}
+ADAMW = {"net": "shapenet", "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "schedule": "cosine"}
 Make = Callable[..., Subject]
 
 
-def interleaved(subject: Subject, max_epochs: int = 4) -> tuple[BareLoop, dict[str, Tensor]]:
-    """The bare loop and the weights of ours, after as many steps of both from the same weights."""
+class Weights(Callback):
+    """Keeps what the net came to before anything is made of its average."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}  # type: ignore[operator]
+
+
+def interleaved(subject: Subject) -> tuple[BareLoop, Weights, Stopwatch]:
+    """Ours for two epochs of 7 steps, which the bare loop goes along with in rounds of 4 after 2."""
     loops: list[BareLoop] = []
 
     def start(trainer: pl.Trainer, model: Any) -> Any:
         loops.append(BareLoop(trainer, model, subject.data))
         return loops[0].take
 
-    ours, turns = Weights(), Interleave(start, STEPS, ROUNDS)
-    fit(subject, turns, ours, max_epochs=max_epochs)
-    assert [turn.steps for turn in turns.rounds] == [STEPS] * ROUNDS
-    assert ours.steps == STEPS * (ROUNDS + 1)
-    return loops[0], ours.state
+    ours, watch = Weights(), Stopwatch(4, 3, 2, start)
+    assert fit(subject, watch, ours, max_epochs=2) == subject.trainer["precision"]
+    return loops[0], ours, watch
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_bare_loop_comes_to_the_weights_of_the_trainer(name: str, small_subject: Make) -> None:
-    loop, ours = interleaved(small_subject(SETTINGS[name], {"crop": 2, "flip": "random"}))
-    assert loop.loss > 0
+@pytest.mark.parametrize(
+    "settings",
+    [
+        NESTEROV,
+        {**NESTEROV, "precision": "bf16-mixed"},
+        {**ADAMW, "schedule_every": "epoch", "ema_decay": 0.5},
+        {"batch_size": 10, "momentum": 0.9},  # at a constant rate
+    ],
+    ids=["sgd", "bf16", "adamw", "plain"],
+)
+def test_the_bare_loop_comes_to_the_weights_of_the_trainer(settings: dict[str, Any], small_subject: Make) -> None:
+    subject = small_subject(**settings)
+    loop, ours, watch = interleaved(subject)
+    assert [turn.steps for turn in watch.rounds] == [4] * 3
     for key, value in loop.net.state_dict().items():
-        torch.testing.assert_close(value, ours[key], rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, ours.state[key], rtol=0, atol=1e-5)
+    assert (loop.average is not None) == ("ema_decay" in settings)
+    if loop.average:
+        for key, value in loop.average.module.state_dict().items():  # the Trainer leaves its average in the model
+            torch.testing.assert_close(value, subject.model.net.state_dict()[key], rtol=0, atol=1e-5)
+            assert not torch.equal(value, loop.net.state_dict()[key])
 
 
-def test_the_bare_loop_computes_in_the_trainers_precision(small_subject: Make) -> None:
-    settings = SETTINGS["momentum and decay"]
-    loop, ours = interleaved(small_subject(settings, precision="bf16-mixed"))
-    full, _ = interleaved(small_subject(settings))
-    distances = [
-        sum(float((value - other[key]).abs().sum()) for key, value in loop.net.state_dict().items())
-        for other in (ours, full.net.state_dict())
-    ]
-    assert distances[0] < 0.01 * distances[1]
-
-
-def test_the_bare_loop_averages_weights_where_the_recipe_does(small_subject: Make) -> None:
-    subject = small_subject({"ema_decay": 0.5, "lr": 0.2}, {"batch_size": 20})  # 15 steps are three epochs
-    loop, _ = interleaved(subject, max_epochs=3)
-    assert loop.average is not None
-    for key, value in loop.average.module.state_dict().items():  # the Trainer leaves its average in the model
-        torch.testing.assert_close(value, subject.model.net.state_dict()[key], rtol=0, atol=1e-5)
-        assert not torch.equal(value, loop.net.state_dict()[key])
-
-
-def test_the_trainer_goes_on_undisturbed_by_the_loop_beside_it(small_subject: Make) -> None:
-    def weights(*callbacks: Callback) -> dict[str, Tensor]:
-        subject = small_subject({"momentum": 0.9})
-        fit(subject, *callbacks, max_epochs=1)
-        return subject.model.net.state_dict()
-
-    beside = small_subject()
-    alone = weights()
-    accompanied = weights(Interleave(lambda trainer, model: BareLoop(trainer, model, beside.data).take, 2, 2000))
-    assert all(torch.equal(alone[name], accompanied[name]) for name in alone)
-
-
-def test_laps_start_after_the_warm_up_and_the_training_waits_between(small_subject: Make) -> None:
-    ended: list[Lap | None] = []
-    watch = Stopwatch(warmup=2, steps=3, count=2, between=ended.append)
-    subject = small_subject()
-    fit(subject, watch, max_epochs=4)
-    assert [(lap.steps, lap.images) for lap in watch.laps] == [(3, 48), (3, 36)]  # the epoch of 7 steps ends with one of 4
-    assert ended == [None, *watch.laps]
-
-
-def test_pil_images_are_as_to_tensor_gives_them() -> None:
-    images = shapes(True, image_size=16, num_classes=2, count=32)
-    pixels, label = PilImages(images)[3]
-    assert torch.equal(pixels, images.images[3].permute(2, 0, 1) / 255)
-    assert label == images.labels[3]
-    chosen = PilImages(images, torch.tensor([7, 3]), Compose([ToTensor(), Normalize([0.5] * 3, [0.25] * 3)]))
-    assert len(chosen) == 2
-    torch.testing.assert_close(chosen[1][0], (pixels - 0.5) / 0.25)
-
-
-def tutorial_loop(net: nn.Module, **settings: Any) -> TutorialLoop:
-    images = shapes(True, image_size=16, num_classes=2, count=32)
-    split = torch.arange(24), torch.arange(24, 32)
-    return TutorialLoop(images, split, net, batch_size=8, lr=0.1, shuffle=False, **settings)
-
-
-def test_the_tutorials_loop_makes_the_steps_of_the_tutorial() -> None:
-    torch.manual_seed(0)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=2)
-    by_hand = build_net("lenet", channels=3, image_size=16, num_classes=2)
-    by_hand.load_state_dict(net.state_dict())
-    images = shapes(True, image_size=16, num_classes=2, count=32)
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
-    for start in (0, 8, 16, 0):  # after the third step a new epoch
-        rows = torch.arange(start, start + 8)
-        pixels = (images.images[rows].permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(by_hand(pixels), images.labels[rows]).backward()
-        optimizer.step()
-    steps = tutorial_loop(net, momentum=0.9, mean=[0.5] * 3, std=[0.25] * 3).steps(CPU)
-    assert [next(steps) for _ in range(4)] == [8] * 4
-    for ours, theirs in zip(net.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
-class Counting(nn.Module):
-    """Counts the images that it is shown, in training and out of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3 * 16 * 16, 2)
-        self.seen = {True: 0, False: 0}
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        self.seen[self.training] += len(pixels)
-        logits: Tensor = self.head(pixels.flatten(1))
-        return logits
-
-
-def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> None:
-    net = Counting()
-    epochs = tutorial_loop(net).epochs(CPU)
-    assert [next(epochs), next(epochs)] == [24, 24]
-    assert net.seen == {True: 48, False: 16}
+def test_rounds_start_after_the_warm_up_and_leave_the_training_as_it_is(small_subject: Make) -> None:
+    _, accompanied, watch = interleaved(small_subject(momentum=0.9))
+    alone, turns = Weights(), list[int]()
+    fit(small_subject(momentum=0.9), alone, Stopwatch(4, 3, 2, lambda trainer, model: turns.append), max_epochs=4)
+    assert turns == [2, 4, 4, 4]
+    assert all(torch.equal(alone.state[name], accompanied.state[name]) for name in alone.state)
+    assert [turn.images for turn in watch.rounds] == [64, 52, 52]  # the seventh step of an epoch has 4 images
+    assert all(turn.ours > 0 and turn.other > 0 for turn in watch.rounds)
 
 
 def test_epochs_in_turn_hold_a_validation_each(small_subject: Make) -> None:
-    subject = small_subject()
-    steps: list[int] = []
-    turns = InterleaveEpochs(lambda trainer, model: lambda count: steps.append(trainer.global_step) or 100)
-    fit(subject, turns, max_epochs=3, validates=True)
-    assert steps == [7, 14, 21]
-    assert [(turn.steps, turn.images) for turn in turns.rounds] == [(7, 100)] * 3
+    subject, turns = small_subject(), list[int]()
+    watch = EpochStopwatch(lambda trainer, model: turns.append)
+    fit(subject, watch, max_epochs=2, validates=True)
+    assert turns == [7, 7]
+    assert [(turn.steps, turn.images) for turn in watch.rounds] == [(7, 100)] * 2
     assert subject.model.score is not None
     assert subject.model.score.images == 20
 
 
-def test_a_loop_in_another_process_makes_the_steps_of_the_same_loop_here() -> None:
-    take = in_other_process(tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))), "epochs", CPU)
-    assert [take(1), take(2)] == [24, 48]
+# ---- the tutorial's loop
+
+IMAGES = shapes(True, image_size=16, num_classes=2, count=32)
+
+
+def tutorial_loop(net: nn.Module, batch_size: int = 8, **settings: Any) -> TutorialLoop:
+    return TutorialLoop(IMAGES, (torch.arange(24), torch.arange(24, 32)), net, batch_size, lr=0.1, **settings)
+
+
+def test_images_are_as_to_tensor_gives_them() -> None:
+    for images in (IMAGES, ImageSet(IMAGES.images[..., :1], IMAGES.labels, IMAGES.classes)):
+        pixels, label = ArrayImages(images, [Image.fromarray, ToTensor()])[3]
+        assert torch.equal(pixels, images.images[3].permute(2, 0, 1) / 255)
+        assert label == images.labels[3]
+
+
+def test_the_tutorials_loop_makes_the_steps_of_the_tutorial() -> None:
+    torch.manual_seed(0)
+    net, by_hand = (build_net("lenet", channels=3, image_size=16, num_classes=2) for _ in range(2))
+    by_hand.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        pixels = (IMAGES.images[:24].permute(0, 3, 1, 2) / 255 - 0.5) / 0.25
+        nn.functional.cross_entropy(by_hand(pixels), IMAGES.labels[:24]).backward()
+        optimizer.step()
+    steps = tutorial_loop(net, 24, momentum=0.9, mean=[0.5] * 3, std=[0.25] * 3).steps(CPU)
+    assert [next(steps) for _ in range(3)] == [24] * 3
+    for ours, theirs in zip(net.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> None:
+    net, seen = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2)), {True: 0, False: 0}
+    net.register_forward_hook(lambda module, args, logits: seen.update({module.training: seen[module.training] + len(logits)}))
+    epochs = tutorial_loop(net).epochs(CPU)
+    assert [next(epochs), next(epochs)] == [24, 24]
+    assert seen == {True: 48, False: 16}
 
 
 def test_a_loop_that_fails_in_another_process_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     loop = tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(1, 2)))
     with pytest.raises(Failure, match="the process of the hand-written loop ended with exit code 1"):
-        in_other_process(loop, "epochs", CPU)(1)
+        in_other_process(loop, False, CPU)(1)
     assert "mat1 and mat2 shapes cannot be multiplied" in capfd.readouterr().err
+
+
+# ---- bench input
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["one colour", "patterns"])
+def test_every_side_of_input_moves_and_normalises_images_and_keeps_their_labels(drawn: bool) -> None:
+    labels = torch.arange(60) % 10
+    images = (20 * labels + 10).to(torch.uint8)[:, None, None, None].expand(60, 12, 8, 3).contiguous()  # crops leave them alone
+    if drawn:
+        images = torch.arange(60 * 12 * 8 * 3).remainder(251).to(torch.uint8).view(60, 12, 8, 3)
+    data = ImageData("shapes", batch_size=10, val_size=0, crop=4, flip="random")
+    data.__dict__["train_images"] = ImageSet(images, labels, tuple("abcdefghij"))
+    rows = {tuple(image.flatten().tolist()) for image in images}
+    mean, std = (torch.tensor(values)[:, None, None] for values in data.statistics)
+    for name, turn in sides(data, 2, CPU).items():
+        stream = turn()
+        batches: list[tuple[Tensor, Tensor]] = [next(stream) for _ in range(3)]  # one to start with, two that are counted
+        for pixels, labels in batches:
+            assert (pixels.dtype, pixels.shape, labels.dtype) == (torch.float32, (10, 3, 12, 8), torch.int64), name
+            colours = 255 * (pixels * std + mean)
+            back = colours.round().to(torch.uint8).permute(0, 2, 3, 1)
+            if drawn:
+                assert sum(tuple(image.flatten().tolist()) in rows for image in back) <= 3, name  # one in 162 is to be expected
+            else:
+                expected = (20.0 * labels + 10)[:, None, None, None].expand_as(colours)
+                torch.testing.assert_close(colours, expected, atol=0.01, rtol=0)
+        assert name == OURS or next(stream, None) is None, name  # so that no worker is busy in the others' turns
