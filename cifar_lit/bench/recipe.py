@@ -39,11 +39,7 @@ WHAT = (
     "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "
     "goes on when the same line is typed again. What is not listed here goes to the training."
 )
-NOT_TAKEN = {
-    **dict.fromkeys(("seed", "seed_everything"), "--seed0 and --runs choose the seeds"),
-    "recipe": "recipes are named without a flag, first on the line",
-    **dict.fromkeys(("resume", "ckpt_path"), "every run starts anew"),
-}
+NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
 CODE = ("data", "models", "training")  # the folders that a result depends on
 LEGEND = (
     "± is the standard deviation over seeds; train s, with its quartiles, is the whole fit with its validations, warm if any is",
@@ -113,11 +109,12 @@ def run(settings: argparse.Namespace) -> None:
 def check(settings: argparse.Namespace) -> dict[str, Path]:
     """The recipes' files by name; raises UsageError for what cannot be meant."""
     known = ["runs", "seed0", "json", *SHORT, *OWN]
-    for word in settings.flags:
+    for word in (word for word in settings.flags if word.startswith("--")):
         flag = word.removeprefix("--").partition("=")[0]
-        if flag in NOT_TAKEN and word.startswith("--"):
-            raise UsageError(f"bench recipe takes no --{flag}: {NOT_TAKEN[flag]}")
-        if word.startswith("--") and "." not in flag and flag not in known:  # training does not know the nearest of ours
+        if flag in NOT_TAKEN:
+            advice = "recipes stand first on the line, and each run starts anew, from the seeds that --seed0 and --runs choose"
+            raise UsageError(f"bench recipe takes no --{flag}: {advice}")
+        if "." not in flag and flag not in known:  # training does not know the nearest of ours
             raise UsageError(f"there is no flag --{flag}.{nearest(flag, known).replace('mean ', 'mean --')}")
     if not settings.names:
         raise UsageError("which recipe? Name one or more first, as in `cifar-lit bench recipe quickstart --runs 3`")
@@ -172,16 +169,13 @@ def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, col
     """Trains and tests a recipe with one seed, as `train` does in this process; what it prints is not shown.
 
     Args:
-        recipe: a name or path.
         flags: further ones of training.
-        seed: of weights, order and augmentation.
         logs: folder for run folders, None for one that is deleted.
         cold: whether this is the process's first run, of which the time since the process started is of interest.
 
     Returns:
-        seed, data set, accelerator, precision, parameters, test accuracy and loss, views (None without), seconds of the fit,
-        training images a second, seconds from the process's start to the tested net (None if not cold), and peak memory of
-        the process and of the GPU (None without) in MB.
+        What `metrics.json` says of it, by plain names, and seconds from the process's start to the tested net (None if not
+        cold), and peak memory of the process and of the GPU (None without) in MB.
 
     Raises:
         What the command raises, and Failure when there was no test.

@@ -92,7 +92,5 @@ def _list_parameters(settings: Namespace) -> None:
     total = sum(parameter.numel() for parameter in net.parameters())
     console = for_tables()
     console.print(table)
-    console.print(
-        f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32; the Trainer moves it and its images to one device",
-        highlight=False,
-    )
+    size = f"{total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32"
+    console.print(f"{settings.net}: {size}; the Trainer moves it and its images to one device", highlight=False)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from script import run_script
 from torch.autograd import DeviceType
@@ -21,14 +21,6 @@ WHAT = (
     "time of as many steps without the profiler, which slows the host; in the rest it waits for the host. On a CPU: the "
     "operators that take longest."
 )
-
-
-class Operator(NamedTuple):
-    """A kernel or an operator: calls, and seconds of its own, over all profiled steps."""
-
-    name: str
-    calls: int
-    seconds: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,18 +58,19 @@ def run(settings: argparse.Namespace) -> None:
     settings.precision = fit(subject, watch, max_epochs=100_000)
     (profiler,), (timed, profiled) = profilers, watch.rounds
     on_cpu = ProfilerActivity.CPU in profiler.activities
-    longest = operators(profiler.key_averages(), on_cpu)
-    if not longest:
+    time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"  # in microseconds, as all of the profiler's
+    operators = [one for one in profiler.key_averages() if getattr(one, time_of) > 0 and (on_cpu or _is_kernel(one))]
+    if not operators:
         raise Failure("the profiler saw no kernel: this torch, or this machine's driver, does not let it look")
     wall, speed = 1e3 * timed.ours / timed.steps, timed.images / timed.ours
     rows: list[Row] = [("without the profiler", wall, "ms a step"), ("speed", speed, "images/s")]
     if not on_cpu:
         spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() if _is_kernel(event)]
-        busy = 1e-3 * covered(spans) / profiled.steps  # the profiler counts in microseconds
+        busy = 1e-3 * covered(spans) / profiled.steps
         rows += [("kernels", busy, "ms a step"), ("idle", max(0.0, wall - busy), "ms a step")]
     rows += [
-        (f"{one.name:.90}, {one.calls / profiled.steps:g} calls", 1e3 * one.seconds / profiled.steps, "ms a step")
-        for one in longest[: settings.top]
+        (f"{one.key:.90}, {one.count / profiled.steps:g} calls", 1e-3 * getattr(one, time_of) / profiled.steps, "ms a step")
+        for one in sorted(operators, key=lambda one: -getattr(one, time_of))[: settings.top]
     ]
     publish(
         "profile",
@@ -91,14 +84,6 @@ def run(settings: argparse.Namespace) -> None:
 def _is_kernel(event: Any) -> bool:
     """Whether an event is work on a device other than the CPU, not the shadow of a named range."""
     return event.device_type != DeviceType.CPU and not getattr(event, "is_user_annotation", False)
-
-
-def operators(averages: Iterable[Any], on_cpu: bool) -> list[Operator]:
-    """What the profiler averaged, as operators with time of their own, the longest first."""
-    time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"
-    kept = [entry for entry in averages if on_cpu or _is_kernel(entry)]
-    timed = [Operator(entry.key, entry.count, 1e-6 * getattr(entry, time_of)) for entry in kept]
-    return sorted((one for one in timed if one.seconds > 0), key=lambda one: -one.seconds)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

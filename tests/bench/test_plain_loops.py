@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
 from torch import Tensor, nn
@@ -132,7 +133,11 @@ def test_the_tutorials_epoch_trains_on_one_part_and_evaluates_the_other() -> Non
     assert seen == {True: 48, False: 16}
 
 
-def test_a_loop_that_fails_in_another_process_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_fails_in_another_process_is_told_of(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork = mp.get_context("fork")  # which need not import anything
+    monkeypatch.setattr(mp, "get_context", lambda kind: fork)
     loop = tutorial_loop(nn.Sequential(nn.Flatten(), nn.Linear(1, 2)))
     with pytest.raises(Failure, match="the process of the hand-written loop ended with exit code 1"):
         in_other_process(loop, False, CPU)(1)

@@ -13,9 +13,8 @@ import torch
 from cold import seconds_of
 from curves import VARIABLE, AccuracyCurve, first_pass, line_of, undisturbed
 from lightning.pytorch.callbacks import Callback
-from profile_step import covered, operators
+from profile_step import covered
 from table import END, START
-from torch.autograd import DeviceType
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.bench.process import FinishedTraining
@@ -24,40 +23,25 @@ from cifar_lit.errors import Failure, UsageError
 
 ROOT = Path(__file__).parent.parent.parent
 WHERE = {"date": "2026-01-02", "cpu": "a CPU", "threads": 2, "gpu": None, "versions": {"torch": "2"}}
+# fmt: off
 RUN = {
     "dataset": "cifar10", "accelerator": "cpu", "views": None, "seconds": 12.5, "images_per_second": 100.0, "memory_mb": 800,
-    "device_memory_mb": None,
-}  # fmt: skip
+    "device_memory_mb": None, "accuracy": 0.9, "cold_seconds": 20.0, "first": True,
+}
+FLAGS = ["--data.dataset=folder", "--trainer.max_epochs", "3", "--trainer.devices=1"]
+RUNS = [RUN, {**RUN, "accuracy": 0.92, "cold_seconds": None, "first": False}]
 RESULTS: dict[str, dict[str, Any]] = {
-    "a": {
-        "bench": "recipe",
-        "environment": WHERE,
-        "settings": {"flags": ["--data.dataset=folder", "--trainer.max_epochs", "3", "--trainer.devices=1"]},
-        "recipes": {
-            "laptop": {
-                "runs": [
-                    {**RUN, "accuracy": 0.90, "cold_seconds": 20.0, "first": True},
-                    {**RUN, "accuracy": 0.92, "cold_seconds": None, "first": False},
-                ]
-            }
-        },
-    },
+    "a": {"bench": "recipe", "environment": WHERE, "settings": {"flags": FLAGS}, "recipes": {"laptop": {"runs": RUNS}}},
     "b": {
-        "bench": "input",
-        "environment": WHERE,
-        "settings": {"batch_size": 64},
-        "headline": {"ours / plain": [2.25, 2.5, 2.75], "ours": 12345.6},
-        "unit": {"ours / plain": "×", "ours": "images/s"},
+        "bench": "input", "environment": WHERE, "settings": {"batch_size": 64},
+        "headline": {"ours / plain": [2.25, 2.5, 2.75], "ours": 12345.6}, "unit": {"ours / plain": "×", "ours": "images/s"},
     },
     "c": {
-        "recipe": "tudui",
-        "dataset": "folder",
-        "devices": 1,
-        "accelerator": "cpu",
-        "train_seconds": 134.567,
+        "recipe": "tudui", "dataset": "folder", "devices": 1, "accelerator": "cpu", "train_seconds": 134.567,
         "test": {"accuracy": 0.5368, "tta": {"views": "mirror", "accuracy": 0.55, "loss": 1.0}},
     },
 }
+# fmt: on
 
 
 def main(line: str) -> None:
@@ -133,22 +117,6 @@ def test_time_under_several_kernels_at_once_counts_once() -> None:
     assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
 
 
-def test_a_profile_lists_kernels_on_a_gpu_and_operators_on_a_cpu() -> None:
-    def event(name: str, device: Any, own: float, host: float = 0.0, annotation: bool = False) -> Any:
-        times = {"self_device_time_total": own, "self_cpu_time_total": host}
-        return SimpleNamespace(key=name, count=2, device_type=device, is_user_annotation=annotation, **times)
-
-    events = [
-        event("short", DeviceType.CUDA, 1e3),
-        event("long", DeviceType.CUDA, 2e6),
-        event("named range", DeviceType.CUDA, 9e6, annotation=True),
-        event("aten::mm", DeviceType.CPU, 0.0, host=5e5),
-    ]
-    kernels = operators(events, on_cpu=False)
-    assert [(one.name, one.calls, one.seconds) for one in kernels] == [("long", 2, 2.0), ("short", 2, 1e-3)]
-    assert [(one.name, one.seconds) for one in operators(events, on_cpu=True)] == [("aten::mm", 0.5)]
-
-
 def test_lines_are_as_long_as_the_shortest_curve_and_pass_at_the_first_point_above() -> None:
     points = [[1, 0.5, 0.3], [2, 1.0, 0.6], [3, 1.5, 0.5]]
     assert [first_pass(points, threshold) for threshold in (0.3, 0.31, 0.6, 0.61)] == [0.5, 1.0, 1.0, None]
@@ -163,7 +131,7 @@ def test_looking_at_the_test_images_on_the_way_changes_no_bit_of_the_weights(
     monkeypatch.setenv(VARIABLE, f"3:{tmp_path / 'points.txt'}")
 
     def weights(*callbacks: Callback) -> dict[str, Any]:
-        subject = small_subject({"net": "shapenet", **model})  # it has batch norms
+        subject = small_subject(net="shapenet", **model)  # it has batch norms
         fit(subject, *callbacks, max_epochs=2)
         return subject.model.state_dict()
 
