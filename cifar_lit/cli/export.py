@@ -68,8 +68,8 @@ def export(argv: list[str]) -> None:
     table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, path.stat().st_size)))
     if result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))
-    for batch, medians in seconds.items():
-        table.add_row(f"batch of {batch}", *(f"{1e3 * median:.2f} ms" for median in medians))
+    for batch, times in seconds.items():
+        table.add_row(f"batch of {batch}", *(f"{1e3 * time:.2f} ms" for time in times))
     for_tables().print(table)
     file = display_path(path)
     say(

@@ -10,15 +10,15 @@ import io
 import json
 import logging
 import math
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from timeit import repeat
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,7 +44,7 @@ MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what roun
 MIN_AGREEMENT = 0.95  # of the decisions, in int8
 MAX_ACCURACY_LOSS = 0.02  # in int8
 TIMED_BATCHES = (1, 64)
-TIMING_SECONDS, MIN_TURNS, MAX_TURNS = 1.0, 5, 100  # for a batch; turns of the net and of the file
+TIMED_RUNS = 10  # of which the fastest counts
 
 Runner = Callable[[Tensor], Tensor]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
 
@@ -89,15 +89,15 @@ def export(
         calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
 
     Returns:
-        The check, and for each of `TIMED_BATCHES` the median seconds of the net and of the file.
+        The check, and for each of `TIMED_BATCHES` the seconds that the net and the file take.
 
     Raises:
         Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
     """
     try:
-        with atomic_write(path) as partial:
-            write(net, to, partial, calibration)
-            runners = runner_of(net), open_file(partial, to)
+        with atomic_write(path) as part:
+            write(net, to, part, calibration)
+            runners = runner_of(net), open_file(part, to)
             result = check(*runners, sample.images, sample.labels)
             refuse_disagreement(result, int8=calibration is not None)
     except OSError as error:
@@ -105,11 +105,11 @@ def export(
     seconds = {}
     for batch in TIMED_BATCHES:
         images = sample.images[torch.arange(batch) % len(sample.images)]
-        seconds[batch] = [statistics.median(times) for times in latencies(runners, images)]
+        seconds[batch] = [min(repeat(partial(run, images), number=1, repeat=TIMED_RUNS)) for run in runners]
     return result, seconds
 
 
-# ---- Whether an exported file answers as the net that it was made from, and how fast.
+# ---- Whether an exported file answers as the net that it was made from.
 
 
 def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> Check:
@@ -146,20 +146,6 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
             f"{100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
             "not kept: leave --quantize out"
         )
-
-
-def latencies(runners: tuple[Runner, ...], images: Tensor) -> list[list[float]]:
-    """The seconds that each runner takes for `images`, a list for each; run in turn, so that a disturbance meets all."""
-    times: list[list[float]] = [[] for _ in runners]
-    started = time.perf_counter()
-    for turn in range(MAX_TURNS + 1):  # the first turn warms up
-        if turn > MIN_TURNS and time.perf_counter() - started > TIMING_SECONDS:
-            break
-        for runner, own_times in zip(runners, times, strict=True):
-            before = time.perf_counter()
-            runner(images)
-            own_times.append(time.perf_counter() - before)
-    return [own_times[1:] for own_times in times]
 
 
 # ---- How each format is written, and how what was written is run again.

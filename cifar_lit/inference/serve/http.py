@@ -40,7 +40,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
-MAX_BODIES = 16  # as many full-sized bodies are held at a time
 DEFAULT_TOP = 3
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CONNECTIONS = 512
@@ -98,7 +97,6 @@ class App:
         }  # fmt: skip
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0
-        self._held = 0  # bytes of the bodies of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -147,15 +145,12 @@ class App:
     async def _predict(self, request: Request) -> dict[str, Any]:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
+        self._check_size(int(request.headers.get("content-length", "0")))
         body = bytearray()
+        async for chunk in request.stream():
+            self._check_size(len(body) + len(chunk))
+            body += chunk
         try:
-            self._check_size(int(request.headers.get("content-length", "0")))
-            async for chunk in request.stream():
-                self._check_size(len(body) + len(chunk))
-                body += chunk
-                self._held += len(chunk)
-                if self._held > MAX_BODIES * self.limits.body:
-                    raise RequestError(503, "too much is being sent at once: send it again later")
             async with asyncio.timeout(self.limits.answer_seconds):
                 kind = request.headers.get("content-type", "")
                 images = await asyncio.to_thread(parse_body, kind, bytes(body), self.limits)
@@ -168,8 +163,6 @@ class App:
         except TimeoutError:
             limit = f"{self.limits.answer_seconds:g} s"
             raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
-        finally:
-            self._held -= len(body)
         return {"predictions": predictions} if images.many else predictions[0]
 
     def _top(self, text: str | None) -> int:
@@ -253,7 +246,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
 
     def _refuse(self, status: int, text: str) -> None:
-        """The last answer on this connection; what is still on its way is dropped for a while, lest the client lose the answer."""
+        """The last answer on this connection. What still comes is dropped for a while: closed at once, it might be lost."""
         self._part = "refused"
         body = json.dumps({"error": text}, ensure_ascii=False).encode()
         head = (
