@@ -43,7 +43,6 @@ class Decoder:
 
     async def decode(self, data: bytes, size: tuple[int, int], channels: int) -> bytes:
         """(H, W, C) uint8 in one row; raises DecodeError, and BrokenProcessPool where the process died."""
-        await asyncio.wrap_future(self.ready)
         return await asyncio.wrap_future(self._executor.submit(_decode, data, size, channels))
 
     def kill(self) -> None:
@@ -87,8 +86,8 @@ class Decoders:
     async def decode(self, name: str, data: bytes) -> bytes:
         """The pixels of an image, (H, W, C) uint8 in one row; raises RequestError, `name` saying which image."""
         decoder = await self._idle.get()
-        await asyncio.wrap_future(decoder.ready)
         try:
+            await asyncio.wrap_future(decoder.ready)
             async with asyncio.timeout(self._limits.decode_seconds):
                 return await decoder.decode(data, self._size, self._channels)
         except DecodeError as error:
