@@ -83,9 +83,13 @@ def odd_files() -> list[OddFile]:
     wide = b"".join(
         bytes([0]) + bytes(byte for byte in picture().tobytes()[y : y + 144] for _ in "12") for y in range(0, 6912, 144)
     )
-    heart, kind, rest = plain["PNG"].partition(b"IDAT")
+    head, kind, rest = plain["PNG"].partition(b"IDAT")
     text_bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000)))
     grey = picture(mode="L")
+    deep_grey = grey.convert("I").point(lambda value: value * 257).convert("I;16")
+    halves = [
+        OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT) for kind in ("PNG", "GIF", "WEBP", "BMP")
+    ]
     readable = [
         OddFile("plain.jpg", "JPEG", jpeg()),
         OddFile("progressive.jpg", "progressive JPEG", jpeg(progressive=True)),
@@ -110,12 +114,7 @@ def odd_files() -> list[OddFile]:
         OddFile("grey-alpha.png", "grey PNG, transparent in part", encoded(clear.convert("LA"), "PNG"), GREY),
         OddFile("palette-alpha.png", "PNG with a transparent palette entry", encoded(clear.quantize(8), "PNG")),
         OddFile("colour-alpha.png", "PNG with one transparent colour", encoded(picture(), "PNG", transparency=WHITE)),
-        OddFile(
-            "deep-grey.png",
-            "grey PNG of 16 bits",
-            encoded(grey.convert("I").point(lambda v: v * 257).convert("I;16"), "PNG"),
-            GREY,
-        ),
+        OddFile("deep-grey.png", "grey PNG of 16 bits", encoded(deep_grey, "PNG"), GREY),
         OddFile("deep.png", "PNG of 16 bits", png(48, 48, 16, wide)),
         OddFile("animated.png", "animated PNG", encoded(picture(), "PNG", **black)),
         OddFile("animated.gif", "animated GIF", encoded(picture(), "GIF", **black)),
@@ -141,16 +140,13 @@ def odd_files() -> list[OddFile]:
         OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], UNKNOWN),
         OddFile("zero-rest.jpg", "JPEG whose second half is zeros", zero_rest + bytes(len(jpeg()) - len(zero_rest)), CUT),
         OddFile("half-progressive.jpg", "progressive JPEG cut in half", cut(jpeg(progressive=True), 0.7), CUT),
-        *(
-            OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT)
-            for kind in ("PNG", "GIF", "WEBP", "BMP")
-        ),
-        OddFile("sum.png", "PNG with a wrong check sum", heart + kind + rest[:8] + bytes([rest[8] ^ 255]) + rest[9:], "broken"),
+        *halves,
+        OddFile("sum.png", "PNG with a wrong check sum", head + kind + rest[:8] + bytes([rest[8] ^ 255]) + rest[9:], "broken"),
         OddFile("nothing.png", "PNG of 0 × 0 pixels", png(0, 0, 8, b""), UNKNOWN),
         OddFile("no-pixels.png", "PNG without pixels", png(48, 48, 8, b""), CUT),
         OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb(), "pixels"),
         OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", bomb(2_000_000_000, 1), "pixels"),
-        OddFile("text-bomb.png", "PNG with 200 MB of packed text", heart[:33] + text_bomb + plain["PNG"][33:], "packed text"),
+        OddFile("text-bomb.png", "PNG with 200 MB of packed text", head[:33] + text_bomb + plain["PNG"][33:], "packed text"),
         OddFile("scan.tiff", "TIFF", plain["TIFF"], "a TIFF"),
         OddFile("scan.jpg", "TIFF named .jpg", plain["TIFF"], "a TIFF"),
         OddFile("photo.heic", "HEIC's beginning", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), "HEIC"),

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from odd_files import OddFile, odd_files
+from odd_files import OddFile, odd_files, picture
 from serving import Service, running
 from small_nets import write_net
 
@@ -23,14 +23,12 @@ READ, LEFT_OUT, UNSEEN = "read", "left out", "not looked at"  # a folder looks a
 
 def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) -> list[dict[str, str]]:
     """For each odd file its name, what it is, and what each of `COMMANDS` makes of it, or the reason why not."""
-    paths = []
-    for number, file in enumerate(odd):  # a class for each file, with a readable one beside it
-        for part in ("train", "test"):
-            class_dir = work_dir / part / f"{number:03}"
+    paths = [work_dir / "train" / f"{number:03}" / file.name for number, file in enumerate(odd)]
+    for path, file in zip(paths, odd, strict=True):  # a class for each file, with a readable one beside it
+        for class_dir in (path.parent, work_dir / "test" / path.parent.name):
             class_dir.mkdir(parents=True)
-            (class_dir / "beside.png").write_bytes(odd_file(odd, "plain.png").data)
-            (class_dir / file.name).write_bytes(file.data if part == "train" else b"")
-        paths.append(work_dir / "train" / f"{number:03}" / file.name)
+            picture().save(class_dir / "beside.png")
+        path.write_bytes(file.data)
     rows = [row for chunk, _ in classify_files(load(run), [ImageFile(str(path)) for path in paths]) for row in chunk]
     images = folder(work_dir, train=True, image_size=32, skip_bad=True, cache_dir=work_dir / "cache")
     counts = images.labels.bincount(minlength=len(paths)).tolist()
@@ -45,10 +43,6 @@ def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) ->
         }
         for file, row, count, answer in zip(odd, rows, counts, answers, strict=True)
     ]
-
-
-def odd_file(odd: list[OddFile], name: str) -> OddFile:
-    return next(file for file in odd if file.name == name)
 
 
 def page(files: list[dict[str, str]]) -> str:

@@ -57,10 +57,7 @@ def _decode(data: bytes, size: tuple[int, int], channels: int) -> bytes:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """For starting processes: they inherit that Ctrl-C and SIGTERM are held back, and so are left to this process alone.
-
-    A terminal's Ctrl-C and a service manager's SIGTERM reach them all at once, and requests that run could not be answered.
-    """
+    """For starting processes: Ctrl-C and SIGTERM, which reach all at once, are left to this one, which answers what runs."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -81,6 +78,7 @@ class Decoders:
         self._decoders = {Decoder(limits.pixels) for _ in range(self.count)}
         self._idle: asyncio.Queue[Decoder] = asyncio.Queue()
         for decoder in self._decoders:
+            decoder.ready.result()
             self._idle.put_nowait(decoder)
 
     async def decode(self, name: str, data: bytes) -> bytes:
