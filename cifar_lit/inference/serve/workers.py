@@ -152,18 +152,16 @@ class NetRunner:
 
     async def _answer(self, batch: list[tuple[NetRequest, asyncio.Future[Answer]]]) -> None:
         requests = [request for request, _ in batch]
-        answers: list[Answer] | list[Exception]
         try:
             answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._predict, requests)
         except Exception as error:
-            answers = [error] * len(batch)
-        for (_, waiting), answer in zip(batch, answers, strict=True):
-            if waiting.done():  # cancelled: the client was told that it takes too long
-                continue
-            if isinstance(answer, Exception):
-                waiting.set_exception(answer)
-            else:
-                waiting.set_result(answer)
+            for _, waiting in batch:
+                if not waiting.done():  # cancelled: the client was told that it takes too long
+                    waiting.set_exception(error)
+        else:
+            for (_, waiting), answer in zip(batch, answers, strict=True):
+                if not waiting.done():
+                    waiting.set_result(answer)
 
     def _predict(self, batch: list[NetRequest]) -> list[Answer]:
         """For each request the JSON of its predictions, from one run of the net."""
