@@ -14,7 +14,6 @@ import pytest
 from serving import alive, picture, running
 
 from cifar_lit.cli import main
-from cifar_lit.cli.serve import _url
 
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
@@ -106,8 +105,3 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
 def test_wrong_flags_are_told_in_a_line(served_run: Path, capsys: pytest.CaptureFixture[str], argv: str, text: str) -> None:
     code, line = refused(capsys, *argv.replace("RUN", str(served_run)).split())
     assert (code, text in line) == (2, True), line
-
-
-def test_addresses_are_shown_as_a_browser_takes_them() -> None:
-    assert _url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
-    assert _url("::1", 8000) == "http://[::1]:8000"

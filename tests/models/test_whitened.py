@@ -226,22 +226,6 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
     assert net.double()(some_images()).dtype == torch.float64
 
 
-def test_bfloat16_autocast_changes_statistics_logits_and_gradients_by_rounding_only() -> None:
-    results = []
-    for enabled in (False, True):
-        net = trained_a_little(made(**TINY, head_pool="avg", activation="silu")).train()
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            logits = net(some_images(seed=9))
-        F.cross_entropy(logits, torch.tensor([0, 1, 2, 3, 4, 0])).backward()
-        norm = net.groups[-1].norms[-1]
-        gradients = (net.groups[-1].convs[-1].weight.grad, net.groups[0].convs[0].weight.grad)
-        results.append((norm.running_mean, norm.running_var, logits.detach(), *gradients))
-    # behind a maximum, rounding also changes the pixel that a gradient goes to
-    for plain, lowered, limit in zip(*results, (0.005, 0.005, 0.03, 0.03, 0.25), strict=True):
-        assert lowered.dtype == torch.float32
-        assert float((plain - lowered).norm() / plain.norm()) < limit
-
-
 # ---- options
 
 
