@@ -23,11 +23,6 @@ def allow_imports(paths: Iterable[str]) -> None:
     _allowed.update(paths)
 
 
-def allowed_imports() -> list[str]:
-    """The names that may be imported in this process, to be allowed in another one that it starts."""
-    return sorted(_allowed)
-
-
 @contextmanager
 def own_modules() -> Iterator[None]:
     """Modules of the working directory can be imported meanwhile: after all others, so that no file there takes one's place."""

@@ -41,7 +41,7 @@ def export(argv: list[str]) -> None:
     if settings.images < 0:
         raise UsageError("--images is a number of test images, or 0 for all")
 
-    from cifar_lit.inference.export import CALIBRATION_IMAGES, Sample, check_request, default_path
+    from cifar_lit.inference.export import CALIBRATION_IMAGES, check_request, default_path
     from cifar_lit.inference.export import export as export_net
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
@@ -59,18 +59,17 @@ def export(argv: list[str]) -> None:
         raise UsageError(f"--out {path} is the file that the net comes from: name another")
     data = RunData(model, net.card, settings.data_dir)
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
-    images, labels, what = data.load_or_draw(settings.images)
-    say(f"checking on {what}")
-    exported = export_net(net, settings.to, path, Sample(images, labels), calibration.images if calibration else None)
-    result = exported.check
+    sample = data.load_or_draw(settings.images)
+    say(f"checking on {sample.what}")
+    result, seconds = export_net(net, settings.to, path, sample, calibration.images if calibration else None)
 
     right = partial(Column, justify="right")
     table = Table("", right("PyTorch"), right(f"{settings.to} {settings.quantize or ''}".strip()))
-    table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, exported.size)))
+    table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, path.stat().st_size)))
     if result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))
-    for batch, seconds in exported.seconds.items():
-        table.add_row(f"batch of {batch}", *(f"{1e3 * value:.2f} ms" for value in seconds))
+    for batch, times in seconds.items():
+        table.add_row(f"batch of {batch}", *(f"{1e3 * time:.2f} ms" for time in times))
     for_tables().print(table)
     file = display_path(path)
     say(

@@ -26,7 +26,7 @@ from cifar_lit.distributed.join import join
 from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import takes_any_size
+from cifar_lit.models.registry import net_spec
 from cifar_lit.plugins import own_modules
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
@@ -251,7 +251,7 @@ def check_settings(settings: Any) -> None:
     for flag, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{flag} must be at least 1, not {number}")
-    if data.resolutions and not takes_any_size(settings.model.net):
+    if data.resolutions and not net_spec(settings.model.net).any_size:
         raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
 
 

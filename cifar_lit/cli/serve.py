@@ -6,18 +6,15 @@ import errno
 import ipaddress
 import socket
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
 from cifar_lit import __version__
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
 from cifar_lit.runs.run_folder import weights_file
-
-if TYPE_CHECKING:
-    from cifar_lit.inference.serve.workers import ModelInfo
 
 DESCRIPTION = """Serves a run's net over HTTP, with a page at / for trying it.
 
@@ -47,20 +44,23 @@ def serve(argv: list[str]) -> None:
     file = weights_file(settings.run)
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[serve]"')
+    from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
 
     with _listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        device = resolve_device(settings.accelerator)
+        classifier = load(file, device)
 
-        def on_ready(info: ModelInfo) -> None:
-            size = "×".join(map(str, (info.channels, *info.image_size)))
-            print(f"serving {info.net} ({size}, {len(info.classes)} classes) on {info.device}")
+        def on_ready() -> None:
+            size = "×".join(map(str, classifier.card.input_shape))
+            print(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
                 print(f"open to every machine that reaches {host}: there is no password and no encryption")
             print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
 
-        run_service(str(file), sock, local, settings.accelerator, limits, __version__, on_ready)
+        run_service(classifier, sock, local, limits, __version__, on_ready)
     print("stopped", flush=True)
 
 

@@ -50,8 +50,11 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
             lines = data.split(b"\0" if b"\0" in data else b"\n")
             literal = [os.fsdecode(line) for line in lines if line]
         elif PATTERN.search(path) and not os.path.lexists(path):
-            yield from _matches(path)
-            continue
+            matches = sorted(glob.glob(path, recursive=True), key=natural)  # noqa: PTH207
+            # ** gives what is in a folder too
+            literal = [match for match in matches if "**" not in path or not os.path.isdir(match)]  # noqa: PTH112
+            if not literal:
+                yield ImageFile(path, "no file fits this pattern")
         else:
             literal = [path]
         for name in literal:
@@ -61,17 +64,6 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
                 yield from files
             else:
                 yield ImageFile(name)
-
-
-def _matches(pattern: str) -> Iterator[ImageFile]:
-    matches = sorted(glob.glob(pattern, recursive=True), key=natural)  # noqa: PTH207
-    if not matches:
-        yield ImageFile(pattern, "no file fits this pattern")
-    for match in matches:
-        if not os.path.isdir(match):  # noqa: PTH112
-            yield ImageFile(match)
-        elif "**" not in pattern:  # ** gives what is in the folder too
-            yield from _files_below(match)
 
 
 def _files_below(folder: str, parents: frozenset[str] = frozenset()) -> Iterator[ImageFile]:
@@ -107,12 +99,8 @@ POOL_FROM = 200  # fewer files are decoded before other processes have started
 def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int = TOP) -> Iterator[tuple[list[Row], Tensor]]:
     """Classifies files in order, a chunk at a time; only some chunks are in memory, however many files there are.
 
-    Returns:
-        For each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
-        (B, C, H, W).
-
-    Raises:
-        Failure: a decoding process was ended from outside.
+    Yields for each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
+    (B, C, H, W). Raises Failure when a decoding process was ended from outside.
     """
     work = partial(decode_files, size=classifier.size, channels=classifier.channels)
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
@@ -160,20 +148,18 @@ def contact_sheet(rows: Sequence[Row]) -> Image.Image:
     return sheet
 
 
-def caption(row: Row) -> list[tuple[str, tuple[int, int, int]]]:
-    """The lines below a picture, each with its colour."""
-    name = (Path(row.path or "").name, GREY)
-    if row.error is not None:
-        return [name, (row.error, RED)]
-    label, probability = row.top[0]
-    return [name, (f"{label} {probability:.2f}", BLACK), *([("unlike the training", RED)] if row.unlike else [])]
-
-
 def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) -> None:
-    """Draws the caption of a row, each line cut to a width in pixels."""
-    draw = ImageDraw.Draw(image)
-    for number, (text, colour) in enumerate(caption(row)):
-        draw.text((left, top + number * LINE_HEIGHT), _shortened(text, width), fill=colour, font=_font())
+    """Draws name, class and probability of a row, or its error, each line cut to a width in pixels."""
+    lines = [(Path(row.path or "").name, GREY)]
+    if row.error is not None:
+        lines.append((row.error, RED))
+    else:
+        label, probability = row.top[0]
+        lines.append((f"{label} {probability:.2f}", BLACK))
+        lines += [("unlike the training", RED)] if row.unlike else []
+    for number, (text, colour) in enumerate(lines):
+        place = left, top + number * LINE_HEIGHT
+        ImageDraw.Draw(image).text(place, _shortened(text, width), fill=colour, font=_font())
 
 
 def save_picture(image: Image.Image, path: Path) -> None:
@@ -193,7 +179,6 @@ def _thumbnail(row: Row) -> Image.Image:
 
 
 def _shortened(text: str, width: int) -> str:
-    """A text that is no wider than so many pixels; of a longer one, beginning and end."""
     plain = "".join(letter if letter.isprintable() else "�" for letter in text)
     kept, short = len(plain), plain
     while kept > 1 and _font().getlength(short) > width:

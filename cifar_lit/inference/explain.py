@@ -9,6 +9,7 @@ probability of 0.72; with Grad-CAM 0.40, with random places 0.29, and with the m
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.classify import GAP, LINE_HEIGHT, caption, draw_caption
+from cifar_lit.inference.classify import GAP, LINE_HEIGHT, draw_caption
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
@@ -33,14 +34,12 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
     without what is negative, scaled to the image and to a maximum of 1.
 
     Args:
-        net: the net.
         images: uint8 (B, C, H, W).
 
     Returns:
         float32 (B, H, W) in 0 … 1, on the CPU; 0 throughout where nothing speaks for the class.
 
-    Raises:
-        UsageError: the net has no such feature maps.
+    Raises UsageError when the net has no such feature maps.
     """
     features: list[Tensor] = []
 
@@ -50,13 +49,10 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
         features[:] = [output if output.requires_grad else output.detach().requires_grad_()]
         return features[0].clone()  # the next layer may work in place
 
-    hooks = [module.register_forward_hook(keep_features) for module in net.net.modules()]
-    try:
-        with torch.enable_grad():
-            logits = net(images.to(net.mean.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.enable_grad(), ExitStack() as hooks:
+        for module in net.net.modules():
+            hooks.enter_context(module.register_forward_hook(keep_features))
+        logits = net(images.to(net.mean.device))
     if not features:
         raise UsageError(f"{net.card.net} has no maps of features that could show a place: leave --explain out")
     (gradients,) = torch.autograd.grad(logits.max(1).values.sum(), features)
@@ -75,7 +71,7 @@ def draw_explanation(row: Row, image: Tensor, activation: Tensor) -> Image.Image
     net_view = net_view.resize((width, height), Image.Resampling.BICUBIC)
     colours = (matplotlib.colormaps["inferno"](activation.numpy())[:, :, :3] * 255).astype(np.uint8)
     heat = Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
-    sheet = Image.new("RGB", (2 * width + 3 * GAP, height + 2 * GAP + len(caption(row)) * LINE_HEIGHT), "white")
+    sheet = Image.new("RGB", (2 * width + 3 * GAP, height + 2 * GAP + 3 * LINE_HEIGHT), "white")
     sheet.paste(net_view, (GAP, GAP))
     sheet.paste(Image.blend(net_view.convert("L").convert("RGB"), heat, 0.6), (2 * GAP + width, GAP))
     draw_caption(sheet, row, GAP, GAP + height + 2, 2 * width + GAP)

@@ -10,15 +10,15 @@ import io
 import json
 import logging
 import math
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from timeit import repeat
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,107 +28,88 @@ from torch import Tensor, nn
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.files import atomic_write
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
+from cifar_lit.runs.run_data import RunImages
 
 if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
+SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first with Gelu as one operator, which onnxruntime computes from 1.17 on
-MAX_ONNX_BYTES = 2**31 - 2**20  # one protobuf message ends at 2 GiB
+CHECKED_BATCHES = (1, 7, 256)
+MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what rounding in another order makes of deep nets
+MIN_AGREEMENT = 0.95  # of the decisions, in int8
+MAX_ACCURACY_LOSS = 0.02  # in int8
 TIMED_BATCHES = (1, 64)
-TIMING_SECONDS, MIN_TURNS, MAX_TURNS = 1.0, 5, 100  # for a batch; turns of the net and of the file
+TIMED_RUNS = 10  # of which the fastest counts
 
 Runner = Callable[[Tensor], Tensor]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
 
 
-class Sample(NamedTuple):
-    """Images to check on: uint8 (N, C, H, W), at least one, with labels int64 (N,) where these are known."""
-
-    images: Tensor
-    labels: Tensor | None
-
-
-class Exported(NamedTuple):
-    """What is known of a file that was kept."""
-
-    size: int  # bytes
-    check: Check
-    seconds: dict[int, tuple[float, float]]  # for each of the timed batches the medians of the net and of the file
-
-
 def check_request(to: str, quantize: str | None) -> None:
     """Raises UsageError for a format or a quantisation that does not exist, Failure where its packages are missing."""
-    if to not in FORMATS:
-        raise UsageError(f"--to knows no {to!r}.{nearest(to, FORMATS)} There are {', '.join(FORMATS)}.")
+    if to not in SUFFIXES:
+        raise UsageError(f"--to knows no {to!r}.{nearest(to, SUFFIXES)} There are {', '.join(SUFFIXES)}.")
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize knows int8 only, not {quantize!r}")
     if quantize is not None and to != "onnx":
         raise UsageError(f"--quantize {quantize} is made and run by onnxruntime: use it with --to onnx")
-    if missing := [package for package in FORMATS[to].packages if find_spec(package) is None]:
-        raise Failure(f'--to {to} needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[export]"')
+    if to == "onnx" and (missing := [package for package in PACKAGES if find_spec(package) is None]):
+        raise Failure(f'--to onnx needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[export]"')
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
     """Where the file goes if nothing is said: beside the model.safetensors that it is made from."""
     if to == "safetensors":
         raise UsageError(f"{model} is the run's own: name a place for its checked copy with --out FILE")
-    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + FORMATS[to].suffix)
-
-
-def export(net: LoadedNet, to: str, path: Path, sample: Sample, calibration: Tensor | None = None) -> Exported:
-    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike; else `path` stays as it was.
-
-    Args:
-        net: on the CPU, in evaluation mode.
-        to: one of `FORMATS`.
-        path: of the file.
-        sample: what it is checked on.
-        calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
-
-    Raises:
-        Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
-    """
-    file_format, net_runner = FORMATS[to], runner_of(net)
-    try:
-        with atomic_write(path) as partial:
-            if calibration is None:
-                file_format.write(net, partial)
-            else:
-                partial.write_bytes(quantised(onnx_model(net), calibration).SerializeToString())
-            file_runner = file_format.open(partial)
-            result = check(net_runner, file_runner, sample.images, sample.labels)
-            refuse_disagreement(result, int8=calibration is not None)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
-    seconds = {}
-    for batch in TIMED_BATCHES:
-        times = latencies([net_runner, file_runner], sample.images[torch.arange(batch) % len(sample.images)])
-        seconds[batch] = statistics.median(times[0]), statistics.median(times[1])
-    return Exported(path.stat().st_size, result, seconds)
-
-
-# ---- Whether an exported file answers as the net that it was made from, and how fast.
-
-CHECKED_BATCHES = (1, 7, 256)
-MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what rounding in another order makes of deep nets
-MIN_AGREEMENT = 0.95  # of the decisions, in int8
-MAX_ACCURACY_LOSS = 0.02  # in int8
+    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + SUFFIXES[to])
 
 
 class Check(NamedTuple):
     """A file beside its net over the same images."""
 
     images: int  # how many
-    difference: float  # the largest of any probability
+    difference: float  # the largest of any probability; infinite where shapes differ or something is no number
     agreeing: int  # images on which both decide alike
     accuracy: tuple[float, float] | None  # fraction right, of the net and of the file; None where no labels are known
 
-    @property
-    def agreement(self) -> float:
-        """The fraction of images on which both decide alike."""
-        return self.agreeing / self.images
+
+def export(
+    net: LoadedNet, to: str, path: Path, sample: RunImages, calibration: Tensor | None = None
+) -> tuple[Check, dict[int, list[float]]]:
+    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike; else `path` stays as it was.
+
+    Args:
+        net: on the CPU, in evaluation mode.
+        to: a key of `SUFFIXES`.
+        sample: what it is checked on, at least one image.
+        calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
+
+    Returns:
+        The check, and for each of `TIMED_BATCHES` the seconds that the net and the file take.
+
+    Raises:
+        Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
+    """
+    try:
+        with atomic_write(path) as part:
+            write(net, to, part, calibration)
+            runners = runner_of(net), open_file(part, to)
+            result = check(*runners, sample.images, sample.labels)
+            refuse_disagreement(result, int8=calibration is not None)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
+    seconds = {}
+    for batch in TIMED_BATCHES:
+        images = sample.images[torch.arange(batch) % len(sample.images)]
+        seconds[batch] = [min(repeat(partial(run, images), number=1, repeat=TIMED_RUNS)) for run in runners]
+    return result, seconds
+
+
+# ---- Whether an exported file answers as the net that it was made from.
 
 
 def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> Check:
@@ -137,22 +118,17 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
     labels: int64 (N,), or None. Fewer images than a batch are repeated to fill it.
     """
     expected, answers = (torch.cat([run(batch) for batch in images.split(CHECKED_BATCHES[-1])]) for run in (net, file))
-    differences = [_difference(answers, expected)]
+    pairs = [(answers, expected)]
     for batch in CHECKED_BATCHES:
         places = torch.arange(batch) % len(images)
-        differences.append(_difference(file(images[places]), expected[places]))
+        pairs.append((file(images[places]), expected[places]))
+    valid = all(first.shape == second.shape and bool(first.isfinite().all()) for first, second in pairs)
+    difference = max(float((first - second).abs().max()) for first, second in pairs) if valid else math.inf
     before, after = expected.argmax(1), answers.argmax(1)
     accuracy = None
     if labels is not None:
         accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
-    return Check(len(images), max(differences), int((before == after).sum()), accuracy)
-
-
-def _difference(answers: Tensor, expected: Tensor) -> float:
-    """The largest difference, infinite where the shapes differ or something is no number."""
-    if answers.shape != expected.shape or not bool(answers.isfinite().all()):
-        return math.inf
-    return float((answers - expected).abs().max())
+    return Check(len(images), difference, int((before == after).sum()), accuracy)
 
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
@@ -162,39 +138,17 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
             f"the file does not answer as the net: a probability differs by {result.difference:.2g}, more than "
             f"{MAX_DIFFERENCE:g}, so it was not kept; another --to, or another version of torch or onnxruntime may do"
         )
+    agreement = result.agreeing / result.images
     loss = result.accuracy[0] - result.accuracy[1] if result.accuracy else 0.0
-    if int8 and (result.difference == math.inf or result.agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
+    if int8 and (result.difference == math.inf or agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
         raise Failure(
-            f"int8 changes too much of this net: {result.agreement:.1%} of the decisions agree (at least {MIN_AGREEMENT:.0%} "
-            f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
+            f"int8 changes too much of this net: {agreement:.1%} of the decisions agree (at least {MIN_AGREEMENT:.0%} must), "
+            f"{100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
             "not kept: leave --quantize out"
         )
 
 
-def latencies(runners: Sequence[Runner], images: Tensor) -> list[list[float]]:
-    """The seconds that each runner takes for `images`, a list for each; run in turn, so that a disturbance meets all."""
-    times: list[list[float]] = [[] for _ in runners]
-    started = time.perf_counter()
-    for turn in range(MAX_TURNS + 1):  # the first turn warms up
-        if turn > MIN_TURNS and time.perf_counter() - started > TIMING_SECONDS:
-            break
-        for runner, own_times in zip(runners, times, strict=True):
-            before = time.perf_counter()
-            runner(images)
-            own_times.append(time.perf_counter() - before)
-    return [own_times[1:] for own_times in times]
-
-
-# ---- The formats: how each is written, and how what was written is run again.
-
-
-class Format(NamedTuple):
-    """How a net is written to a file, and how the file is run."""
-
-    suffix: str
-    packages: tuple[str, ...]  # that it needs beside torch
-    write: Callable[[LoadedNet, Path], object]
-    open: Callable[[Path], Runner]
+# ---- How each format is written, and how what was written is run again.
 
 
 class Probabilities(nn.Module):
@@ -212,41 +166,64 @@ class Probabilities(nn.Module):
 
 def runner_of(net: LoadedNet) -> Runner:
     """The net itself, as PyTorch computes it."""
-    return _without_gradients(Probabilities(net).eval())
+    return torch.no_grad()(Probabilities(net).eval())
 
 
-def _without_gradients(module: nn.Module) -> Runner:
-    return torch.no_grad()(lambda images: module(images))
+def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
+    """Writes a net in one of the formats; raises Failure for a net that it cannot express."""
+    if to == "safetensors":  # as a run's own model.safetensors: what `cifar_lit.load` takes
+        save_weights(path, net.net.state_dict(), net.card)
+    elif to == "torch-export":
+        program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
+        with silenced(), path.open("wb") as file:
+            torch.export.save(program, file, extra_files=extra)
+    else:
+        model = onnx_model(net)
+        path.write_bytes((model if calibration is None else quantised(model, calibration)).SerializeToString())
+
+
+def open_file(path: Path, to: str) -> Runner:
+    """Runs a file that `write` made; ONNX by onnxruntime on the CPU, on as many threads as torch uses."""
+    if to == "safetensors":
+        return runner_of(load_model_file(path))
+    if to == "torch-export":
+        with silenced(), path.open("rb") as file:
+            return torch.no_grad()(torch.export.load(file).module())
+    import onnxruntime
+
+    options: Any = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
 
 
 def metadata(net: LoadedNet) -> dict[str, str]:
     """What a user of an exported file must know, as texts: lists and numbers are JSON."""
-    card = net.card
-    channels, height, width = card.input_shape
+    channels, height, width = net.card.input_shape
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     return {
         "format": FORMAT,
-        "net": card.net,
-        "classes": json.dumps(card.classes, ensure_ascii=False),
+        "net": net.card.net,
+        "classes": json.dumps(net.card.classes, ensure_ascii=False),
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
-        "output": f"probabilities: float32 (batch, {len(card.classes)}), in the order of classes",
-        "card": json.dumps(asdict(card), ensure_ascii=False),
+        "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
+        "card": json.dumps(asdict(net.card), ensure_ascii=False),
     }
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
     """Keeps what exporters print, log and warn from the console; what they raise goes through."""
-    disabled = logging.root.manager.disable
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         try:
             yield
         finally:
-            logging.disable(disabled)
+            logging.disable(logging.NOTSET)
 
 
 def traced(net: LoadedNet) -> ExportedProgram:
@@ -262,22 +239,8 @@ def traced(net: LoadedNet) -> ExportedProgram:
         raise Failure(f"torch cannot trace the net {net.card.net}: {reason}; --to safetensors keeps its weights") from error
 
 
-def _write_torch_export(net: LoadedNet, path: Path) -> None:
-    program = traced(net)
-    with silenced(), path.open("wb") as file:
-        torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)})
-
-
-def _open_torch_export(path: Path) -> Runner:
-    with silenced(), path.open("rb") as file:
-        return _without_gradients(torch.export.load(file).module())
-
-
 def onnx_model(net: LoadedNet) -> ModelProto:
-    """A net as an ONNX model with its metadata; raises Failure for one that ONNX cannot express or hold."""
-    size = sum(tensor.nbytes for tensor in net.state_dict().values())
-    if size > MAX_ONNX_BYTES:
-        raise Failure(f"the net takes {size / 2**30:.1f} GiB, and one ONNX file holds less than 2: use --to torch-export")
+    """A net as an ONNX model with its metadata; raises Failure for one that ONNX cannot express, or hold in its 2 GiB."""
     program = traced(net)
     try:
         with silenced():
@@ -285,19 +248,12 @@ def onnx_model(net: LoadedNet) -> ModelProto:
                 program, (), dynamo=True, opset_version=OPSET, verbose=False,
                 input_names=["images"], output_names=["probabilities"],
             )  # fmt: skip
+        assert exported is not None
+        model: ModelProto = exported.model_proto
+        model.ByteSize()
     except Exception as error:
         raise Failure(f"torch cannot write the net {net.card.net} as ONNX: use --to torch-export") from error
-    assert exported is not None
-    model: ModelProto = exported.model_proto
-    _tidy(model)
-    model.producer_name = "cifar-lit"
-    for name, value in metadata(net).items():
-        model.metadata_props.add(key=name, value=value)
-    return model
-
-
-def _tidy(model: ModelProto) -> None:
-    """Names the free dimension, and drops the exporter's notes, among them paths of this machine's source files."""
+    # The exporter's notes go, among them paths of this machine's source files, and the free dimension gets its name.
     free = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         del value.metadata_props[:]
@@ -307,34 +263,11 @@ def _tidy(model: ModelProto) -> None:
     for part in (*model.graph.node, *model.graph.initializer, *model.functions, model.graph, model):
         del part.metadata_props[:]
         part.doc_string = ""
+    model.producer_name = "cifar-lit"
+    for name, text in metadata(net).items():
+        model.metadata_props.add(key=name, value=text)
+    return model
 
-
-def open_onnx(path: Path) -> Runner:
-    """Runs an ONNX file by onnxruntime on the CPU, on as many threads as torch uses."""
-    import onnxruntime
-
-    options: Any = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
-
-
-FORMATS: dict[str, Format] = {
-    "onnx": Format(
-        ".onnx",
-        ("onnx", "onnxscript", "onnxruntime"),
-        lambda net, path: path.write_bytes(onnx_model(net).SerializeToString()),  # the weights inside
-        open_onnx,
-    ),
-    "torch-export": Format(".pt2", (), _write_torch_export, _open_torch_export),
-    "safetensors": Format(  # as a run's own model.safetensors: what `cifar_lit.load` takes
-        ".safetensors",
-        (),
-        lambda net, path: save_weights(path, net.net.state_dict(), net.card),
-        lambda path: runner_of(load_model_file(path)),
-    ),
-}
 
 # ---- 8-bit ONNX: weights and the activations between them as int8, their ranges taken from training images.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,13 @@ class Prediction:
 
 
 class Classifier:
-    """A trained net with its class names, in the order of its logits, and its card: settings, image size, mean and std.
-
-    Args:
-        net: from uint8 images (B, C, H, W) to float32 logits (B, classes).
-        device: where it computes; images may lie anywhere.
-    """
+    """A trained net with its class names, in the order of its logits; it computes on `device`, wherever images lie."""
 
     def __init__(self, net: LoadedNet, device: str = "cpu") -> None:
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
         self.channels, height, width = net.card.input_shape  # 3 channels for RGB, 1 for grey
         self.size = (height, width)
-
-    def __repr__(self) -> str:
-        shape = "×".join(map(str, self.card.input_shape))
-        return f"Classifier({self.card.net}, {shape}, {len(self.classes)} classes: {', '.join(self.classes[:10])})"
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
@@ -59,7 +51,7 @@ class Classifier:
         if not len(images):
             return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
         device = self.net.mean.device
-        parts = [logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(BATCH)]
+        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(BATCH)]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
 
@@ -67,9 +59,9 @@ class Classifier:
         """A prediction for each image, in order; one image by itself gives a list of one.
 
         Args:
-            images: paths, PIL images, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C) or
-                (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. PIL images may be of any
-                mode, as files may. All are scaled to the net's size, their middle cut out where the proportions differ.
+            images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C)
+                or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are scaled to the
+                net's size, their middle cut out where the proportions differ.
             top: how many classes `Prediction.top` names.
 
         Raises:
@@ -113,7 +105,6 @@ class Classifier:
 
 
 def _to_picture(image: Any) -> Image.Image:
-    """A picture from an array (H, W[, C]) or a tensor (C, H, W) or (H, W)."""
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     if isinstance(image, Tensor) and image.ndim == 3:
         array = array.transpose(1, 2, 0)
@@ -129,37 +120,28 @@ def _to_picture(image: Any) -> Image.Image:
 
 
 def load(path: str | Path, device: str = "cpu") -> Classifier:
-    """The classifier of a run folder, or of its `model.safetensors` alone.
+    """The classifier of a run folder, or of its `model.safetensors` alone, that computes on a device such as "cuda".
 
-    Args:
-        path: the folder or the file.
-        device: where it computes, such as "cuda".
-
-    Raises:
-        UsageError: there is no such file.
-        Failure: it is damaged, or was not written by this program.
+    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
     return Classifier(load_model_file(path), device)
 
 
-def logits_and_embeddings(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+def _logits_and_embeddings(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (B, classes) and embeddings float32 (B, features) of float images (B, C, H, W), in one pass through `net`.
 
     The embedding is the input of the last linear or convolutional layer that the pass comes to; of maps, the mean over
-    their places. Both come without gradient. net: any of the table's, in evaluation mode.
+    their places. Both come without gradient. net: in evaluation mode.
     """
     last: list[Tensor] = []
 
-    def note(_: nn.Module, inputs: Any) -> None:
+    def keep_input(module: nn.Module, inputs: Any) -> None:
         last[:] = [inputs[0]]
 
     layers = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
-        with torch.no_grad():
-            logits: Tensor = net(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(keep_input))
+        logits: Tensor = net(images)
     maps = last[0].float()
     return logits, maps.mean((2, 3)) if maps.ndim == 4 else maps.flatten(1)

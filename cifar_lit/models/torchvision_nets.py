@@ -27,26 +27,28 @@ def torchvision_names() -> list[str]:
     return models.list_models(module=models)
 
 
-def torchvision_net_takes_any_size(name: str) -> bool:
-    """Whether a net pools or averages over what it is given; the others fix the size when they are built."""
-    return not name.startswith(("vit_", "maxvit_"))  # a position's embedding, or windows, for one size only
-
-
-def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
+def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
 
     The nets of `SMALL_STEM` get a stem for 32-pixel images; the others are as published but for the first convolution's channels.
-    Raises UsageError when the net cannot take images of that (height, width).
+    Raises UsageError for another width than 1, and when the net cannot take images of that (height, width).
     """
     from torchvision import models
 
+    if width != 1:
+        raise UsageError(f"{name} has a width of its own: leave width at 1")
     net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
     if name in SMALL_STEM:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
         net.maxpool = nn.Identity()
-    if channels != 3:
-        _set_channels(net, channels)
+    if channels != 3:  # another first convolution, its weights drawn with the spread of the old ones
+        path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))
+        settings: Any = {name: getattr(old, name) for name in ("kernel_size", "stride", "padding")}
+        new = nn.Conv2d(channels, old.out_channels, bias=old.bias is not None, **settings)
+        if not old.weight.is_meta:  # of a net without memory for its weights
+            nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
+        net.set_submodule(path, new)
     if not _runs(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
         least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: _runs(net, channels, (side, side)))
@@ -55,7 +57,6 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
 
 
 def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, object]:
-    """What the builder of a net needs beyond the class count."""
     height, width = image_size
     if name.startswith("vit_"):
         patch = int(name.rsplit("_", 1)[1])
@@ -67,27 +68,15 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
             raise UsageError(f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}.")
         return {"input_size": image_size}
     if name in ("googlenet", "inception_v3"):
-        # Without the auxiliary heads forward returns a tensor. Saying how to begin silences a warning about that choice;
-        # with batch norm after every convolution, the quick way does.
+        # Without the auxiliary heads forward returns a tensor; to say how to begin silences a warning about that choice.
         return {"aux_logits": False, "init_weights": False}
     return {}
-
-
-def _set_channels(net: nn.Module, channels: int) -> None:
-    """Replaces the net's first convolution by one that takes `channels`, its weights drawn with the spread of the old ones."""
-    path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))
-    settings: Any = {name: getattr(old, name) for name in ("kernel_size", "stride", "padding")}
-    new = nn.Conv2d(channels, old.out_channels, bias=old.bias is not None, **settings)
-    if not old.weight.is_meta:  # of a net without memory for its weights
-        nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
-    net.set_submodule(path, new)
 
 
 def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
     """Whether a forward pass goes through, by shapes alone: on the meta device nothing is computed."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-    training = net.training
     net.eval()
     try:
         with torch.no_grad():
@@ -95,5 +84,5 @@ def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
     except RuntimeError:
         return False
     finally:
-        net.train(training)
+        net.train()
     return True

@@ -30,21 +30,17 @@ def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
     Returns:
         (B, classes), at least float32 where there are several views.
     """
-    check_views(views)
+
+    def with_mirror(images: Tensor) -> Tensor:
+        logits = net(images)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return (logits.type(exact) + net(images.flip(3)).type(exact)) / 2
+
     if views == "none":
-        logits: Tensor = net(images)
-        return logits
-    mean = _with_mirror(net, images)
+        return net(images)
+    mean = with_mirror(images)
     if views == "mirror":
         return mean
     height, width = images.shape[2:]
     padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-    down_right = _with_mirror(net, padded[:, :, :height, :width])
-    up_left = _with_mirror(net, padded[:, :, 2:, 2:])
-    return mean / 2 + (down_right + up_left) / 4
-
-
-def _with_mirror(net: nn.Module, images: Tensor) -> Tensor:
-    logits = net(images)
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return (logits.type(exact) + net(images.flip(3)).type(exact)) / 2
+    return mean / 2 + (with_mirror(padded[:, :, :height, :width]) + with_mirror(padded[:, :, 2:, 2:])) / 4

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,8 +31,6 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.
-        patch: side of the patches in pixels.
-        eps: added to the eigenvalues.
 
     Returns:
         (2·C·patch², C, patch, patch) in the images' dtype on their device.
@@ -63,8 +61,8 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-MAX_DEPTH = 100  # convolutions in a group
 HEAD_POOLS = ("max", "avg")
+MAX_DEPTH = 100  # convolutions in a group
 NORM_EPS = 1e-12  # the records': none but for a channel without any variance
 
 
@@ -100,15 +98,14 @@ class WhitenedOptions:
     def __post_init__(self) -> None:
         groups = len(self.widths) if isinstance(self.widths, list) else 0
         depths = self.depth if isinstance(self.depth, list) else [self.depth] * groups
-        counts = len(depths) == groups and all(map(_is_count, depths))
+        deep = len(depths) == groups and all(_is_count(depth) and depth <= MAX_DEPTH for depth in depths)
         rules = [
             ("widths", groups and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group"),
-            ("depth", counts, f"a whole number above 0, or a list of {groups}, one a group"),
-            ("depth", counts and max(depths, default=0) <= MAX_DEPTH, f"at most {MAX_DEPTH}"),
+            ("depth", deep, f"a whole number from 1 to {MAX_DEPTH}, or a list of {groups}, one a group"),
             ("residual", isinstance(self.residual, bool), "true or false"),
             ("whiten_bias", isinstance(self.whiten_bias, bool), "true or false"),
             ("patch", _is_count(self.patch), "a whole number of pixels above 0"),
-            ("stride", _is_count(self.stride), "a whole number of pixels above 0"),
+            ("stride", _is_count(self.stride) and self.stride <= self.patch, f"from 1 to {self.patch} (patch) pixels"),
             ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),
             ("head_pool", self.head_pool in HEAD_POOLS, f"one of {', '.join(HEAD_POOLS)}"),
             ("norm_momentum", _is_positive(self.norm_momentum) and self.norm_momentum <= 1, "above 0 and at most 1"),
@@ -117,17 +114,10 @@ class WhitenedOptions:
         for name, valid, rule in rules:
             if not valid:
                 value = getattr(self, name)
-                hint = nearest(str(value), {"activation": tuple(ACTIVATIONS), "head_pool": HEAD_POOLS}.get(name, ()))
+                hint = nearest(str(value), ACTIVATIONS) if name == "activation" else ""
                 raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
         if self.residual and max(depths) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
-        if self.stride > self.patch:
-            raise UsageError(f"model.net_options.stride {self.stride} would skip pixels: it can be {self.patch} (patch) at most")
-
-    @property
-    def depths(self) -> list[int]:
-        """Convolutions of each group."""
-        return self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
 
     @property
     def padding(self) -> int:
@@ -135,21 +125,15 @@ class WhitenedOptions:
         return (self.patch - 1) // 2 if self.stride == 1 else (self.patch - self.stride + 1) // 2
 
 
-OPTIONS = tuple(option.name for option in fields(WhitenedOptions))
+OPTIONS = tuple(WhitenedOptions.__dataclass_fields__)
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def whitened(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> WhitenedNet:
-    """The whitened net with random weights for images of any size from `min_size` on; `options` are `WhitenedOptions`."""
-    settings = WhitenedOptions(**options)
-    return WhitenedNet(channels, [scaled(units, width) for units in settings.widths], num_classes, settings)
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def min_size(**options: Any) -> int:
@@ -162,27 +146,31 @@ def min_size(**options: Any) -> int:
 class WhitenedNet(nn.Module):
     """Whitening convolution, groups of convolutions, global pooling, linear head without bias.
 
-    Float images (B, channels, height, width) to float logits (B, num_classes): both ends compute in the weights' precision even
-    under autocast, the whitening because its filters span orders of magnitude, the head because bfloat16 would tie classes.
-    The buffer `whitened`, bool (), tells whether `initialise` was called, also of a net that is loaded.
+    Float images (B, channels, height, width) of any size from `min_size` on to float logits (B, num_classes): both ends compute
+    in the weights' precision even under autocast, the whitening because its filters span orders of magnitude, the head because
+    bfloat16 would tie classes. The buffer `whitened`, bool (), tells whether `initialise` was called, also of a net that is
+    loaded. Arguments as for `build_net`; `options` are `WhitenedOptions`.
     """
 
     whitened: Tensor
 
-    def __init__(self, channels: int, widths: list[int], num_classes: int, options: WhitenedOptions) -> None:
+    def __init__(self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> None:
         super().__init__()
-        inputs = 2 * channels * options.patch**2
-        self.whiten = nn.Conv2d(channels, inputs, options.patch, stride=options.stride, padding=options.padding)
+        settings = WhitenedOptions(**options)
+        filters = 2 * channels * settings.patch**2
+        self.whiten = nn.Conv2d(channels, filters, settings.patch, stride=settings.stride, padding=settings.padding)
         self.whiten.weight.requires_grad_(False)
-        nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(options.whiten_bias)
+        nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(settings.whiten_bias)
         self.register_buffer("whitened", torch.tensor(False))
-        self.activation = ACTIVATIONS[options.activation]
-        sources = [inputs, *widths[:-1]]
-        self.groups = nn.Sequential(*(Group(*sizes, options) for sizes in zip(sources, widths, options.depths, strict=True)))
+        self.activation = ACTIVATIONS[settings.activation]
+        widths = [scaled(units, width) for units in settings.widths]
+        depths = settings.depth if isinstance(settings.depth, list) else [settings.depth] * len(widths)
+        sizes = zip([filters, *widths], widths, depths, strict=False)
+        self.groups = nn.Sequential(*(Group(inputs, outputs, depth, settings) for inputs, outputs, depth in sizes))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
-        self.pool = options.head_pool
-        self.logit_scale = options.logit_scale or 1 / widths[-1]
-        if options.logit_scale is None:
+        self.pool = settings.head_pool
+        self.logit_scale = settings.logit_scale or 1 / widths[-1]
+        if settings.logit_scale is None:
             with torch.no_grad():
                 self.head.weight.div_(self.head.weight.std())
 
@@ -199,8 +187,6 @@ class WhitenedNet(nn.Module):
     @torch.no_grad()
     def initialise(self, images: Tensor) -> None:
         """Computes the first layer's filters from float images (N, channels, height, width): normalised, not augmented."""
-        if images.ndim != 4 or images.shape[1] != self.whiten.in_channels or not len(images):
-            raise ValueError(f"images must be (N, {self.whiten.in_channels}, height, width), not {tuple(images.shape)}")
         self.whiten.weight.copy_(whitening_filters(images, self.whiten.kernel_size[0]))
         self.whitened.fill_(True)
 
@@ -209,7 +195,7 @@ class Group(nn.Module):
     """Convolution, 2×2 maximum, norm, activation; then convolution, norm, activation for each further convolution.
 
     (B, inputs, height, width) to (B, outputs, height // 2, width // 2). The convolutions start as the identity on as many
-    channels as they can, and with torch's own weights on the others; the norms' scale stays at 1, their bias is trained.
+    channels as they can, and with torch's own weights on the others; the norms' scale stays at 1.
     """
 
     def __init__(self, inputs: int, outputs: int, depth: int, options: WhitenedOptions) -> None:

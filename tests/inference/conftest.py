@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from serving import LIMITS, Service, running
 from small_nets import write_fitted_net, write_net, write_novelty_net
 
 torch.set_num_threads(1)
@@ -21,8 +22,9 @@ fitted_run = _shared(write_fitted_net)
 served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3))
 
 
-@pytest.fixture
-def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets exports take two turns of time instead of seconds."""
-    monkeypatch.setattr("cifar_lit.inference.export.TIMING_SECONDS", 0)
-    monkeypatch.setattr("cifar_lit.inference.export.MIN_TURNS", 1)
+@pytest.fixture(scope="session")
+def service(served_run: Path) -> Iterator[Service]:
+    """A service that is shared: tests leave it running."""
+    pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
+    with running(served_run, *LIMITS) as opened:
+        yield opened

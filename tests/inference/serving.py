@@ -19,6 +19,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent.parent
 JPEG = {"Content-Type": "image/jpeg"}
+LIMITS = ("--max-mb", 1.5, "--max-pixels", 24_500_000, "--max-images", 40, "--decode-seconds", 3, "--body-seconds", 1)
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "JPEG") -> bytes:
@@ -78,13 +79,9 @@ class Service(NamedTuple):
         return self.ask("POST", f"/predict{query}", body, headers or JPEG)
 
     def processes(self) -> list[int]:
-        """Every process of the service, the first one first."""
-        return _with_children(self.process.pid)
-
-
-def _with_children(process: int) -> list[int]:
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [process, *(one for child in children for one in _with_children(int(child)))]
+        """Every process of the service, the first one first; those that it started have none of their own."""
+        pid = self.process.pid
+        return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def alive(process: int) -> bool:

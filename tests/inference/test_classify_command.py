@@ -15,6 +15,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.inference.classify import natural
 
 COLUMNS = ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3",
            "path", "novelty", "unlike", "error"]  # fmt: skip
@@ -46,7 +47,7 @@ def paths(text: str) -> list[str]:
     return [row["path"] for row in rows(text)]
 
 
-def test_rows_say_what_the_classifier_says(run: Path, capsys: Capture) -> None:
+def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys: Capture) -> None:
     code, out, err = classify(capsys, run, "pictures", "--csv")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split(",") == COLUMNS
@@ -55,9 +56,6 @@ def test_rows_say_what_the_classifier_says(run: Path, capsys: Capture) -> None:
         best = [(row["predicted"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
         assert best == [(name, f"{probability:.6f}") for name, probability in prediction.top]
         assert row["label"] == row["novelty"] == row["unlike"] == row["error"] == ""
-
-
-def test_a_jsonl_line_has_the_columns_of_a_row(run: Path, capsys: Capture) -> None:
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1
@@ -65,9 +63,6 @@ def test_a_jsonl_line_has_the_columns_of_a_row(run: Path, capsys: Capture) -> No
     assert sum(first[name] for name in first if name.startswith("probability")) == pytest.approx(1, abs=1e-5)
     assert (first["index"], first["label"], first["error"]) == (0, None, None)
     assert (second["predicted"], second["probability"], second["error"]) == (None, None, "No such file or directory")
-
-
-def test_rows_go_to_files_where_they_are_named(run: Path, capsys: Capture) -> None:
     answer = classify(capsys, run, "--csv", "made/a.csv", "--jsonl=b.jsonl", "pictures")
     assert answer == (0, "", "3 rows in b.jsonl\n3 rows in made/a.csv\n")
     assert len(rows(Path("made/a.csv").read_text())) == len(Path("b.jsonl").read_text().splitlines()) == 3
@@ -117,20 +112,16 @@ def test_patterns_folders_and_files_come_in_the_order_of_the_arguments(
     assert (code, paths(out)) == (0, expected)
 
 
-def test_a_link_back_to_a_folder_above_is_not_followed(run: Path, capsys: Capture) -> None:
+def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_row(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for separator in (b"\n", b"\0"):
+        stdin = separator.join((b"pictures/more", b"pictures/2.png", b"*.png", b""))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code, out, _ = classify(capsys, run, "--csv", "-")
+        assert (code, paths(out)) == (1, ["pictures/more/1.webp", "pictures/2.png", "*.png"])
     Path("pictures/more/again").symlink_to(Path("pictures").absolute())
     assert len(paths(classify(capsys, run, "--csv", "pictures")[1])) == 3
-
-
-@pytest.mark.parametrize("separator", [b"\n", b"\0"])
-def test_a_list_on_standard_input_is_read(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, separator: bytes) -> None:
-    stdin = separator.join((b"pictures/more", b"pictures/2.png", b"*.png", b""))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    code, out, _ = classify(capsys, run, "--csv", "-")
-    assert (code, paths(out)) == (1, ["pictures/more/1.webp", "pictures/2.png", "*.png"])
-
-
-def test_what_is_not_there_is_a_row_among_the_others(run: Path, capsys: Capture) -> None:
     Path("empty").mkdir()
     os.mkfifo("pipe.png")
     _, out, _ = classify(capsys, run, "--csv", "empty", "none*.png", "pipe.png", "pictures/2.png", "pictures/notes.txt")
@@ -139,20 +130,20 @@ def test_what_is_not_there_is_a_row_among_the_others(run: Path, capsys: Capture)
     ]  # fmt: skip
 
 
+def test_names_are_sorted_as_one_counts() -> None:
+    names = ["b10.png", "B2.png", "a.png", "1.png", "01.png", "b2.png", "10.png", "b.png"]
+    assert sorted(names, key=natural) == ["01.png", "1.png", "10.png", "a.png", "B2.png", "b2.png", "b10.png", "b.png"]
+
+
 # ---- pictures
 
 
-def test_a_sheet_shows_each_picture_where_its_row_is(run: Path, capsys: Capture) -> None:
-    code, _, err = classify(capsys, run, "pictures", "--sheet", "out/sheet.png")
-    assert (code, err) == (0, "3 files on out/sheet.png\n")
+def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, capsys: Capture) -> None:
+    code, _, err = classify(capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv", "--sheet", "out/sheet.png")
+    assert code == 1 and "4 files on out/sheet.png\n3 pictures in explained/" in err
     sheet = Image.open("out/sheet.png")
     assert sheet.getpixel((40, 40)) == (255, 0, 0) and sheet.getpixel((12 + 156 + 40, 140))[2] > 250  # type: ignore[index]
     assert min(sheet.crop((12, 160, 156, 195)).convert("L").tobytes()) < 60  # there is writing
-
-
-def test_explanations_show_the_places_beside_each_picture(run: Path, capsys: Capture) -> None:
-    code, _, err = classify(capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv")
-    assert code == 1 and "3 pictures in explained/" in err
     assert sorted(path.name for path in Path("explained").iterdir()) == ["00000-2.png", "00001-10.png", "00002-1.png"]
     explanation = Image.open("explained/00000-2.png")
     assert explanation.getpixel((60, 60))[0] > 200 and explanation.width == 2 * 256 + 36  # type: ignore[index]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import torch
 import uvicorn
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,8 +25,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
-from cifar_lit.inference.serve.workers import Decoders, ModelInfo, NetRequest, NetRunner
+from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
@@ -37,58 +40,43 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
-MAX_BODIES = 16  # as many full-sized bodies are held at a time
 DEFAULT_TOP = 3
-MAX_INLINE_BYTES = 100_000  # of a body that is parsed in less time than a thread takes to start
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CONNECTIONS = 512
 LINGER_SECONDS = 1.0
 
 
 def serve(
-    path: str,
-    sock: socket.socket,
-    local: bool,
-    accelerator: str,
-    limits: Limits,
-    version: str,
-    on_ready: Callable[[ModelInfo], None],
+    classifier: Classifier, sock: socket.socket, local: bool, limits: Limits, version: str, on_ready: Callable[[], None]
 ) -> None:
-    """Serves the net of a run until Ctrl-C or SIGTERM; requests that run then are answered first.
+    """Serves a net until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     Args:
-        path, accelerator: as for `NetRunner`, whose errors are raised here too.
         sock: a listening socket; `local` if it is bound to this machine alone.
         version: of the program, for /health.
         on_ready: called when requests are answered.
     """
-    signal.signal(signal.SIGTERM, _exit)
-    with closing(NetRunner(path, accelerator)) as net, closing(Decoders(net.info, limits)) as decoders:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
+    keep_freed_memory()
+    with closing(Decoders(classifier.size, classifier.channels, limits)) as decoders:
+        app = App(NetRunner(classifier), decoders, limits, local, version)
         config = uvicorn.Config(
-            GZipMiddleware(App(net, decoders, limits, local, version)),
-            http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none", lifespan="off",
-            log_config=None, log_level="critical", access_log=False, server_header=False, timeout_graceful_shutdown=STOP_SECONDS,
+            GZipMiddleware(app), http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none",
+            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False,
+            timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
-        asyncio.run(_run(uvicorn.Server(config), sock, net, on_ready))
+        asyncio.run(_run(uvicorn.Server(config), sock, on_ready))
 
 
-def _exit(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
-async def _run(server: uvicorn.Server, sock: socket.socket, net: NetRunner, on_ready: Callable[[ModelInfo], None]) -> None:
-    """Runs the server until it is stopped, or until the net cannot be loaded again, which is raised."""
-    batches, serving = asyncio.create_task(net.run()), asyncio.create_task(server.serve([sock]))
+async def _run(server: uvicorn.Server, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+    serving = asyncio.create_task(server.serve([sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    on_ready(net.info)
-    await asyncio.wait([batches, serving], return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
+    on_ready()
     await serving
-    if not batches.cancel():
-        await batches
 
 
 class App:
@@ -101,10 +89,14 @@ class App:
 
     def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, local: bool, version: str) -> None:
         self.net, self.decoders, self.limits, self.local = net, decoders, limits, local
-        self._about = {"status": "ok", **net.info._asdict(), "version": version, "limits": asdict(limits)}
+        classifier = net.classifier
+        self._health = {
+            "status": "ok", "net": classifier.card.net, "classes": classifier.classes, "image_size": classifier.size,
+            "channels": classifier.channels, "device": str(classifier.net.mean.device), "version": version,
+            "limits": asdict(limits),
+        }  # fmt: skip
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0
-        self._held = 0  # bytes of the bodies of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -135,8 +127,6 @@ class App:
             if origin is not None and urlsplit(origin).netloc != host:
                 text = "pages of other sites may not use this service: ask it from its own page, or from a program"
                 raise RequestError(403, text)
-            if not self.net.ready:
-                raise RequestError(503, "the net is being loaded again: send the request again in some seconds")
             if self._running > self.limits.requests:
                 raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
 
@@ -150,27 +140,20 @@ class App:
         if path in self._pages:
             content, kind = self._pages[path]
             return Response(content, 200, HEADERS, kind)
-        if path == "/predict":
-            return JSONResponse(await self._predict(request))
-        if not self.net.ready:
-            raise RequestError(503, "the net is being loaded again")
-        return JSONResponse(self._about)
+        return JSONResponse(self._health if path == "/health" else await self._predict(request))
 
     async def _predict(self, request: Request) -> dict[str, Any]:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
+        self._check_size(int(request.headers.get("content-length", "0")))
         body = bytearray()
+        async for chunk in request.stream():
+            self._check_size(len(body) + len(chunk))
+            body += chunk
         try:
-            self._check_size(int(request.headers.get("content-length", "0")))
-            async for chunk in request.stream():
-                self._check_size(len(body) + len(chunk))
-                body += chunk
-                self._held += len(chunk)
-                if self._held > MAX_BODIES * self.limits.body:
-                    raise RequestError(503, "too much is being sent at once: send it again later")
             async with asyncio.timeout(self.limits.answer_seconds):
-                content = (request.headers.get("content-type", ""), bytes(body), self.limits)
-                images = parse_body(*content) if len(body) < MAX_INLINE_BYTES else await asyncio.to_thread(parse_body, *content)
+                kind = request.headers.get("content-type", "")
+                images = await asyncio.to_thread(parse_body, kind, bytes(body), self.limits)
                 pixels: list[bytes] = []
                 turn = self.decoders.count  # files are decoded in turns, so that a batch leaves room for others
                 for start in range(0, len(images.files), turn):
@@ -180,13 +163,11 @@ class App:
         except TimeoutError:
             limit = f"{self.limits.answer_seconds:g} s"
             raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
-        finally:
-            self._held -= len(body)
         return {"predictions": predictions} if images.many else predictions[0]
 
     def _top(self, text: str | None) -> int:
         """How many classes to name."""
-        count = len(self.net.info.classes)
+        count = len(self.net.classifier.classes)
         if text is None:
             return min(DEFAULT_TOP, count)
         if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0):
@@ -265,9 +246,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
 
     def _refuse(self, status: int, text: str) -> None:
-        """The last answer on this connection. What is still on its way is read and dropped for a while before the connection
-        is closed: closed at once, the client might lose the answer with it.
-        """
+        """The last answer on this connection. What still comes is dropped for a while: closed at once, it might be lost."""
         self._part = "refused"
         body = json.dumps({"error": text}, ensure_ascii=False).encode()
         head = (
@@ -287,7 +266,6 @@ class TimeoutProtocol(HttpToolsProtocol):
         """The request did not arrive in time: says so, unless it has its answer already."""
         if self._part == "header" or (self._part == "body" and not self.cycle.response_started):
             limit = f"{self._seconds:g} s"
-            text = f"the request did not arrive within {limit}: send less, or start the service with more --body-seconds"
-            self._refuse(408, text)
+            self._refuse(408, f"the request did not arrive within {limit}: send less, or serve with more --body-seconds")
         else:
             self.transport.close()

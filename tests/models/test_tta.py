@@ -1,0 +1,47 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cifar_lit.errors import UsageError
+from cifar_lit.models.tta import VIEWS, check_views, view_logits
+
+
+def moved(image: Tensor, down: int, right: int) -> Tensor:
+    """One image (C, height, width) moved, pixel by pixel; a pixel from beyond an edge is that as far inside of it."""
+
+    def inside(place: int, length: int) -> int:
+        return -place if place < 0 else 2 * (length - 1) - place if place >= length else place
+
+    _, height, width = image.shape
+    rows = [inside(y - down, height) for y in range(height)]
+    columns = [inside(x - right, width) for x in range(width)]
+    return image[:, rows][:, :, columns]
+
+
+def definition(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
+    """The views of one image with their weights."""
+    if views == "none":
+        return [(1.0, image)]
+    plain = [(1 / 2, image)]
+    if views == "full":
+        plain = [(1 / 4, image), (1 / 8, moved(image, 1, 1)), (1 / 8, moved(image, -1, -1))]
+    return plain + [(weight, view.flip(2)) for weight, view in plain]
+
+
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("shape", [(3, 3, 6, 7), (1, 1, 2, 2)])
+def test_logits_are_the_weighted_mean_over_the_views_in_float32_at_least(views: str, shape: tuple[int, ...]) -> None:
+    check_views(views)
+    torch.manual_seed(0)
+    images = torch.rand(shape, dtype=torch.float64)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Tanh()).double()
+    with torch.no_grad():
+        for result, image in zip(view_logits(net, images, views), images, strict=True):
+            torch.testing.assert_close(result, sum(weight * net(view[None])[0] for weight, view in definition(image, views)))
+        if views != "none":
+            assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32
+
+
+def test_an_unknown_word_for_the_views_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"model.tta must be one of none, mirror, full, not 'miror'. Did you mean mirror\?"):
+        check_views("miror")
