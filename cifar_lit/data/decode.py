@@ -62,21 +62,17 @@ class SizesDiffer(ValueError):
 
 
 def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
-    """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
+    """The image in a JPEG, PNG, WebP, BMP or GIF (its first frame) as uint8 (H, W, channels), upright by its EXIF orientation.
 
-    Args:
-        source: a path or an open binary file with a JPEG, PNG, WebP, BMP or GIF, whatever its name ends in.
-        size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers
-            `size` and what stands over is cut off equally at both ends (bicubic, antialiased).
-        channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
+    size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers `size`, and
+        what stands over is cut off equally at both ends (bicubic, antialiased).
+    channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
-    Raises:
-        DecodeError: for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's limit against
-            decompression bombs (`pixel_limit`).
+    Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above `pixel_limit`.
     """
     with _decode_errors(source):
         image = _decoded(source, size, channels)
-        return np.array(image).reshape(image.height, image.width, channels)
+        return np.array(image).reshape(*image.size[::-1], channels)
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
@@ -87,7 +83,7 @@ def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels:
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
         image = _upright(image, size, channels)
-        return np.array(image).reshape(image.height, image.width, channels)
+        return np.array(image).reshape(*image.size[::-1], channels)
 
 
 @contextmanager
