@@ -44,17 +44,11 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """Returns `target`, downloaded from the first of `urls` that gives a file with that md5, where it is not there already.
 
     The transfer goes to `target` + ".part", which the next call continues where this one broke off. Processes that could want
-    the file at once hold a `file_lock`.
+    the file at once hold a `file_lock`. A file at `target` with another md5 is left as it is.
 
-    Args:
-        name: what the progress and the failures call the file.
-        urls: http(s), ftp or file URLs, or plain local paths, all of byte-identical copies.
-        md5: 32 hexadecimal digits.
-        target: where the file is to be.
+    name: what the progress and the failures call the file. urls: of byte-identical copies, also plain local paths.
 
-    Raises:
-        Failure: when a file at `target` has another md5 (it is left as it is), when no mirror gives the file, when the disk is
-            full or the folder cannot be written.
+    Raises Failure when the file at `target` is another, no mirror gives it, or the disk does not take it.
     """
     with disk_errors(target.parent):
         if not target.exists():
@@ -65,12 +59,13 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
             return part.replace(target)
+        problem = ""
         if not target.is_file() or _size(target) > MAX_DOWNLOAD:  # a pipe would be waited for, a device never end
-            expected = f"a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
-            raise Failure(f"{target} is another file: wanted is {expected}; delete it or replace it")
-        if (digest := _md5_of(target)) != md5:
-            problem = f"is damaged or another file: its md5 is {digest}, wanted is {md5}"
-            raise Failure(f"{target} {problem}; delete it or replace it")
+            problem = f"another file: wanted is a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
+        elif (digest := _md5_of(target)) != md5:
+            problem = f"damaged or another file: its md5 is {digest}, wanted is {md5}"
+        if problem:
+            raise Failure(f"{target} is {problem}; delete it or replace it")
     return target
 
 

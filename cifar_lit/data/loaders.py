@@ -34,9 +34,8 @@ class Batch(NamedTuple):
 
     images: uint8 (B, H, W, C) from a loader, float32 (B, C, H, W) in channels_last memory once on its device.
     labels: int64 (B,), `PADDING` where the image is not to be counted. indices: int64 (B,), rows of the image set.
-    loss_weight: this part's fraction of the global batch times the number of devices. Weighting the mean loss with it makes
-        the gradient, averaged over devices, that of the mean over the global batch, also when the parts are unequal.
-        0 on a device that has no image of it: what it computes with then counts nowhere.
+    loss_weight: this part's fraction of the global batch times the number of devices, 0 on one that has none of it: with it, the
+        gradient averaged over devices is that of the mean over the global batch.
     """
 
     images: Tensor
@@ -46,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def count_batches(images: int, batch_size: int) -> int:
-    """Training batches of an epoch, on however many devices; see `TrainLoader` for the last one."""
+    """Training batches of an epoch, on however many devices; of a single image, there is a last one only if it is the first."""
     full, rest = divmod(images, batch_size)
     return full + (rest >= 2 or full == 0)
 
@@ -55,10 +54,9 @@ def count_batches(images: int, batch_size: int) -> int:
 class TrainLoader:
     """Training batches of one device: order and augmentation follow from (seed, epoch, image).
 
-    Every device gets the same number of batches, each its part of the same global batch, which does not depend on the
-    number of devices: a training can be gone on with on more or fewer. The last, smaller batch is kept unless it is a
-    single image, which batch norm cannot take. Where it has fewer than two for each device, fewer devices share it, and
-    the others get two of its images with a loss weight of 0. Batches are made where the images are.
+    Every device gets its part of the same global batches, which do not depend on the number of devices: a training can be gone on
+    with on more or fewer. The last, smaller batch is kept unless it is a single image, which batch norm cannot take. Where it has
+    fewer than two for each device, fewer share it, and the others get two of its images with a loss weight of 0.
 
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
@@ -79,11 +77,11 @@ class TrainLoader:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < self.world:
-            too_small = f"batch size {self.batch_size} is less than one image for each of {self.world} devices"
-            raise UsageError(f"{too_small}: raise --batch-size")
-        if len(self.indices) < self.world:
-            raise UsageError(f"{len(self.indices)} training images are too few for {self.world} devices")
+        size, world = self.batch_size, self.world
+        if size < world:
+            raise UsageError(f"batch size {size} is less than one image for each of {world} devices: raise --batch-size")
+        if len(self.indices) < world:
+            raise UsageError(f"{len(self.indices)} training images are too few for {world} devices")
         self.augmentation.check(*self.source.input_shape[1:])
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out

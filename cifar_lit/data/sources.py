@@ -121,16 +121,8 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     if settings.root is None:
         raise UsageError("the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…")
-    images = folder(
-        settings.path,
-        train,
-        image_size=settings.image_size,
-        channels=settings.channels or 3,
-        test_size=settings.test_size,
-        split_seed=settings.split_seed,
-        skip_bad=settings.skip_bad,
-        cache_dir=Path(settings.cache_dir) if settings.cache_dir else None,
-    )
+    s, cache_dir = settings, Path(settings.cache_dir) if settings.cache_dir else None
+    images = folder(s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir)
     if settings.num_classes not in (None, len(images.classes)):
         classes = f"{len(images.classes)} classes, not {settings.num_classes}"
         raise UsageError(f"{settings.root} has {classes}: leave data.num_classes out")
@@ -142,33 +134,23 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
 
     if settings.count < 10:
         raise UsageError("data.count must be at least 10 images")
-    return shapes(
-        train,
-        image_size=settings.image_size or 32,
-        channels=settings.channels or 3,
-        num_classes=settings.num_classes or 10,
-        count=settings.count if train else settings.count // 5,
-        seed=settings.split_seed,
-    )
+    count = settings.count if train else settings.count // 5
+    size, channels, num_classes = settings.image_size or 32, settings.channels or 3, settings.num_classes or 10
+    return shapes(train, image_size=size, channels=channels, num_classes=num_classes, count=count, seed=settings.split_seed)
 
 
 def _has_any(*files: str) -> Callable[[SourceSettings], bool]:
     return lambda settings: any((settings.path / file).exists() for file in files)
 
 
-_CIFAR_SIZE = {"image_size": 32, "channels": 3}
+def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
+    return {"image_size": image_size, "channels": channels, "num_classes": num_classes}
+
+
 SOURCES: dict[str, Source] = {
-    "cifar10": Source(
-        partial(_cifar, "cifar10"),
-        _has_any("cifar-10-batches-py", "cifar-10-python.tar.gz"),
-        {**_CIFAR_SIZE, "num_classes": 10},
-    ),
-    "cifar100": Source(
-        partial(_cifar, "cifar100"),
-        _has_any("cifar-100-python", "cifar-100-python.tar.gz"),
-        {**_CIFAR_SIZE, "num_classes": 100},
-    ),
-    "fashion_mnist": Source(_fashion_mnist, _has_any("FashionMNIST/raw"), {"image_size": 28, "channels": 1, "num_classes": 10}),
+    "cifar10": Source(partial(_cifar, "cifar10"), _has_any("cifar-10-batches-py", "cifar-10-python.tar.gz"), _sizes(32, 3, 10)),
+    "cifar100": Source(partial(_cifar, "cifar100"), _has_any("cifar-100-python", "cifar-100-python.tar.gz"), _sizes(32, 3, 100)),
+    "fashion_mnist": Source(_fashion_mnist, _has_any("FashionMNIST/raw"), _sizes(28, 1, 10)),
     "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),
     "shapes": Source(_shapes),
 }
