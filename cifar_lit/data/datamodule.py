@@ -96,7 +96,7 @@ class ImageData(pl.LightningDataModule):
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir
         )
-        self._constants: tuple[Tensor, Tensor] | None = None
+        self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
@@ -122,7 +122,7 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in label order."""
+        """Their names, in label order."""
         return self.train_images.classes
 
     @property
@@ -172,9 +172,8 @@ class ImageData(pl.LightningDataModule):
         key = (part, self.device)
         if key not in self._placed:
             images: ImageSet = getattr(self, f"{part}_images")
-            where = self.placement
+            where, free = self.placement, free_memory(self.device)  # None where nobody knows: they are few
             if where == "auto":
-                free = free_memory(self.device)  # None where nobody knows: they are few
                 where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
             if where == "device" and images.images.device != self.device:
                 images = replace(images, images=images.images.to(self.device), labels=images.labels.to(self.device))
@@ -228,9 +227,8 @@ class ImageData(pl.LightningDataModule):
         return batch._replace(images=self._normalised(images))
 
     def _normalised(self, images: Tensor) -> Tensor:
-        if self._constants is None or self._constants[0].device != images.device:
-            mean, std = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in self.statistics)
-            self._constants = mean, std
+        if self._constants is None or self._constants.device != images.device:
+            self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=images.device)
         return normalise(images, *self._constants)
 
     def plain_images(self, count: int) -> Tensor:
