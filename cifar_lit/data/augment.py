@@ -26,14 +26,12 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to training images.
+    """What happens to training images; UsageError for values that cannot be meant.
 
     crop: pixels of reflect padding on every side, from which a window of the image's own size is cut at random.
     flip: "none"; "random", mirrored with p = ½; "alternating", a random half in the first epoch, and from then on
         the other half in every next one, so that two epochs show both sides of each image (Jordan, airbench, 2024).
     cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
-
-    Raises UsageError for values that cannot be meant.
     """
 
     crop: int = 0
@@ -74,12 +72,10 @@ class Augmentation:
 
 
 def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None) -> Tensor:
-    """The chosen images, moved as their rows of the plan say.
+    """The chosen images, moved as their rows of the plan say: uint8 (B, H, W, C), contiguous.
 
     images: uint8 (N, H, W, C), contiguous; indices: int64 (B,); plan: int32 (N, 5) from `Augmentation.plan` or None;
-    cutout: side of the painted square; fill: uint8 (C,), its colour. Returns uint8 (B, H, W, C), contiguous.
-
-    Rows are copied whole, which crops vertically on the way; columns are then gathered with crop and flip in one index.
+    cutout: side of the painted square; fill: uint8 (C,), its colour.
     """
     if plan is None:
         return images.index_select(0, indices)
@@ -87,6 +83,7 @@ def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: 
     moves = plan.index_select(0, indices).long()
     ys = torch.arange(height, device=images.device)
     xs = torch.arange(width, device=images.device)
+    # rows are copied whole, which crops vertically on the way; columns are then gathered with crop and flip in one index
     rows = _reflect(ys + moves[:, 0:1], height) + indices[:, None] * height
     batch = images.view(-1, width * channels).index_select(0, rows.flatten()).view(len(indices), height, width * channels)
     mirrored = torch.where(moves[:, 2:3] == 1, width - 1 - xs, xs)
@@ -94,7 +91,8 @@ def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: 
     entries = (columns[:, :, None] * channels + torch.arange(channels, device=images.device)).flatten(1)
     batch = batch.gather(2, entries[:, None, :].expand(-1, height, -1)).view(-1, height, width, channels)
     if cutout and fill is not None:
-        inside_rows, inside_columns = _window(ys, moves[:, 3:4], cutout), _window(xs, moves[:, 4:5], cutout)
+        top, left = moves[:, 3:4] - cutout // 2, moves[:, 4:5] - cutout // 2
+        inside_rows, inside_columns = (ys >= top) & (ys < top + cutout), (xs >= left) & (xs < left + cutout)
         batch = torch.where((inside_rows[:, :, None] & inside_columns[:, None, :])[..., None], fill, batch)
     return batch
 
@@ -103,12 +101,6 @@ def _reflect(positions: Tensor, size: int) -> Tensor:
     """Positions outside [0, size) mirrored at the border pixel, as `reflect` padding does."""
     positions = positions.abs()
     return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
-
-
-def _window(positions: Tensor, centres: Tensor, side: int) -> Tensor:
-    """Which positions lie in the window of `side` pixels around each centre; bool (B, size)."""
-    start = centres - side // 2
-    return (positions >= start) & (positions < start + side)
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

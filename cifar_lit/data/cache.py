@@ -2,7 +2,7 @@
 
 A cache is a folder of its own for each (root, size, channels), with
 
-    index.json           format, shape, the files with size and time in row order, the damaged ones, the name of the data file
+    index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones
     lock                 held while one process looks or decodes
 
@@ -19,9 +19,9 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -30,18 +30,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, Pixels, SizesDiffer, decode, decode_chunks, decode_files, image_size
+from cifar_lit.data.decode import DecodeError, SizesDiffer, decode_chunks, decode_files, image_size
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
-from cifar_lit.files import atomic_write
+from cifar_lit.files import atomic_write, write_text
 
-FORMAT = 1  # raise it when files of the cache or pixels of the decoder change
+FORMAT = 2  # raise it when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
 COMMON_SIZE = 32  # … others get this one when no size is set
 CHUNK = 64  # files a decoding process takes at a time
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
+
+Decoded = tuple[np.ndarray, dict[str, str]]  # uint8 (N, H, W, C), the readable files in order; {path: reason} of the others
 
 
 class File(NamedTuple):
@@ -50,13 +52,6 @@ class File(NamedTuple):
     path: str
     bytes: int
     mtime_ns: int
-
-
-class Decoded(NamedTuple):
-    """images: uint8 (N, H, W, C), rows of the readable files in their order; bad: {path: reason} of the others."""
-
-    images: np.ndarray
-    bad: dict[str, str]
 
 
 class Index(NamedTuple):
@@ -85,7 +80,7 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
         Failure: when the disk is full, or a decoding process was ended.
     """
     real_root = root.resolve()
-    key = sha256(json.dumps([str(real_root), size, channels]).encode()).hexdigest()[:16]
+    key = sha256(json.dumps([FORMAT, str(real_root), size, channels]).encode()).hexdigest()[:16]
     slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
     with ExitStack() as stack:
         try:
@@ -97,7 +92,17 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
             print(f"{text}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
             # the mapped file lives on without its name
             slot = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)))
-        return _load(slot, root, files) or _build(slot, root, files, size, channels)
+        if cached := _load(slot, root, files):
+            return cached
+        if size is not None:
+            return _decode(slot, root, files, (size, size), channels)
+        for file in files:
+            with suppress(DecodeError):
+                if max(own_size := image_size(root / file.path)) <= MAX_OWN_SIZE:
+                    with suppress(SizesDiffer):
+                        return _decode(slot, root, files, own_size, channels, all_of_size=True)
+                break
+        return _decode(slot, root, files, (COMMON_SIZE, COMMON_SIZE), channels)
 
 
 def default_cache_dir() -> Path:
@@ -107,118 +112,86 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
-def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
-    """The images of the cache, None when it does not hold exactly these files."""
-    index = read_index(slot)
-    if index is None or index.files != list(files):
-        return None
-    for path in index.bad:  # one that could not be read for want of rights may be readable now, with size and time as before
-        try:
-            decode(root / path)
-        except DecodeError:
-            continue
-        return None
-    return Decoded(map_images(slot / index.data, index.shape), index.bad)
-
-
 def read_index(slot: Path) -> Index | None:
-    """The index, or None when there is none, it is of another format or damaged, or its data file is not whole."""
+    """The index, or None when there is none, it is damaged, or its data file is not whole."""
     try:
         values = json.loads((slot / "index.json").read_bytes())
-        if values["format"] != FORMAT:
-            return None
         rows, height, width, channels = values["shape"]
         files = [File(*file) for file in values["files"]]
         index = Index((rows, height, width, channels), files, dict(values["bad"]), values["data"])
-        whole = (slot / index.data).stat().st_size == prod(index.shape) and len(index.files) == rows + len(index.bad)
+        whole = (slot / index.data).stat().st_size == prod(index.shape) and len(files) == rows + len(index.bad)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if whole else None
+
+
+def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
+    """What the cache holds, None when it does not hold exactly these files."""
+    index = read_index(slot)
+    if index is None or index.files != list(files):
+        return None
+    # one that could not be read for want of rights may be readable now, with size and time as before
+    bad = [str(root / path) for path in index.bad]
+    if len(decode_files(bad, (1, 1), 3)[1]) < len(bad):
+        return None
+    return map_images(slot / index.data, index.shape), index.bad
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
     """The file as an array: pages are shared between processes until written to, and a write stays in memory."""
     if not prod(shape):
         return np.zeros(shape, np.uint8)
-    with path.open("rb") as file:
-        if sys.platform == "linux":  # without NORESERVE, Linux refuses a private mapping larger than its memory
-            flags, rights = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=rights)
-        else:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return np.frombuffer(pages, np.uint8).reshape(shape)
+    if sys.platform != "linux":
+        return np.memmap(path, np.uint8, "c", shape=shape)
+    with path.open("rb") as file:  # without NORESERVE, Linux refuses a private mapping larger than its memory
+        flags, rights = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
-def _build(slot: Path, root: Path, files: Sequence[File], size: int | None, channels: int) -> Decoded:
-    """Decodes to `size`; where it is None, to the size of a sample of the files, and to 32 where that is not all files' size."""
-    if size is None:
-        sizes: set[tuple[int, int]] = set()
-        for file in files[:: max(len(files) // 50, 1)]:
-            try:
-                sizes.add(image_size(root / file.path))
-            except DecodeError:
-                continue
-        if len(sizes) == 1 and max(own_size := sizes.pop()) <= MAX_OWN_SIZE:
-            try:
-                return _write(slot, root, files, own_size, channels, all_of_size=True)
-            except SizesDiffer:
-                pass
-        size = COMMON_SIZE
-    return _write(slot, root, files, (size, size), channels, all_of_size=False)
-
-
-def _write(slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool) -> Decoded:
+def _decode(
+    slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool = False
+) -> Decoded:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
-    cached_rows: dict[File, np.ndarray] = {}
+    rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
     index = read_index(slot)
     if index and index.shape[1:] == (*size, channels):
         readable = (file for file in index.files if file.path not in index.bad)
-        cached_rows = dict(zip(readable, map_images(slot / index.data, index.shape), strict=True))
-    new = [file for file in files if file not in cached_rows]
-    work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
+        rows = {file: row.data for file, row in zip(readable, map_images(slot / index.data, index.shape), strict=True)}
+    new = [file for file in files if file not in rows]
     row_bytes = prod(size) * channels
+
+    def new_rows() -> Iterator[bytes | str]:
+        paths = [f"{root}{os.sep}{file.path}" for file in new]
+        chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+        all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
+        work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
+        for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
+            decoded_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
+            advance(len(chunk))
+            yield from (reasons[position] if position in reasons else next(decoded_rows) for position in range(len(chunk)))
+
     bad: dict[str, str] = {}
     data = slot / f"images-{secrets.token_hex(4)}.u8"
     try:
         if shutil.disk_usage(slot).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
-        with data.open("wb") as output, bar as advance:
-            new_rows = _decode_rows(root, new, work, row_bytes, advance)
+        with atomic_write(data) as partial_data, partial_data.open("wb") as output, bar as advance:
+            made = new_rows()
             for file in files:
-                row = cached_rows[file] if file in cached_rows else next(new_rows)
+                row = rows[file] if file in rows else next(made)
                 if isinstance(row, str):
                     bad[file.path] = row
                 else:
-                    output.write(row.data if isinstance(row, np.ndarray) else row)
-            output.flush()
-            os.fsync(output.fileno())
+                    output.write(row)
         index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)
-        with atomic_write(slot / "index.json") as partial_index:
-            partial_index.write_text(json.dumps({"format": FORMAT, **index._asdict()}))
-    except BaseException as error:
-        data.unlink(missing_ok=True)
-        if isinstance(error, BrokenProcessPool):
-            raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
-        if isinstance(error, OSError):
-            need = len(files) * row_bytes / 1e6
-            text = f"the decoded images could not be written to {slot.parent}: {error.strerror}"
-            raise Failure(f"{text}; they need {need:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE") from error
-        raise
+        write_text(slot / "index.json", json.dumps(index._asdict()))
+    except BrokenProcessPool as error:
+        raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
+    except OSError as error:
+        need = f"they need {len(files) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
+        raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
     for leftover in slot.iterdir():
         if leftover.name not in ("index.json", "lock", data.name):
             leftover.unlink(missing_ok=True)
-    return Decoded(map_images(data, index.shape), bad)
-
-
-def _decode_rows(
-    root: Path, files: Sequence[File], work: Callable[[Sequence[str]], Pixels], row_bytes: int, advance: Callable[[int], None]
-) -> Iterator[bytes | str]:
-    """The pixels of each file, or the reason why it cannot be read."""
-    paths = [f"{root}{os.sep}{file.path}" for file in files]
-    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
-    all_cores = len(files) >= POOL_FROM_FILES or sum(file.bytes for file in files) >= POOL_FROM_BYTES
-    for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
-        rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
-        advance(len(chunk))
-        yield from (reasons[position] if position in reasons else next(rows) for position in range(len(chunk)))
+    return map_images(data, index.shape), bad

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, augment_batch, normalise
+from cifar_lit.data.augment import Augmentation, normalise
 from cifar_lit.data.image_set import ImageSet, channel_statistics, split_validation
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
@@ -20,13 +20,6 @@ from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
 MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
-
-
-def choose_placement(placement: str, size: int, free: int | None) -> str:
-    """`device` or `host` for images of `size` bytes where `free` bytes are free (None if nobody knows: they are few)."""
-    if placement != "auto":
-        return placement
-    return "device" if free is None or size <= MAX_MEMORY_SHARE * free else "host"
 
 
 class ImageData(pl.LightningDataModule):
@@ -103,7 +96,7 @@ class ImageData(pl.LightningDataModule):
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir
         )
-        self._constants: tuple[Tensor, Tensor] | None = None
+        self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
@@ -121,16 +114,15 @@ class ImageData(pl.LightningDataModule):
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """Rows of the train and the validation images among `train_images`: as the data set says, else by `split_seed`."""
-        val_rows = self.train_images.val_rows
-        if val_rows is None:
-            return split_validation(self.train_images.labels, self.val_size, self.split_seed)
-        rows = torch.arange(len(self.train_images))
-        is_val = torch.isin(rows, torch.tensor(val_rows))
-        return rows[~is_val], rows[is_val]
+        images = self.train_images
+        if images.val_rows is None:
+            return split_validation(images.labels, self.val_size, self.split_seed)
+        is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))
+        return (~is_val).nonzero().flatten(), is_val.nonzero().flatten()
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in label order."""
+        """Their names, in label order."""
         return self.train_images.classes
 
     @property
@@ -141,18 +133,16 @@ class ImageData(pl.LightningDataModule):
     @property
     def input_shape(self) -> list[int]:
         """Channels, height and width of the images."""
-        return [self.train_images.channels, self.train_images.height, self.train_images.width]
+        return self.train_images.input_shape
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel that images are normalised with."""
-        channels = self.train_images.channels
-        mean, std = (
-            value if value is None or isinstance(value, list) else [float(value)] * channels for value in (self._mean, self._std)
-        )
+        channels, mean, std = self.input_shape[0], self._mean, self._std
         if mean is None or std is None:
             measured = channel_statistics(self.train_images.images, self.split[0])
             mean, std = measured[0] if mean is None else mean, measured[1] if std is None else std
+        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
             raise UsageError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
         return mean, std
@@ -160,8 +150,8 @@ class ImageData(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch, in batches of the size that is saved with it.
 
-        Of the loader's own state, which Lightning saves too, nothing is restored where a schedule has asked how long the training
-        will be: the loaders are then set up before the checkpoint is read.
+        Lightning restores nothing of the loader's own state where a schedule has asked how long the training will be: the loaders
+        are then set up before the checkpoint is read.
         """
         return {**self._train_loader.state_dict(), "batch_size": self.batch_size} if self._train_loader else {}
 
@@ -182,91 +172,70 @@ class ImageData(pl.LightningDataModule):
         key = (part, self.device)
         if key not in self._placed:
             images: ImageSet = getattr(self, f"{part}_images")
-            where = choose_placement(self.placement, images.images.nbytes, free_memory(self.device))
+            where, free = self.placement, free_memory(self.device)  # None where nobody knows: they are few
+            if where == "auto":
+                where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
             if where == "device" and images.images.device != self.device:
                 images = replace(images, images=images.images.to(self.device), labels=images.labels.to(self.device))
             self._placed[key] = images, where
         return self._placed[key]
 
+    @property
+    def _share(self) -> dict[str, int]:
+        """Which of the devices this one is, as the loaders take it."""
+        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size} if self.trainer else {}
+
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
-        self._train_loader = self._make_train_loader()
-        return self._train_loader
-
-    def _make_train_loader(self) -> TrainLoader:
-        check_resolutions(self.resolutions, self.train_images.height, self.train_images.width)
-        fill = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
+        check_resolutions(self.resolutions, *self.input_shape[1:])
         images, where = self.placed("train")
         trainer: Any = self.trainer
         overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
-        loader = TrainLoader(
+        self._train_loader = TrainLoader(
             images,
             self.split[0],
             self.batch_size,
             self.augmentation,
             shuffle=self.shuffle and not overfits,
             seed=self.seed,
-            fill=fill,
-            rank=self._rank,
-            world=self._world,
+            fill=(torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(images.images.device),
             workers=self.workers if where == "host" else 0,
             pin_memory=where == "host" and self.device.type != "cpu",
+            **self._share,
         )
         if self._resumed is not None:
-            loader.load_state_dict(self._resumed)
-        return loader
+            self._train_loader.load_state_dict(self._resumed)
+        return self._train_loader
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
-        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, rank=self._rank, world=self._world)
+        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._share)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
         """The loader over this device's part of the test set."""
-        everything = torch.arange(len(self.test_images))
-        return EvalLoader(self.placed("test")[0], everything, self.eval_batch_size, rank=self._rank, world=self._world)
+        return EvalLoader(self.placed("test")[0], torch.arange(len(self.test_images)), self.eval_batch_size, **self._share)
 
-    def predict_dataloader(self) -> EvalLoader:
-        """Predictions are made for the test images."""
-        return self.test_dataloader()
+    predict_dataloader = test_dataloader
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
-        side = self.side if self.resolutions and self.trainer and self.trainer.training else None
-        return batch._replace(images=self._normalised(batch.images if side is None else shrink(batch.images, side)))
+        trainer, images = self.trainer, batch.images
+        if self.resolutions and trainer and trainer.training and trainer.max_epochs and trainer.max_epochs > 0:
+            side = side_at(self.resolutions, trainer.current_epoch, trainer.max_epochs)
+            images = images if side is None else shrink(images, side)
+        return batch._replace(images=self._normalised(images))
 
     def _normalised(self, images: Tensor) -> Tensor:
-        if self._constants is None or self._constants[0].device != images.device:
-            mean, std = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in self.statistics)
-            self._constants = mean, std
+        if self._constants is None or self._constants.device != images.device:
+            self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=images.device)
         return normalise(images, *self._constants)
 
     def plain_images(self, count: int) -> Tensor:
         """The first training images as they are, normalised: float32 (B, C, H, W)."""
         return self._normalised(self.train_images.images[self.split[0][:count]])
 
-    @property
-    def side(self) -> int | None:
-        """The side in pixels of this epoch's training images; None for their full size."""
-        trainer = self.trainer
-        if trainer is None or trainer.max_epochs is None or trainer.max_epochs < 1:
-            return None
-        return side_at(self.resolutions, trainer.current_epoch, trainer.max_epochs)
-
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
-        loader = self._make_train_loader()
-        plan = self.augmentation.plan(len(loader.source), loader.source.height, loader.source.width, self.seed, 0)
-        source = loader.source.images
-        plan = plan if plan is None else plan.to(source.device)
-        rows = loader.order(epoch=0)[:count].to(source.device)
-        images = augment_batch(source, rows, plan, self.augmentation.cutout, loader.fill)
-        return images.permute(0, 3, 1, 2).cpu()
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
-
-    @property
-    def _world(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
+        order, make_batches = (self._train_loader or self.train_dataloader()).epoch_plan(0)
+        return make_batches([(order[:count], 1.0)])[0].images.permute(0, 3, 1, 2).cpu()

@@ -58,25 +58,33 @@ class DecodeError(Failure):
 
 
 class SizesDiffer(ValueError):
-    """`decode_files` met an image that is not of the size that all were expected to be of."""
+    """An image is not of the size that all were expected to be of."""
 
 
 def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
-    """The image as uint8 (H, W, channels), upright as its EXIF orientation says; of a GIF, the first frame.
+    """The image in a JPEG, PNG, WebP, BMP or GIF (its first frame) as uint8 (H, W, channels), upright by its EXIF orientation.
 
-    Args:
-        source: a path or an open binary file with a JPEG, PNG, WebP, BMP or GIF, whatever its name ends in.
-        size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers
-            `size` and what stands over is cut off equally at both ends (bicubic, antialiased).
-        channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
+    size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers `size`, and
+        what stands over is cut off equally at both ends (bicubic, antialiased).
+    channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
-    Raises:
-        DecodeError: for what is no image, damaged, cut short (never a half-grey picture), or above Pillow's limit against
-            decompression bombs (`pixel_limit`).
+    Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above `pixel_limit`.
     """
     with _decode_errors(source):
-        image = _decoded(source, size, channels)
-        return np.array(image).reshape(image.height, image.width, channels)
+        data = _read(source) if isinstance(source, str | Path) else source.read()
+        if not data:
+            raise OSError("the file is empty")
+        for signature, kind in _OTHER_FORMATS.items():
+            if data.startswith(signature) or data.startswith(signature, 4):
+                raise OSError(f"it is {kind}: save it as JPEG or PNG")
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        _refuse_cut(data, image.format)
+        if size is not None:
+            image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
+        if image.width * image.height > MAX_UNPACKED_PIXELS:
+            raise OSError(f"more than {MAX_UNPACKED_PIXELS:,} pixels to unpack: save it smaller")
+        image.load()
+        return _upright(image, size, channels)
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
@@ -86,8 +94,7 @@ def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels:
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        image = _upright(image, size, channels)
-        return np.array(image).reshape(image.height, image.width, channels)
+        return _upright(image, size, channels)
 
 
 @contextmanager
@@ -114,12 +121,11 @@ def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all
     bad: dict[int, str] = {}
     for position, path in enumerate(paths):
         try:
-            with _decode_errors(path):
-                image = _decoded(path, None if all_of_size else size, channels)
+            image = decode(path, None if all_of_size else size, channels)
         except DecodeError as error:
             bad[position] = error.reason
             continue
-        if image.size != size[::-1]:
+        if image.shape[:2] != size:
             raise SizesDiffer(path)
         pixels.append(image.tobytes())
     return b"".join(pixels), bad
@@ -169,24 +175,6 @@ def start_worker(pixel_limit: int | None) -> None:
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _decoded(source: str | Path | BinaryIO, size: tuple[int, int] | None, channels: int) -> Image.Image:
-    """The image of a file in mode RGB or L, upright and of `size`."""
-    data = _read(source) if isinstance(source, str | Path) else source.read()
-    if not data:
-        raise OSError("the file is empty")
-    for signature, kind in _OTHER_FORMATS.items():
-        if data.startswith(signature) or data.startswith(signature, 4):
-            raise OSError(f"it is {kind}: save it as JPEG or PNG")
-    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    _refuse_cut(data, image.format)
-    if size is not None:
-        image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
-    if image.width * image.height > MAX_UNPACKED_PIXELS:
-        raise OSError(f"more than {MAX_UNPACKED_PIXELS:,} pixels to unpack: save it smaller")
-    image.load()
-    return _upright(image, size, channels)
-
-
 def _read(path: str | Path) -> bytes:
     status = os.stat(path)  # noqa: PTH116 (this and open are faster than Path's for many small files)
     if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device may never end
@@ -212,26 +200,25 @@ def _refuse_cut(data: bytes, file_format: str | None) -> None:
         raise OSError("cut short")
 
 
-def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> Image.Image:
-    """A loaded image in mode RGB or L, upright and of `size`: its middle part that has the proportions of `size`."""
+def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> np.ndarray:
+    """A loaded image as uint8 (H, W, channels), upright and of `size`: its middle part that has the proportions of `size`."""
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}")
     orientation = _orientation(image)
     image = _as_mode(image, "RGB" if channels == 3 else "L")
     if orientation != 1:
         image = image.transpose(_UPRIGHT[orientation])
-    if size is None or image.size == size[::-1]:
-        return image
-    height, width = size
-    scale = max(width / image.width, height / image.height)
-    left = max((image.width - width / scale) / 2, 0.0)
-    top = max((image.height - height / scale) / 2, 0.0)
-    box = (left, top, image.width - left, image.height - top)  # thin images are not blown up on the way
-    return image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    height, width = size or image.size[::-1]
+    if image.size != (width, height):
+        scale = max(width / image.width, height / image.height)
+        left = max((image.width - width / scale) / 2, 0.0)
+        top = max((image.height - height / scale) / 2, 0.0)
+        box = (left, top, image.width - left, image.height - top)  # thin images are not blown up on the way
+        image = image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    return np.array(image).reshape(height, width, channels)
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 … 8; 1 is upright."""
     if not image.info.keys() & {"exif", "xmp", "Raw profile type exif"}:
         return 1
     try:

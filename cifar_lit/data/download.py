@@ -37,44 +37,39 @@ class _MirrorError(Exception):
 
     def __init__(self, reason: str, rate: float = 0.0, retry: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.rate, self.retry = reason, rate, retry
+        self.rate, self.retry = rate, retry
 
 
 def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """Returns `target`, downloaded from the first of `urls` that gives a file with that md5, where it is not there already.
 
-    The transfer goes to `target` + ".part", which the next call continues where this one broke off.
+    The transfer goes to `target` + ".part", which the next call continues where this one broke off. Processes that could want
+    the file at once hold a `file_lock`. A file at `target` with another md5 is left as it is.
 
-    Args:
-        name: what the progress and the failures call the file.
-        urls: http(s), ftp or file URLs, or plain local paths, all of byte-identical copies.
-        md5: 32 hexadecimal digits.
-        target: where the file is to be; processes that could want it at once hold a lock of their own (`file_lock`).
+    name: what the progress and the failures call the file. urls: of byte-identical copies, also plain local paths.
 
-    Raises:
-        Failure: when a file at `target` has another md5 (it is left as it is), when no mirror gives the file, when the disk is
-            full or the folder cannot be written.
+    Raises Failure when the file at `target` is another, no mirror gives it, or the disk does not take it.
     """
     with disk_errors(target.parent):
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(target.name + ".part")
-            if not (part.exists() and md5_of(part) == md5):  # ended between the last byte and the renaming
+            if not (part.exists() and _md5_of(part) == md5):  # ended between the last byte and the renaming
                 _download(name, urls, md5, part, target)
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
             return part.replace(target)
+        problem = ""
         if not target.is_file() or _size(target) > MAX_DOWNLOAD:  # a pipe would be waited for, a device never end
-            expected = f"a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
-            raise Failure(f"{target} is another file: wanted is {expected}; delete it or replace it")
-        digest = md5_of(target)
-    if digest != md5:
-        raise Failure(f"{target} is damaged or another file: its md5 is {digest}, wanted is {md5}; delete it or replace it")
+            problem = f"another file: wanted is a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
+        elif (digest := _md5_of(target)) != md5:
+            problem = f"damaged or another file: its md5 is {digest}, wanted is {md5}"
+        if problem:
+            raise Failure(f"{target} is {problem}; delete it or replace it")
     return target
 
 
-def md5_of(path: Path) -> str:
-    """The md5 of a file as 32 hexadecimal digits. Raises OSError."""
+def _md5_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
@@ -99,11 +94,11 @@ def disk_errors(folder: Path, needed: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        text = f"{error.filename or folder.absolute()}: {error.strerror or error}; mend that"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            more = f"{needed:,} bytes more" if needed else "more space"
-            text = f"the disk is full: {folder.absolute()} needs {more}; make room"
-        else:
-            text = f"{error.filename or folder.absolute()}: {error.strerror or error}; mend that"
+            text = (
+                f"the disk is full: {folder.absolute()} needs {f'{needed:,} bytes more' if needed else 'more space'}; make room"
+            )
         raise Failure(f"{text}, or choose another folder with --data-dir PATH") from error
 
 
@@ -119,11 +114,11 @@ def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path
         try:
             return _download_from(name, url, md5, part, min_rate)
         except _MirrorError as error:
-            reasons[url] = error.reason
+            reasons[url] = str(error)
             if error.rate:
                 rates[url] = error.rate
             if rates:
-                print(f"{name} from {_host(url)}: {error.reason}; trying another source", file=sys.stderr, flush=True)
+                print(f"{name} from {_host(url)}: {error}; trying another source", file=sys.stderr, flush=True)
     listed = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
     kept = " What has come is kept, the next start goes on from there." if _size(part) else ""
     raise Failure(
@@ -134,22 +129,20 @@ def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path
 
 def _download_from(name: str, url: str, md5: str, part: Path, min_rate: float) -> None:
     """Fills `part` from one mirror and checks it, resuming broken transfers. Raises _MirrorError."""
-    attempts, restarted = 0, False
-    while True:
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             start = _transfer(name, url, part, min_rate)
         except _MirrorError as error:
-            attempts += 1
-            if not error.retry or attempts == MAX_ATTEMPTS:
+            if not error.retry or attempt == MAX_ATTEMPTS:
                 raise
             time.sleep(RETRY_PAUSE)
             continue
-        if md5_of(part) == md5:
+        if _md5_of(part) == md5:
             return
         part.unlink()
-        if restarted or not start:
-            raise _MirrorError("wrong md5")
-        restarted = True  # the fault may lie in what was there before: this mirror gets one chance from byte 0
+        if not start:  # else the fault may lie in what was there before: once more from byte 0
+            break
+    raise _MirrorError("wrong md5")
 
 
 def _transfer(name: str, url: str, part: Path, min_rate: float) -> int:
@@ -209,17 +202,18 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
             return _open(url, 0)
         raise _MirrorError(f"HTTP {error.code}") from error
     except (OSError, HTTPException, ValueError) as error:
-        raise _MirrorError(_reason(error)) from error
+        cause = getattr(error, "reason", error)  # of a URLError
+        if isinstance(cause, socket.gaierror):
+            raise _MirrorError("no network (host not found)") from error
+        if isinstance(cause, InvalidURL | ValueError) and not isinstance(cause, OSError):
+            raise _MirrorError("not a usable URL") from error  # the exception's own text would show a password in it
+        raise _MirrorError(" ".join((getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).split())) from error
     if response.headers.get_content_type() == "text/html":  # log-in pages of public networks; they must not replace the part
         response.close()
         raise _MirrorError("a web page instead of the file")
     if getattr(response, "status", None) != 206:  # the server does not know Range, or the file is local
         start = 0
-    stated = response.headers.get("Content-Length") or ""
-    length = int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else 0  # a server may send anything
-    if start + length > MAX_DOWNLOAD:
-        response.close()
-        raise _MirrorError(f"claims {start + length:,} bytes")
+    length = getattr(response, "length", None) or 0
     return response, start, start + length if length else 0
 
 
@@ -233,18 +227,3 @@ def _host(url: str) -> str:
         return url
     parts = urlsplit(url)
     return url2pathname(parts.path) if parts.scheme == "file" else parts.netloc.rpartition("@")[2]
-
-
-def _reason(error: Exception) -> str:
-    """Why a url could not be opened, in a few words."""
-    cause = getattr(error, "reason", error)  # of a URLError
-    if isinstance(cause, TimeoutError):
-        return "timed out"
-    if isinstance(cause, socket.gaierror):
-        return "no network (host not found)"
-    if isinstance(cause, InvalidURL | ValueError):
-        return "not a usable URL"  # the exception's own text would show a password in it
-    if isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN):
-        return "no network"
-    text = (cause.strerror if isinstance(cause, OSError) else None) or str(cause) or type(cause).__name__
-    return " ".join(text.split())

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISREG
 
 import torch
 
@@ -70,19 +69,19 @@ def folder(
     chosen = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}
     for part, tree in parts.items():
+        left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
         for name, members in tree.items():
-            if members and all(file.path in bad for file in members):
+            if members and all(file.path in left_out for file in members):
                 raise Failure(f"no {part} image of class {name} below {root} can be read: {_listed(bad)}")
         labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
-        left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
         if left_out and part in chosen:
             of = f"{sum(map(len, tree.values())):,} {part} images below {root}"
             _note(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
-    chosen_labels = [label for part in chosen for label in labels[part]]
+    chosen_labels = torch.tensor([label for part in chosen for label in labels[part]], dtype=torch.int64)
     count = len(chosen_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
     val_rows = range(len(labels["train"]), count) if train and len(chosen) > 1 else None
-    return ImageSet(pixels, torch.tensor(chosen_labels, dtype=torch.int64), tuple(parts["train"]), val_rows)
+    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows)
 
 
 def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
@@ -97,7 +96,7 @@ def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
     level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
     others = [name for name in level if name not in ("train", "test")]
     named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
-    parts: dict[str, Tree]
+    parts: dict[str, Tree] = {"train": {}, "test": {}}
     if named:
         val = [name for name in ("val", "valid") if name in others][:1]
         others = [name for name in others if name not in val]
@@ -105,7 +104,7 @@ def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
             missing = "test" if "train" in named else "train"
             hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
             raise UsageError(f"{root} has {named[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
-        names = ["train", *val, *named[1:]]
+        names: list[str] = ["train", *val, *named[1:]]
         if others:
             _note(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
         parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
@@ -115,24 +114,15 @@ def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:
                 differences = " and ".join(f"{part}/ alone has {_listed(classes)}" for part, classes in only.items() if classes)
                 raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
     else:
-        parts = split(_tree(root, "", ignored), test_size, split_seed)
+        for name, files in _tree(root, "", ignored).items():
+            # the order of a hash is the same with every library and machine
+            shuffled = sorted(files, key=lambda file: sha256(os.fsencode(f"{split_seed}/{file.path}")).digest())
+            count = min(max(round(len(files) * test_size), 1), len(files) - 1)  # one at least on either side, where it has two
+            parts["train"][name], parts["test"][name] = sorted(shuffled[count:]), sorted(shuffled[:count])
         if not any(parts["test"].values()):
             raise UsageError(f"every class below {root} has one image only, so none is left to test with")
     if ignored:
         _note(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
-    return parts
-
-
-def split(tree: Tree, test_size: float, seed: int) -> dict[str, Tree]:
-    """Splits each class: `test_size` of it, yet at least one image on either side where it has two, is for testing.
-
-    The files come in the order of a hash of seed and path, which is the same with every library and machine.
-    """
-    parts: dict[str, Tree] = {"train": {}, "test": {}}
-    for name, files in tree.items():
-        shuffled = sorted(files, key=lambda file: sha256(os.fsencode(f"{seed}/{file.path}")).digest())
-        count = min(max(round(len(files) * test_size), 1), len(files) - 1)
-        parts["train"][name], parts["test"][name] = sorted(shuffled[count:]), sorted(shuffled[:count])
     return parts
 
 
@@ -149,9 +139,8 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     if not classes:
         raise UsageError(f"{root} has no class folders: want {LAYOUT}")
     if len(classes) == 1:
-        inner = classes[0]
-        hint = f" Is --data-dir {inner.path} meant?" if _has_subfolders(inner.path) else ""
-        raise UsageError(f"{root} has one class only ({inner.name}), a classifier needs two or more.{hint}")
+        hint = f" Is --data-dir {classes[0].path} meant?" if _has_subfolders(classes[0].path) else ""
+        raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
     empty = [name for name, files in tree.items() if not files]
     if empty:
@@ -165,20 +154,18 @@ def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = 
     if here in above:
         return
     for entry in _visible(path):
+        name = prefix + entry.name
         if entry.is_dir():
-            yield from _images(entry.path, f"{prefix}{entry.name}/", ignored, above | {here})
-        elif entry.name.lower().endswith(SUFFIXES):
-            try:
-                status = entry.stat()
-            except OSError:  # a link to nothing: decoding will name it among the damaged
-                yield File(prefix + entry.name, 0, 0)
-                continue
-            if not S_ISREG(status.st_mode):  # a pipe would be waited for, a device never end
-                ignored.append(prefix + entry.name)
-                continue
-            yield File(prefix + entry.name, status.st_size, status.st_mtime_ns)
-        else:
-            ignored.append(prefix + entry.name)
+            yield from _images(entry.path, f"{name}/", ignored, above | {here})
+        elif not entry.name.lower().endswith(SUFFIXES):
+            ignored.append(name)
+        elif entry.is_file():
+            status = entry.stat()
+            yield File(name, status.st_size, status.st_mtime_ns)
+        elif not Path(entry.path).exists():  # a link to nothing: decoding will name it among the damaged
+            yield File(name, 0, 0)
+        else:  # a pipe would be waited for, a device never end
+            ignored.append(name)
 
 
 def _visible(path: str) -> list[os.DirEntry[str]]:

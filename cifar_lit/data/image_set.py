@@ -13,14 +13,12 @@ from cifar_lit.errors import UsageError
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images, their labels and the class names.
+    """Images, their labels and the class names; raises ValueError when they do not fit together.
 
     images: uint8 (N, H, W, C), C = 1 or 3, as decoders give them; may be mapped from a file.
     labels: int64 (N,), values in [0, len(classes)).
     classes: one name a class, in label order.
     val_rows: of training images, the rows that the data set itself keeps for validation; None where it names none.
-
-    Raises ValueError when the parts do not fit together.
     """
 
     images: Tensor
@@ -42,28 +40,17 @@ class ImageSet:
         return len(self.labels)
 
     @property
-    def height(self) -> int:
-        """Rows of pixels of each image."""
-        return self.images.shape[1]
-
-    @property
-    def width(self) -> int:
-        """Pixels in a row."""
-        return self.images.shape[2]
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return self.images.shape[3]
+    def input_shape(self) -> list[int]:
+        """Channels, height and width of each image, in a net's order."""
+        height, width, channels = self.images.shape[1:]
+        return [channels, height, width]
 
 
 def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of the train and the validation part, both int64 in ascending order.
+    """Rows of the train and the validation part, both int64 in ascending order; of `labels`, int64 (N,).
 
-    labels: int64 (N,). val_size: a number of images when 1 or more, else a fraction of them. Every class gives its
-    proportional share (largest remainders first), chosen as a function of `seed`.
-
-    Raises UsageError when the part is negative or leaves nothing to train on.
+    val_size: a number of images when 1 or more, else a fraction of them; UsageError where that leaves nothing on either side.
+    Every class gives its proportional share (largest remainders first), chosen as a function of `seed`.
     """
     count = len(labels)
     val_count = round(val_size * count) if val_size < 1 else int(val_size)

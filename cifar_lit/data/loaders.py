@@ -10,8 +10,9 @@ import atexit
 import multiprocessing
 import signal
 import warnings
-from collections.abc import Iterator
-from operator import itemgetter
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,15 +26,16 @@ from cifar_lit.errors import UsageError
 PADDING = -1  # the label of an image that only fills a batch up and must not be counted
 BLOCK_IMAGES = 512  # augmented at once: of small batches, the launches of the operations would cost more than their work
 
+Block = list[tuple[Tensor, float]]  # of batches that are augmented at once, the rows and the loss weight of each
+
 
 class Batch(NamedTuple):
     """One device's part of a global batch.
 
     images: uint8 (B, H, W, C) from a loader, float32 (B, C, H, W) in channels_last memory once on its device.
     labels: int64 (B,), `PADDING` where the image is not to be counted. indices: int64 (B,), rows of the image set.
-    loss_weight: this part's fraction of the global batch times the number of devices. Weighting the mean loss with it makes
-        the gradient, averaged over devices, that of the mean over the global batch, also when the parts are unequal.
-        0 on a device that has no image of it: what it computes with then counts nowhere.
+    loss_weight: this part's fraction of the global batch times the number of devices, 0 on one that has none of it: with it, the
+        gradient averaged over devices is that of the mean over the global batch.
     """
 
     images: Tensor
@@ -43,49 +45,44 @@ class Batch(NamedTuple):
 
 
 def count_batches(images: int, batch_size: int) -> int:
-    """Training batches of an epoch, on however many devices; see `TrainLoader` for the last one."""
+    """Training batches of an epoch, on however many devices; of a single image, there is a last one only if it is the first."""
     full, rest = divmod(images, batch_size)
     return full + (rest >= 2 or full == 0)
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """Training batches of one device: order and augmentation follow from (seed, epoch, image).
 
-    Every device gets the same number of batches, each its part of the same global batch, which does not depend on the
-    number of devices: a training can be gone on with on more or fewer. The last, smaller batch is kept unless it is a
-    single image, which batch norm cannot take. Where it has fewer than two for each device, fewer devices share it, and
-    the others get two of its images with a loss weight of 0. Batches are made where the images are.
+    Every device gets its part of the same global batches, which do not depend on the number of devices: a training can be gone on
+    with on more or fewer. The last, smaller batch is kept unless it is a single image, which batch norm cannot take. Where it has
+    fewer than two for each device, fewer share it, and the others get two of its images with a loss weight of 0.
 
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
     Raises UsageError when a global batch cannot be shared out.
     """
 
-    def __init__(
-        self,
-        source: ImageSet,
-        indices: Tensor,
-        batch_size: int,
-        augmentation: Augmentation,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        fill: Tensor | None = None,
-        workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        if batch_size < world:
-            raise UsageError(f"batch size {batch_size} is less than one image for each of {world} devices: raise --batch-size")
-        if len(indices) < world:
-            raise UsageError(f"{len(indices)} training images are too few for {world} devices")
-        augmentation.check(source.height, source.width)
-        self.source, self.indices, self.batch_size = source, indices, batch_size
-        self.augmentation, self.shuffle, self.seed = augmentation, shuffle, seed
-        self.fill = fill if fill is None else fill.to(source.images.device)
-        self.rank, self.world = rank, world
-        self.workers, self.pin_memory = workers, pin_memory
+    source: ImageSet
+    indices: Tensor
+    batch_size: int
+    augmentation: Augmentation
+    _: KW_ONLY
+    shuffle: bool = True
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    fill: Tensor | None = None
+    workers: int = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        size, world = self.batch_size, self.world
+        if size < world:
+            raise UsageError(f"batch size {size} is less than one image for each of {world} devices: raise --batch-size")
+        if len(self.indices) < world:
+            raise UsageError(f"{len(self.indices)} training images are too few for {world} devices")
+        self.augmentation.check(*self.source.input_shape[1:])
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
@@ -102,10 +99,6 @@ class TrainLoader:
         """Chooses the epoch whose order and augmentation the next iteration uses."""
         self.epoch = epoch
 
-    def order(self, epoch: int) -> Tensor:
-        """Rows of the image set in the order in which an epoch shows them, int64."""
-        return self.indices[epoch_order(len(self.indices), self.seed, epoch)] if self.shuffle else self.indices
-
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and how many of its batches have been handed out."""
         return {"epoch": self.epoch, "position": self.position}
@@ -118,64 +111,57 @@ class TrainLoader:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
         self.position = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
-        blocks = EpochBlocks(self, self.position)
-        in_order = read_ahead(blocks, self.workers, self.pin_memory) if self.workers else (blocks[n] for n in range(len(blocks)))
-        for block in in_order:
+        order, make = self.epoch_plan(self.epoch)
+        parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position : len(self)]]
+        step = max(1, BLOCK_IMAGES // self.batch_size)
+        blocks = [parts[start : start + step] for start in range(0, len(parts), step)]
+        for block in read_ahead(blocks, make, self.workers, self.pin_memory) if self.workers else map(make, blocks):
             for batch in block:
                 self.position += 1
                 yield batch
 
+    def epoch_plan(self, epoch: int) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
+        """The rows of the image set, int64, in the order in which an epoch shows them, and what makes batches of them."""
+        images, (_, height, width) = self.source.images, self.source.input_shape
+        order = self.indices[epoch_order(len(self.indices), self.seed, epoch)] if self.shuffle else self.indices
+        plan = self.augmentation.plan(len(images), height, width, self.seed, epoch)
+        if images.device.type != "cpu":  # one transfer an epoch each, which does not wait for what the device is still computing
+            order = order.pin_memory().to(images.device, non_blocking=True)
+            plan = plan if plan is None else plan.pin_memory().to(images.device, non_blocking=True)
+        return order, partial(_make_block, self.source, plan, self.augmentation.cutout, self.fill)
 
-class EpochBlocks:
-    """The batches of one epoch from number `start` on, as many at once as make a block; all that a worker needs to make them."""
-
-    def __init__(self, loader: TrainLoader, start: int) -> None:
-        source = loader.source
-        self._source, self._cutout, self._fill = source, loader.augmentation.cutout, loader.fill
-        plan = loader.augmentation.plan(len(source), source.height, source.width, loader.seed, loader.epoch)
-        parts, self._weights = [], []
-        for batch in loader.order(loader.epoch).split(loader.batch_size)[start : len(loader)]:
-            # a last batch that is too small for all devices is shared by fewer
-            devices = loader.world if len(batch) == loader.batch_size else min(loader.world, max(1, len(batch) // 2))
-            shared = batch.tensor_split(devices)
-            counts = loader.rank < devices
-            parts.append(shared[loader.rank] if counts else batch[:2])
-            self._weights.append(len(parts[-1]) * loader.world / len(batch) if counts else 0.0)
-        self._sizes = [len(part) for part in parts]
-        self._batches = max(1, BLOCK_IMAGES // loader.batch_size)
-        # one transfer an epoch each, which does not wait for what the device is still computing
-        self._plan = plan if plan is None else _to_device_async(plan, source.images)
-        self._rows = _to_device_async(torch.cat(parts), source.images) if parts else torch.zeros(0, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return -(-len(self._sizes) // self._batches)
-
-    def __getitem__(self, number: int) -> list[Batch]:
-        first = number * self._batches
-        sizes, weights = (values[first : first + self._batches] for values in (self._sizes, self._weights))
-        start = sum(self._sizes[:first])
-        rows = self._rows[start : start + sum(sizes)]
-        images = augment_batch(self._source.images, rows, self._plan, self._cutout, self._fill)
-        labels = self._source.labels.index_select(0, rows)
-        return [Batch(*parts) for parts in zip(images.split(sizes), labels.split(sizes), rows.split(sizes), weights, strict=True)]
+    def _part(self, batch: Tensor) -> tuple[Tensor, float]:
+        """This device's rows of a global batch, and their loss weight."""
+        # a last batch that is too small for all devices is shared by fewer
+        devices = self.world if len(batch) == self.batch_size else min(self.world, max(1, len(batch) // 2))
+        if self.rank >= devices:
+            return batch[:2], 0.0
+        part = batch.tensor_split(devices)[self.rank]
+        return part, len(part) * self.world / len(batch)
 
 
-def _to_device_async(values: Tensor, images: Tensor) -> Tensor:
-    return values if images.device.type == "cpu" else values.pin_memory().to(images.device, non_blocking=True)
+def _make_block(source: ImageSet, plan: Tensor | None, cutout: int, fill: Tensor | None, block: Block) -> list[Batch]:
+    parts, weights = zip(*block, strict=True)
+    rows, sizes = torch.cat(parts), [len(part) for part in parts]
+    images = augment_batch(source.images, rows, plan, cutout, fill)
+    labels = source.labels.index_select(0, rows)
+    return [Batch(*parts) for parts in zip(images.split(sizes), labels.split(sizes), rows.split(sizes), weights, strict=True)]
 
 
-def read_ahead(blocks: EpochBlocks, workers: int, pin_memory: bool) -> Iterator[list[Batch]]:
-    """The blocks in their order, made by `workers` processes; in page-locked memory if `pin_memory`.
+def read_ahead(
+    blocks: list[Block], make: Callable[[Block], list[Batch]], workers: int, pin_memory: bool
+) -> Iterator[list[Batch]]:
+    """What `make` gives of each block, in their order, made by `workers` processes; in page-locked memory if `pin_memory`.
 
     Workers are forked where the system can, so that they share the file's pages instead of copying the set.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # on a machine of one core
         loader = DataLoader(
-            cast("Dataset[list[Batch]]", blocks),
+            cast("Dataset[Block]", blocks),
             batch_size=None,
             num_workers=workers,
-            collate_fn=itemgetter(slice(None)),  # a block is a list of batches already
+            collate_fn=make,
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
             worker_init_fn=_ignore_signals,

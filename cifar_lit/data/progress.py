@@ -15,10 +15,9 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress(
     what: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how far `what` has come and at which rate; yields `advance(amount)`.
+    """Shows on stderr how far `what` has come, and at its end, after `min_seconds` at least, a line; yields `advance(amount)`.
 
     total: 0 where it is not known. unit: of amounts once multiplied by `scale` (bytes with unit "MB" and scale 1e-6).
-    At the end comes one line with amount, seconds and rate, if it took at least `min_seconds`.
     """
     started = last_line = time.monotonic()
     done, bar = 0, None

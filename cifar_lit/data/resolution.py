@@ -43,17 +43,14 @@ def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | 
     return None
 
 
-def _area_weights(size: int, side: int) -> Tensor:
-    """float32 (side, size): how much of each of `size` pixels goes into each of `side`, averaging as area interpolation does."""
-    identity = torch.eye(size).view(1, size, size, 1)
-    return F.interpolate(identity, (side, 1), mode="area").view(size, side).T.contiguous()
-
-
 @lru_cache
 def _weights(height: int, width: int, channels: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Matrices that shrink rows from the left, and pixels of a row with all their channels from the right."""
-    columns = torch.kron(_area_weights(width, round(width * side / height)), torch.eye(channels)).T.contiguous()
-    return _area_weights(height, side).to(device), columns.to(device)
+    rows, columns = (
+        F.interpolate(torch.eye(size).view(1, size, size, 1), (small, 1), mode="area").view(size, small).T.contiguous()
+        for size, small in ((height, side), (width, round(width * side / height)))
+    )
+    return rows.to(device), torch.kron(columns, torch.eye(channels)).T.contiguous().to(device)
 
 
 def shrink(images: Tensor, side: int) -> Tensor:

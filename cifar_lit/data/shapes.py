@@ -1,7 +1,7 @@
 """`shapes`: a data set that the program draws itself, so that a first run needs no download.
 
 One figure with random place, size, angle and colours stands before a graded background with thin lines and dots, under noise;
-either may be the brighter one, which leaves a linear model helpless. Above ten classes, a class is a figure and a smaller one.
+either may be the brighter one, which leaves a linear model helpless.
 
 A figure is a function of coordinates x, y (float arrays of one shape) in the figure's own frame, where it fills about the unit
 disc, to the signed distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs. Every figure is
@@ -71,7 +71,7 @@ FIGURES: dict[str, Callable[[Array, Array], Array]] = {
     "arrow": _arrow,
     "bar": lambda x, y: np.maximum(np.abs(x) - 1, np.abs(y) - 0.28),
 }
-MAX_CLASSES = len(FIGURES) + len(FIGURES) ** 2
+CLASSES = (*FIGURES, *(f"{large}+{small}" for large in FIGURES for small in FIGURES))
 MIN_SIZE = 8
 BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the processor's cache
 MAX_LINES, MAX_DOTS = 3, 4  # behind the figure
@@ -82,17 +82,14 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
 
     Image i depends on `seed`, `train`, i and the other settings alone, not on `count`. Train and test images never share
     random numbers. Of the classes, the first ten are single figures, the others pairs ("star+ring": a star and a smaller ring).
-
-    Raises:
-        UsageError: for an image_size below 8, channels other than 1 and 3, num_classes outside 2 … 110, a count below 1
-            or a negative seed.
+    Raises UsageError for settings that cannot be drawn.
     """
     if image_size < MIN_SIZE:
         raise UsageError(f"shapes needs an image_size of at least {MIN_SIZE}, not {image_size}.")
     if channels not in (1, 3):
         raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
-    if not 2 <= num_classes <= MAX_CLASSES:
-        raise UsageError(f"shapes has 2 to {MAX_CLASSES} classes, not {num_classes}.")
+    if not 2 <= num_classes <= len(CLASSES):
+        raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
     if count < 1 or seed < 0:
         raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
     images = np.empty((count, image_size, image_size, channels), np.uint8)
@@ -105,13 +102,7 @@ def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes:
             images[start : start + len(block_labels)] = _draw(rng, block_labels, image_size, channels)[: count - start]
             labels[start : start + len(block_labels)] = block_labels[: count - start]
             advance(min(len(block_labels), count - start))
-    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), class_names(num_classes))
-
-
-def class_names(num_classes: int) -> tuple[str, ...]:
-    """The names of the first `num_classes` classes: ten figures, then pairs."""
-    singles = list(FIGURES)
-    return tuple([*singles, *(f"{large}+{small}" for large in singles for small in singles)][:num_classes])
+    return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), CLASSES[:num_classes])
 
 
 def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -> NDArray[np.uint8]:

@@ -13,8 +13,8 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from cifar_lit.data.download import progress
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.progress import progress
 from cifar_lit.runs.figures import GALLERY_SIZE, Bin, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
 from cifar_lit.runs.label_errors import Findings, inspect_labels, nearest_embeddings
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions

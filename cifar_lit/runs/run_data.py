@@ -99,7 +99,7 @@ class RunData:
                 f"the images of {self.dataset} that it was trained on are not here{where}: name their place with --data-dir"
             )
         source = load_images(self.dataset, self.settings, train)
-        if (shape := [source.channels, source.height, source.width]) != card.input_shape:
+        if (shape := source.input_shape) != card.input_shape:
             sizes = f"{_shape_text(shape)}, not {_shape_text(card.input_shape)}"
             raise Failure(f"the images of {self.dataset} are {sizes} as the net takes: name others with --data-dir")
         if list(source.classes) != card.classes:

@@ -1,21 +1,13 @@
-"""Mirrors on this machine that misbehave as a test wants them to, and the file that they hold."""
+"""Mirrors on this machine that misbehave as a test wants them to."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-from cifar_lit.data.download import fetch
-
-CONTENT = random.Random(0).randbytes(100_000)
-MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 @dataclass
@@ -26,11 +18,11 @@ class Mirror:
     status: int = 0  # answers every request with this error
     cuts: list[int] = field(default_factory=list)  # the nth request ends after so many bytes of its body
     ranges: bool = True  # understands Range
-    range_shift: int = 0  # begins so many bytes off from what Range asks
     corrupt: bool = False
     stall_after: int = -1  # goes silent after so many bytes
     bytes_per_second: float = 0.0  # 0: as fast as it can
     content_type: str = "application/octet-stream"
+    length: bool = True  # says how much will come
     requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
     url: str = ""
 
@@ -43,26 +35,21 @@ class Mirror:
         content = self.files[path]
         if self.corrupt:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        first = first + self.range_shift if self.ranges and first else 0
+        first = first if self.ranges else 0
         if first >= len(content):
             return handler.send_error(416)
         handler.send_response(206 if first else 200)
-        if first:
-            handler.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         handler.send_header("Content-Type", self.content_type)
-        handler.send_header("Content-Length", str(len(content) - first))
+        if self.length:
+            handler.send_header("Content-Length", str(len(content) - first))
         handler.end_headers()
-        return self._send(handler, content[first:], self.cuts.pop(0) if self.cuts else len(content))
-
-    def _send(self, handler: BaseHTTPRequestHandler, body: bytes, cut: int) -> None:
-        step = 1000
-        for at in range(0, min(len(body), cut), step):
+        body, step = content[first:][: self.cuts.pop(0) if self.cuts else None], 1000
+        for at in range(0, len(body), step):
             if 0 <= self.stall_after <= at:
-                time.sleep(2.0)  # longer than any test waits for a byte
-                return
-            handler.wfile.write(body[at : min(at + step, cut)])
-            if self.bytes_per_second:
-                time.sleep(step / self.bytes_per_second)
+                return time.sleep(2.0)  # longer than any test waits for a byte
+            handler.wfile.write(body[at : at + step])
+            time.sleep(step / self.bytes_per_second if self.bytes_per_second else 0)
+        return None
 
 
 @contextmanager
@@ -80,8 +67,7 @@ def serving(mirror: Mirror) -> Iterator[Mirror]:
             """Keeps the test's output clean."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
+    server.daemon_threads, server.block_on_close = True, False
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     mirror.url = f"http://127.0.0.1:{server.server_address[1]}/"
     try:
@@ -89,17 +75,3 @@ def serving(mirror: Mirror) -> Iterator[Mirror]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-MirrorMaker = Callable[..., Mirror]
-
-
-def get(target: Path, *mirrors: Mirror | str, md5: str = MD5) -> Path:
-    """Fetches a.gz from mirrors, or from addresses."""
-    return fetch("a.gz", [mirror if isinstance(mirror, str) else f"{mirror.url}a.gz" for mirror in mirrors], md5, target)
-
-
-def put_part(target: Path, content: bytes) -> None:
-    """What an earlier transfer left of `target`."""
-    target.parent.mkdir(parents=True)
-    target.with_name("a.gz.part").write_bytes(content)

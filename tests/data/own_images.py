@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from cifar_lit.data.folder import folder
+from cifar_lit.data.image_set import ImageSet
 
 
 def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
@@ -22,8 +22,13 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def open_set(root: Path, train: bool = True, **settings: object) -> torch.Tensor:
-    return folder(root, train, cache_dir=root.parent / "cache", **settings).images  # type: ignore[arg-type]
+def open_set(root: Path, train: bool = True, **settings: object) -> ImageSet:
+    return folder(root, train, cache_dir=root.parent / "cache", **settings)  # type: ignore[arg-type]
+
+
+def values(root: Path, train: bool = True, **settings: object) -> list[int]:
+    """The grey value of each image."""
+    return open_set(root, train, **settings).images[:, 0, 0, 0].tolist()
 
 
 def decodings(capsys: pytest.CaptureFixture[str]) -> int:

@@ -1,3 +1,5 @@
+"""Orders and draws by (seed, epoch), and what they do to images, against PIL and torchvision."""
+
 from itertools import pairwise, product
 
 import numpy as np
@@ -15,28 +17,6 @@ def images():
     return torch.randint(0, 256, (40, 9, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def moved_by_torchvision(image, row, crop):
-    """One image (H, W, C) through torchvision's pad, flip and crop."""
-    dy, dx, flip = row[:3].tolist()
-    height, width = image.shape[:2]
-    image = image.permute(2, 0, 1)
-    if flip:  # ours shifts first, so that in the mirrored image the window moves the other way
-        image, dx = oracle.horizontal_flip(image), -dx
-    padded = oracle.pad(image, [crop], padding_mode="reflect")
-    window = padded[:, crop + dy : crop + dy + height, crop + dx : crop + dx + width]
-    return window.permute(1, 2, 0)
-
-
-def test_crop_and_flip_of_each_image_equal_torchvisions(images):
-    augmentation = Augmentation(crop=3, flip="random")
-    plan = augmentation.plan(len(images), 9, 7, seed=1, epoch=2)
-    indices = torch.tensor([3, 3, 39, 0, 17, 21, 5])
-    batch = augment_batch(images, indices, plan)
-    assert plan[:, 2].unique().tolist() == [0, 1]
-    for position, index in enumerate(indices.tolist()):
-        assert torch.equal(batch[position], moved_by_torchvision(images[index], plan[index], 3))
-
-
 def moved_by_pil(image, dy, dx, flip, crop):
     """One image (H, W, C) as PIL cuts the window out and mirrors it."""
     height, width, channels = image.shape
@@ -52,45 +32,41 @@ def moved_by_pil(image, dy, dx, flip, crop):
 def test_every_offset_of_a_crop_with_both_flips_equals_pils(images, crop, channels):
     offsets = range(-crop, crop + 1)
     moves = [(dy, dx, flip, 0, 0) for dy, dx, flip in product(offsets, offsets, (0, 1))]
-    shown = images[torch.arange(len(moves)) % 40][..., :channels].contiguous()
-    batch = augment_batch(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32))
-    for image, found, (dy, dx, flip, *_) in zip(shown, batch, moves, strict=True):
-        assert torch.equal(found, moved_by_pil(image, dy, dx, flip, crop)), (dy, dx, flip)
+    source = images[torch.arange(len(moves)) % 40][..., :channels].contiguous()
+    rows = torch.arange(len(moves)).flip(0)
+    batch = augment_batch(source, rows, torch.tensor(moves, dtype=torch.int32))
+    for row, image in zip(rows.tolist(), batch, strict=True):
+        assert torch.equal(image, moved_by_pil(source[row], *moves[row][:3], crop)), moves[row]
 
 
 @pytest.mark.parametrize("side", [1, 2, 5, 6])
 def test_a_cutout_at_every_place_equals_pils_rectangle_on_the_moved_image(images, side):
     places = list(product(range(9), range(7)))
     moves = [((row + column) % 3 - 1, column % 3 - 1, row % 2, row, column) for row, column in places]
-    shown, fill = images[torch.arange(len(moves)) % 40], torch.tensor([7, 0, 255], dtype=torch.uint8)
-    batch = augment_batch(shown, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32), side, fill)
-    for image, found, (dy, dx, flip, row, column) in zip(shown, batch, moves, strict=True):
+    source, fill = images[torch.arange(len(moves)) % 40], torch.tensor([7, 0, 255], dtype=torch.uint8)
+    batch = augment_batch(source, torch.arange(len(moves)), torch.tensor(moves, dtype=torch.int32), side, fill)
+    for image, moved, (dy, dx, flip, row, column) in zip(source, batch, moves, strict=True):
         expected = Image.fromarray(moved_by_pil(image, dy, dx, flip, 1).numpy())
         top, left = row - side // 2, column - side // 2
         ImageDraw.Draw(expected).rectangle((left, top, left + side - 1, top + side - 1), fill=(7, 0, 255))
-        assert torch.equal(found, torch.from_numpy(np.array(expected))), (row, column)
+        assert torch.equal(moved, torch.from_numpy(np.array(expected))), (row, column)
 
 
-def test_every_place_of_a_cutout_is_drawn():
-    plan = Augmentation(cutout=4).plan(5000, 9, 7, seed=0, epoch=0)
-    assert {tuple(place) for place in plan[:, 3:].tolist()} == set(product(range(9), range(7)))
-
-
-def test_every_shift_within_the_padding_is_drawn_and_none_beyond():
-    plan = Augmentation(crop=2).plan(5000, 32, 32, seed=0, epoch=0)
+def test_every_shift_within_the_padding_and_every_place_of_a_cutout_is_drawn_and_none_beyond():
+    plan = Augmentation(crop=2, cutout=4).plan(5000, 9, 7, seed=0, epoch=0)
     for column in (0, 1):
         counts = np.unique(plan[:, column].numpy(), return_counts=True)
-        assert counts[0].tolist() == [-2, -1, 0, 1, 2]
-        assert counts[1].min() > 850
+        assert counts[0].tolist() == [-2, -1, 0, 1, 2] and counts[1].min() > 850
+    assert {tuple(place) for place in plan[:, 3:].tolist()} == set(product(range(9), range(7)))
+    assert Augmentation().plan(40, 9, 7, seed=0, epoch=0) is None
 
 
 def test_alternating_flips_mirror_what_the_epoch_before_showed(images):
     augmentation = Augmentation(flip="alternating")
-    shown = [augment_batch(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
-    for before, after in pairwise(shown):
+    epochs = [augment_batch(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
+    for before, after in pairwise(epochs):
         assert torch.equal(after, before.flip(2))
-    mirrored = [not torch.equal(now, image) for now, image in zip(shown[0], images, strict=True)]
-    assert 8 < sum(mirrored) < 32
+    assert 8 < sum(not torch.equal(now, image) for now, image in zip(epochs[0], images, strict=True)) < 32
     assert not torch.equal(*(augmentation.plan(40, 9, 7, seed=seed, epoch=0)[:, 2] for seed in (2, 3)))
 
 
@@ -101,41 +77,31 @@ def test_flips_at_random_are_drawn_anew_in_every_epoch():
         assert 4800 < (flips[first] == flips[second]).sum() < 5200
 
 
-def test_without_augmentation_images_are_taken_as_they_are(images):
-    assert Augmentation().plan(40, 9, 7, seed=0, epoch=0) is None
-    assert torch.equal(augment_batch(images, torch.tensor([5, 2]), None), images[[5, 2]])
-
-
 def test_normalising_gives_the_textbook_value_in_channels_last_memory(images):
     mean, std = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.3, 0.4])
     result = normalise(images, mean, std)
     expected = oracle.normalize(images.permute(0, 3, 1, 2).float() / 255, mean.tolist(), std.tolist())
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    assert result.dtype == torch.float32
     assert result.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_each_seed_and_epoch_has_an_order_and_a_plan_of_its_own():
     """Drawn from both, not from their sum: or the epochs of one seed would be those of the next one, an epoch later."""
-    pairs = list(product(range(4), range(4)))
+    augmentation, pairs = Augmentation(crop=4, flip="random", cutout=5), list(product(range(4), range(4)))
     orders = [epoch_order(100, seed, epoch) for seed, epoch in pairs]
-    plans = [Augmentation(crop=4, flip="random", cutout=5).plan(100, 32, 32, seed, epoch) for seed, epoch in pairs]
+    plans = [augmentation.plan(100, 32, 32, seed, epoch) for seed, epoch in pairs]
     assert all(torch.equal(order.sort().values, torch.arange(100)) for order in orders)
     for drawn in (orders, plans):
         assert len({tuple(values.flatten().tolist()) for values in drawn}) == len(pairs)
     assert torch.equal(orders[6], epoch_order(100, seed=1, epoch=2))
-    assert torch.equal(plans[6], Augmentation(crop=4, flip="random", cutout=5).plan(100, 32, 32, seed=1, epoch=2))
+    assert torch.equal(plans[6], augmentation.plan(100, 32, 32, seed=1, epoch=2))
 
 
-@pytest.mark.parametrize("settings", [{"crop": -1}, {"cutout": -2}, {"flip": "randon"}])
-def test_settings_that_cannot_be_meant_are_refused(settings):
-    with pytest.raises(UsageError):
-        Augmentation(**settings)
-
-
-@pytest.mark.parametrize("setting", ["crop", "cutout"])
-def test_a_crop_or_cutout_as_large_as_the_image_is_refused(setting):
-    for height, width in ((8, 20), (20, 8)):
+def test_settings_that_cannot_be_meant_and_a_crop_or_cutout_as_large_as_the_image_are_refused():
+    for settings in ({"crop": -1}, {"cutout": -2}, {"flip": "randon"}):
+        with pytest.raises(UsageError):
+            Augmentation(**settings)
+    for setting, (height, width) in product(("crop", "cutout"), ((8, 20), (20, 8))):
         with pytest.raises(UsageError, match=rf"data\.{setting} 8 .* use less than 8"):
             Augmentation(**{setting: 8}).check(height, width)
         Augmentation(**{setting: 7}).check(height, width)

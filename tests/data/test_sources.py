@@ -1,19 +1,184 @@
-"""From a data set's name to its images, those of one's own file included."""
+"""From a data set's name to its images: archives like the real ones, and sources of one's own."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import os
+import pickle
+import tarfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from filelock import FileLock
+from local_mirrors import Mirror, serving
 from own_images import save
+from torchvision import datasets
 
 from cifar_lit import plugins
+from cifar_lit.data import sources
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings, at_hand, load_images
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import Failure, UsageError
+
+PER_FILE = 4
+FIRST_PIXEL = [3, 4, 5]  # of the first CIFAR image: red, green, blue
+ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("cifar_10", "cifar10"), ("Shapes", "shapes")])
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+def small_cifar(monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str]) -> dict[str, bytes]:
+    """A CIFAR's archive of PER_FILE images a file, whose checksums torchvision's `reader` then expects."""
+    data = np.zeros((PER_FILE, 3, 32, 32), np.uint8)
+    data[0, :, 0, 0] = FIRST_PIXEL
+    batch = pickle.dumps({"data": data.reshape(PER_FILE, -1), labels_key: [i % len(classes) for i in range(PER_FILE)]})
+    meta = pickle.dumps({reader.meta["key"]: classes})
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        names = [name for name, _ in reader.train_list + reader.test_list]
+        for name, content in {**dict.fromkeys(names, batch), reader.meta["filename"]: meta}.items():
+            entry = tarfile.TarInfo(f"{reader.base_folder}/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(reader, part, [[name, md5(batch)] for name, _ in getattr(reader, part)])
+    monkeypatch.setattr(reader, "meta", {**reader.meta, "md5": md5(meta)})
+    monkeypatch.setattr(reader, "tgz_md5", md5(packed.getvalue()))
+    return {reader.filename: packed.getvalue()}
+
+
+@dataclass
+class Served:
+    """A data set's archives on a mirror, and the folder to put them into."""
+
+    dataset: str
+    mirror: Mirror
+    root: Path
+
+    def load(self, train: bool = True) -> ImageSet:
+        url = self.mirror.url + (ARCHIVE if self.dataset == "cifar10" else "")
+        return load_images(self.dataset, SourceSettings(root=str(self.root), url=url), train)
+
+
+@pytest.fixture
+def cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving(Mirror(small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))) as mirror:
+        yield Served("cifar10", mirror, tmp_path / "data")
+
+
+@pytest.fixture
+def fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    files = {}
+    for name, _ in datasets.FashionMNIST.resources:
+        count = 6 if name.startswith("train") else 3
+        sizes = (count, 28, 28) if "idx3" in name else (count,)
+        header = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4, "big") for size in sizes)
+        files[name] = gzip.compress(header + bytes(number % 10 for number in range(np.prod(sizes))))
+    monkeypatch.setattr(datasets.FashionMNIST, "resources", [(name, md5(packed)) for name, packed in files.items()])
+    with serving(Mirror(files)) as mirror:
+        yield Served("fashion_mnist", mirror, tmp_path / "data")
+
+
+def test_cifar10_is_downloaded_unpacked_and_read_once_by_all_who_start_at_once(
+    cifar: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack, unpackings = tarfile.TarFile.extractall, []
+
+    def slowly(tar: tarfile.TarFile, *args: Any, **kwargs: Any) -> None:
+        unpackings.append(args)
+        time.sleep(0.05)  # long enough for the others to come to the same point
+        unpack(tar, *args, **kwargs)
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        train, _, test, _ = pool.map(cifar.load, [True, True, False, False])
+    assert train.images.shape == (5 * PER_FILE, 32, 32, 3) and test.images.shape == (PER_FILE, 32, 32, 3)
+    assert train.images.dtype == torch.uint8 and train.images.is_contiguous()
+    assert train.images[0, 0, 0].tolist() == FIRST_PIXEL and train.images[0].sum() == sum(FIRST_PIXEL)
+    assert test.labels.tolist() == [0, 1, 2, 3] and train.classes == ("plane", "car", "bird", "cat")
+    assert len(cifar.mirror.requests) == len(unpackings) == 1
+    assert {path.name for path in cifar.root.iterdir() if path.suffix != ".lock"} == {FOLDER, ARCHIVE}
+
+
+def test_cifar100_has_its_fine_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(*small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "fish"]).values())
+    train = load_images("cifar100", SourceSettings(root=str(tmp_path), url=str(tmp_path / "a.tar.gz")), train=True)
+    assert train.labels.tolist() == [0, 1, 0, 1] and train.classes == ("apple", "fish")
+
+
+def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reader in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
+        assert reader.url in [url.format(name=name, archive=reader.filename) for url in sources.CIFAR_MIRRORS]
+    monkeypatch.setattr(sources, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
+    assert len(load_images("cifar10", SourceSettings(root=str(cifar.root)), train=False)) == PER_FILE
+    assert [path for path, _ in cifar.mirror.requests] == ["gone", ARCHIVE]
+
+
+@pytest.mark.parametrize("form", ["archive", "folder"])
+def test_what_was_put_there_by_hand_is_used_as_it_is(cifar: Served, form: str) -> None:
+    cifar.root.mkdir()
+    (cifar.root / ARCHIVE).write_bytes(cifar.mirror.files[ARCHIVE])
+    if form == "folder":  # torchvision's, without the archive
+        with tarfile.open(cifar.root / ARCHIVE) as tar:
+            tar.extractall(cifar.root, filter="data")
+        (cifar.root / ARCHIVE).unlink()
+    assert len(cifar.load()) == 5 * PER_FILE and cifar.mirror.requests == []
+    assert form == "archive" or [path.name for path in cifar.root.iterdir()] == [FOLDER]
+
+
+@pytest.mark.parametrize("victim", ["data_batch_3", "batches.meta"])
+def test_a_folder_that_is_damaged_or_half_unpacked_is_mended_and_foreign_files_stay(cifar: Served, victim: str) -> None:
+    cifar.load()
+    folder = cifar.root / FOLDER
+    os.truncate(folder / victim, 20)
+    (folder / "test_batch").unlink()
+    (folder / "notes.txt").write_text("mine")
+    assert len(cifar.load()) == 5 * PER_FILE
+    assert (folder / "notes.txt").read_text() == "mine" and len(cifar.mirror.requests) == 1
+
+
+def test_a_wait_for_another_process_is_announced(cifar: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    cifar.root.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with FileLock(f"{cifar.root / FOLDER}.lock"):
+            waiting, said = pool.submit(cifar.load), ""
+            while not said:
+                time.sleep(0.01)
+                said = capsys.readouterr().err
+        assert said == f"waiting for another process that prepares {cifar.root / FOLDER}\n"
+        assert len(waiting.result()) == 5 * PER_FILE
+
+
+def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fashion: Served) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        train, test = pool.map(fashion.load, [True, False])
+    assert train.images.shape == (6, 28, 28, 1) and test.images.shape == (3, 28, 28, 1)
+    assert train.images.is_contiguous() and train.images[0, 0, :12, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert train.labels.tolist() == [0, 1, 2, 3, 4, 5] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
+    raw = fashion.root / "FashionMNIST" / "raw"
+    assert {path.name for path in raw.iterdir()} == set(fashion.mirror.files) and len(fashion.mirror.requests) == 4
+    other = SourceSettings(root=str(fashion.root.parent / "other"), url=str(raw))  # a plain folder is a source too
+    assert torch.equal(load_images("fashion_mnist", other, train=True).images, train.images)
+    (packed := raw / "train-images-idx3-ubyte.gz").write_bytes(packed.read_bytes()[:-1])
+    with pytest.raises(Failure, match=f"{packed.name} is damaged or another file: its md5"):
+        fashion.load()
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("cifar-10", "cifar10"), ("Shapes", "shapes")])
 def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     for use in (at_hand, lambda name, settings: load_images(name, settings, train=True)):
         with pytest.raises(UsageError, match=rf"no data set is called '{typed}'. Did you mean {meant}\? There are cifar10, "):
@@ -37,16 +202,27 @@ def test_a_data_set_is_at_hand_where_its_files_are(tmp_path: Path, dataset: str,
     assert at_hand(dataset, settings) and at_hand("shapes", SourceSettings())
 
 
-def test_a_data_set_of_ones_own_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9)))
+def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root: Path) -> None:
+    for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
+        with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):
+            load_images("cifar10", settings, train=True)
+    own = SourceSettings(root=str(root), cache_dir=str(root.parent / "cache"), num_classes=2)
+    assert load_images("folder", own, train=True).classes == ("cat", "dog")
+    with pytest.raises(UsageError, match="has 2 classes, not 3"):
+        load_images("folder", replace(own, num_classes=3), train=True)
+    with pytest.raises(UsageError, match="at least 10 images"):
+        load_images("shapes", SourceSettings(count=9), train=True)
+
+
+def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = SourceSettings(count=12)
+    monkeypatch.setitem(SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9)))
     assert at_hand("mine", settings) and load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
     monkeypatch.setitem(SOURCES, "bad", Source(lambda settings, train: "images"))  # type: ignore[arg-type,return-value]
     with pytest.raises(UsageError, match=r"bad must return a cifar_lit.data.image_set.ImageSet, not a str"):
         load_images("bad", settings, train=True)
-
-
-def test_a_data_set_in_ones_own_file_is_named_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_data.py").write_text(
         "from cifar_lit.data.shapes import shapes\n"
         "from cifar_lit.data.sources import Source\n"
@@ -57,9 +233,9 @@ def test_a_data_set_in_ones_own_file_is_named_by_its_import_path(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "_allowed", set())
     with pytest.raises(UsageError, match=r"my_own_data\.load would run code of its module: type it on the command line"):
-        load_images("my_own_data.load", SourceSettings(), train=True)
+        load_images("my_own_data.load", settings, train=True)
     plugins.allow_imports(["my_own_data.load", "my_own_data.remote"])
-    assert len(load_images("my_own_data.load", SourceSettings(count=12), train=True)) == 12
-    assert at_hand("my_own_data.load", SourceSettings()) and not at_hand("my_own_data.remote", SourceSettings())
+    assert len(load_images("my_own_data.load", settings, train=True)) == 12
+    assert at_hand("my_own_data.load", settings) and not at_hand("my_own_data.remote", settings)
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
         load_images("my_own_data.remote", SourceSettings(channels=1), train=True)

@@ -1,0 +1,161 @@
+"""`ImageData`: parts, statistics, placement, positions, and what becomes of a batch on its device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from own_images import save
+from torch import Tensor
+from torch.nn import functional as F
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.loaders import Batch
+from cifar_lit.errors import UsageError
+
+
+def shapes_data(**settings: Any) -> ImageData:
+    return ImageData("shapes", **{"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16, **settings})
+
+
+def rows_of(loader: Any) -> list[int]:
+    return torch.cat([batch.indices for batch in loader]).tolist()
+
+
+def test_classes_and_parts_are_those_of_the_images() -> None:
+    data = shapes_data(channels=1, num_classes=4)
+    assert data.input_shape == [1, 12, 12] and data.class_count == len(data.classes) == 4
+    assert sorted(rows_of(data.train_dataloader())) == data.split[0].tolist()
+    assert rows_of(data.val_dataloader()) == data.split[1].tolist() and len(data.split[1]) == 10
+    for loader in (data.test_dataloader(), data.predict_dataloader()):
+        assert rows_of(loader) == list(range(12))  # a fifth of the training images
+    everything = shapes_data(val_size=0)
+    assert everything.val_dataloader() == [] and len(everything.split[0]) == 60
+
+
+def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
+    first, second = (shapes_data(seed=seed) for seed in (0, 1))
+    assert torch.equal(first.split[1], second.split[1])
+    assert torch.equal(first.train_images.images, second.train_images.images)
+    assert not torch.equal(shapes_data(split_seed=1).train_images.images, first.train_images.images)
+    assert rows_of(first.train_dataloader()) != rows_of(second.train_dataloader())
+
+
+def test_batches_come_out_normalised_by_given_or_measured_statistics_and_keep_all_else() -> None:
+    data = shapes_data(mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7])
+    batch = next(iter(data.train_dataloader()))
+    result = data.on_after_batch_transfer(batch, 0)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
+    torch.testing.assert_close(result.images, (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std, rtol=1e-5, atol=1e-5)
+    assert result._replace(images=batch.images) == batch
+    data = shapes_data(count=200)
+    pixels = data.plain_images(200).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(pixels.mean(1), torch.zeros(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(pixels.std(1), torch.ones(3), atol=1e-3, rtol=0)
+
+
+def test_one_number_stands_for_every_channel_and_given_ones_are_not_measured() -> None:
+    measured = shapes_data().statistics
+    assert shapes_data(mean=[0.1, 0.2, 0.3], std=1).statistics == ([0.1, 0.2, 0.3], [1.0] * 3)
+    assert shapes_data(mean=0.5).statistics == ([0.5] * 3, measured[1])
+    assert shapes_data(std=0.5).statistics == (measured[0], [0.5] * 3)
+    for settings in ({"mean": [0.1, 0.2]}, {"std": [0.1]}, {"std": 0.0}, {"mean": 0.5, "std": [0.5, 0.5, -1.0]}):
+        with pytest.raises(UsageError, match="need 3 numbers"):
+            _ = shapes_data(**settings).statistics
+
+
+def test_a_sample_shows_the_images_as_the_first_epoch_augments_them() -> None:
+    data = shapes_data(crop=2, flip="random", cutout=3)
+    shown = torch.cat([batch.images for batch in data.train_dataloader()])
+    assert torch.equal(data.sample(40), shown[:40].permute(0, 3, 1, 2))
+
+
+def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_an_epoch() -> None:
+    data, resumed, other = shapes_data(), shapes_data(), shapes_data(batch_size=8)
+    assert data.state_dict() == {}
+    batches = iter(data.train_dataloader())
+    next(batches)
+    resumed.load_state_dict(data.state_dict())
+    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at that"):
+        other.load_state_dict(data.state_dict())
+    rest = rows_of(batches)
+    assert rows_of(resumed.train_dataloader()) == rest and len(rest) == 34
+    other.load_state_dict(data.state_dict())
+    following = other.train_dataloader()
+    following.set_epoch(1)
+    assert len(rows_of(following)) == 50
+
+
+# ---- where the images are kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"placement": "hots"}, r"data\.placement must be one of auto, device, host, not 'hots'\. Did you mean host\?"),
+        ({"workers": 0}, r"data\.workers must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        ImageData("shapes", **settings)
+
+
+def test_images_are_placed_once_on_the_device_up_to_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 60 * 12 * 12 * 3
+    for placement, free, expected in [
+        ("auto", 2 * size, "device"),
+        ("auto", 2 * size - 1, "host"),
+        ("auto", None, "device"),
+        ("device", 0, "device"),
+        ("host", 10**15, "host"),
+    ]:
+        monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device, free=free: free)
+        data = shapes_data(placement=placement)
+        assert (data.placed("train")[1], data.train_dataloader().workers) == (expected, 0 if expected == "device" else 2)
+        monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: 0)
+        assert data.placed("train")[1] == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path: Path, rank: int) -> None:
+    for number in range(24):
+        save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", number)
+    batches = []
+    for placement in ("device", "host"):
+        data = ImageData("folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache"))
+        data.trainer = trainer_at(0, 1, global_rank=rank)
+        batches.append([[part.tolist() for part in batch[:3]] for batch in data.train_dataloader()])
+    assert batches[0] == batches[1] and len(batches[0]) == 3
+
+
+# ---- smaller images first
+
+
+def trainer_at(epoch: int, epochs: int | None, training: bool = True, global_rank: int = 0) -> Any:
+    """A Trainer of two devices that is in an epoch."""
+    device = SimpleNamespace(root_device=torch.device("cpu"))
+    rank = {"global_rank": global_rank, "world_size": 2, "strategy": device, "overfit_batches": 0.0}
+    return SimpleNamespace(current_epoch=epoch, max_epochs=epochs, training=training, **rank)
+
+
+def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_not() -> None:
+    data = shapes_data(resolutions={8: 0.5}, mean=0.5, std=0.25)
+    batch = next(iter(data.train_dataloader()))
+
+    def prepared(*epoch_epochs_training: Any) -> Tensor:
+        data.trainer = trainer_at(*epoch_epochs_training)
+        images: Tensor = data.on_after_batch_transfer(Batch(*batch), 0).images
+        return images
+
+    small = prepared(0, 2)
+    expected = F.interpolate(batch.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
+    torch.testing.assert_close(small, (expected / 255 - 0.5) / 0.25, rtol=1e-5, atol=1e-5)
+    assert small.is_contiguous(memory_format=torch.channels_last)
+    for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):  # two without an end
+        assert prepared(epoch, epochs, training).shape[2:] == (12, 12)
+    with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
+        shapes_data(resolutions={24: 0.5}).train_dataloader()
