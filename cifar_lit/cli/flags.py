@@ -5,6 +5,7 @@ Pure functions of the arguments, without torch, so that a typing error is answer
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -173,12 +174,20 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     """
     line = [subcommand]
     if base:
-        line += ["--config", str(base), f"--logs={LOGS}"]  # a run's configuration names the folder of that time
+        config = str(base) if command.recipe else _run_config(base)
+        line += ["--config", config, f"--logs={LOGS}"]  # a run's configuration names the folder of that time
     for config in command.configs:
         line += ["--config", config]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
+
+
+def _run_config(config: Path) -> str:
+    """A run's config.yaml for the parser: its path, or its text without `data.chunk`, a setting that older versions wrote."""
+    text = config.read_text()
+    kept = re.sub(r"^  chunk: .*\n", "", text, flags=re.MULTILINE)
+    return str(config) if kept == text else kept
 
 
 def recipe_header(path: Path) -> list[str]:
