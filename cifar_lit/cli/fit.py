@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
-from cifar_lit.cli.errors import explain_out_of_memory, long_flags, parsed
+from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
@@ -217,10 +217,8 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
-            with explain_out_of_memory(self.datamodule):
-                getattr(self.run, subcommand)(
-                    self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path
-                )
+            checkpoint = self.checkpoint or self.settings.ckpt_path
+            getattr(self.run, subcommand)(self.trainer, self.model, self.datamodule, checkpoint)
         except Interrupted as interruption:
             interruption.resume = self._resume_line()
             raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -188,12 +187,6 @@ def _run_config(config: Path) -> str:
     text = config.read_text()
     kept = re.sub(r"^  chunk: .*\n", "", text, flags=re.MULTILINE)
     return str(config) if kept == text else kept
-
-
-def recipe_header(path: Path) -> list[str]:
-    """The comment on top of a recipe, line by line without the comment signs."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-    return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
 def recipe_settings(path: Path) -> dict[str, object]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from cifar_lit.cli.errors import explain_out_of_memory, is_out_of_memory
+from cifar_lit.cli.errors import is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
@@ -169,14 +169,13 @@ def steepest(losses: list[float], reach: int) -> int | None:
 def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
     """Sets the batch size of `data` ("batch" in auto) and the learning rate of `model` ("lr"), and prints both."""
     count, lr = len(data.split[0]), model.hparams["lr"]
-    with explain_out_of_memory(data):
-        if "batch" in auto:
-            size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
-            print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
-            data.batch_size = size
-        if "lr" in auto:
-            count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
-            images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
-            rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-            print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
-            model.hparams["lr"] = rate
+    if "batch" in auto:
+        size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
+        print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
+        data.batch_size = size
+    if "lr" in auto:
+        count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
+        images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
+        rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
+        print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
+        model.hparams["lr"] = rate
