@@ -76,6 +76,11 @@ UNTRUSTED = (
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
+def command_parser(name: str, description: str) -> ArgumentParser:
+    """The parser of a command of ours: it raises its errors, and takes no abbreviations."""
+    return ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
+
+
 def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
     """What a parser, made with `exit_on_error=False`, reads from a command line.
 
