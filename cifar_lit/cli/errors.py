@@ -82,9 +82,9 @@ def command_parser(name: str, description: str) -> ArgumentParser:
 
 
 def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
-    """What a parser, made with `exit_on_error=False`, reads from a command line.
+    """What a parser reads from a command line; raises UsageError with one line.
 
-    further: flags that can be typed beside the parser's, for the nearest right name. Raises UsageError with one line.
+    further: flags that can be typed beside the parser's, for the nearest right name.
     """
     try:
         return parser.parse_args(argv)

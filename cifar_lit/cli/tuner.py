@@ -8,8 +8,8 @@ thousandfold, and judges it by the loss of the batch just trained on, whose chan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from copy import deepcopy
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -46,10 +46,7 @@ def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
 
 
 class Trial:
-    """Steps of a copy of a model, which itself stays as it is.
-
-    precision: the Trainer's; mixed ones compute under autocast, others are tried as float32, which takes no less memory.
-    """
+    """Steps of a copy of a model; of precisions but the mixed ones as float32, which takes no less memory."""
 
     def __init__(self, model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
@@ -82,7 +79,9 @@ def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
     """
     sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
     if trial.device.type == "cuda":
-        fitting = list(_fitting(trial, shape, sizes))
+        reserve = torch.empty(int(torch.cuda.mem_get_info(trial.device)[0] * RESERVE), dtype=torch.uint8, device=trial.device)
+        fitting = list(takewhile(lambda size: _fits(trial, shape, size), sizes))
+        del reserve
     else:
         bytes_per_image = 2 * _kept_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
         fitting = [size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)]
@@ -91,22 +90,18 @@ def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
     return fitting[-1]
 
 
-def _fitting(trial: Trial, shape: list[int], sizes: list[int]) -> Iterator[int]:
-    free, _ = torch.cuda.mem_get_info(trial.device)
-    reserve = torch.empty(int(free * RESERVE), dtype=torch.uint8, device=trial.device)
-    for size in sizes:
-        try:
-            for _ in range(2):  # the first step makes the optimizer's own tensors
-                trial.step(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return
-        finally:
-            trial.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-        yield size
-    del reserve
+def _fits(trial: Trial, shape: list[int], size: int) -> bool:
+    try:
+        for _ in range(2):  # the first step makes the optimizer's own tensors
+            trial.step(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        trial.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+    return True
 
 
 def _kept_bytes(trial: Trial, shape: list[int], size: int) -> int:
@@ -133,15 +128,14 @@ def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: 
     the loss falls fastest over the rate's logarithm is taken, as fast.ai does. images: float (N, C, H, W), normalised; labels:
     int64 (N,). Raises Failure when the loss does not fall clearly at any rate.
     """
-    groups = trial.optimizer.param_groups
-    rates = [float(group["lr"]) for group in groups]
+    groups = [(group, float(group["lr"])) for group in trial.optimizer.param_groups]
     steps = min(max(MIN_STEPS, len(images) // batch), MAX_STEPS)
     factors = torch.logspace(math.log10(MIN_FACTOR), math.log10(MAX_FACTOR), steps).tolist()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     probe = order[:PROBE_IMAGES]
     losses: list[float] = []
     for step, factor in enumerate(factors):
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in groups:
             group["lr"] = rate * factor
         rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
         trial.step(images[rows], labels[rows])

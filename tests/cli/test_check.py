@@ -135,10 +135,10 @@ BROKEN = {  # by the word that a probe is given
 }
 
 
-def test_probes_that_hang_or_crash_are_ended_and_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
-    (here / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(here / "python"))
+def test_probes_that_hang_or_crash_are_ended_and_known(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (working_folder / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
+    (working_folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(working_folder / "python"))
     with pytest.raises(Failure, match=r"the look for devices gave no answer in 0\.5 s \(starting\): the driver may hang"):
         look("auto", "auto", 0.5)
     hanging, crashed = check.run_probes(["cpu", "cpu"], {}, 5.0)

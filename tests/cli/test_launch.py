@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,32 +135,22 @@ def finish(run: Path) -> None:
     (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
 
 
-def test_a_new_job_is_recorded_and_changes_nothing_else() -> None:
-    command = start(LINE, SLURM)
-    assert command.job is not None and json.loads(command.job)["job"] == "slurm:hill:7"
-    command.job = None
-    assert command == parse("train", LINE) == start(LINE, {})
-
-
 def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
     first = start(LINE, SLURM)
-    run, newer = leave(first), leave(first, "small-2")
-    os.utime(run / "config.yaml", (1, 1))
+    assert first.job is not None and json.loads(first.job)["job"] == "slurm:hill:7"
+    assert replace(first, job=None) == parse("train", LINE) == start(LINE, {})
     leave(first, "small-3", checkpoint=False)
-    leave(start(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
-    capsys.readouterr()
-    command = start(LINE, AGAIN)
-    assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
-    assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
-    assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
-
-
-def test_a_job_without_a_checkpoint_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    leave(start(LINE, SLURM), checkpoint=False)
     command = start(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")
     line = "SLURM's job 7 was started again, but has no checkpoint in lightning_logs yet: starting anew\n"
     assert capsys.readouterr().err == line
+    run, newer = leave(first), leave(first, "small-2")
+    os.utime(run / "config.yaml", (1, 1))
+    leave(start(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
+    command = start(LINE, AGAIN)
+    assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
+    assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
+    assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
 
 
 def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,8 +160,8 @@ def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pyte
     with pytest.raises(SystemExit) as ended:
         start(first, AGAIN)
     assert ended.value.code == 0
-    line = "lightning_logs/small-1 is finished: its results are in …, and SLURM's job 7 has nothing left to do"
-    assert capsys.readouterr().out.strip() == line.replace("…", "lightning_logs/small-1/metrics.json")
+    line = "lightning_logs/small-1 is finished: its results are in lightning_logs/small-1/metrics.json, and SLURM's job 7 has "
+    assert capsys.readouterr().out == f"{line}nothing left to do\n"
     assert start(second, AGAIN).resume == str(run)
     assert start([*LINE, "--seed", "3"], AGAIN).resume is None
 

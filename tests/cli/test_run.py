@@ -43,14 +43,11 @@ def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run_di
     assert float(rows.hits.double().mean()) == test["accuracy"]
 
 
-def test_metrics_csv_and_tensorboard_have_a_point_an_epoch_and_one_of_the_test(run_dir: Path) -> None:
-    curves = rows_of(run_dir / "metrics.csv")
-    assert tuple(curves[0]) == COLUMNS
-    steps = {name: [int(row["step"]) for row in curves if row[name]] for name in COLUMNS[2:]}
-    assert steps == {name: [10] if name.startswith("test/") else [5, 10] for name in COLUMNS[2:]}
+def test_tensorboard_has_figures_galleries_and_the_tests_accuracy_as_the_metric_of_hparams(run_dir: Path) -> None:
+    assert tuple(rows_of(run_dir / "metrics.csv")[0]) == COLUMNS
     events = EventAccumulator(str(run_dir))
     events.Reload()
-    assert {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]} == steps
+    assert set(events.Tags()["scalars"]) == {*COLUMNS[2:]}
     figures, galleries = ("confusion_matrix", "accuracy_per_class"), ("confident_mistakes", "doubtful_hits")
     parts = {*(f"val/{name}" for name in figures), *(f"test/{name}" for name in (*figures, *galleries))}
     assert set(events.Tags()["images"]) == {"images/train", *parts}

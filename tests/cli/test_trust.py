@@ -34,15 +34,6 @@ def own(working_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     return f"{name}.Own"
 
 
-def test_a_class_that_a_file_names_is_not_imported_without_trust(working_folder: Path, own: str) -> None:
-    refused(run_command("--recipe", "small.yaml", "--config", "own.yaml"), own)
-    refused(run_command("--recipe", "own.yaml"), own)
-    assert not (working_folder / "imported").exists()
-    assert run_command("--recipe", "small.yaml", "--config", "own.yaml", "--trust").code == 0
-    assert (working_folder / "ran").exists()
-    refused(run_command("--recipe", "small.yaml", "--config", "own.yaml"), own)
-
-
 def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(working_folder: Path) -> None:
     words = ("--recipe", "small.yaml", "--epochs", "1", "--config", "own.yaml")
     harmless = "class_path: lightning.pytorch.callbacks.LearningRateMonitor"

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import pytest
 import torch
@@ -101,11 +101,17 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
 
     default: the command where the words name none; "train" is what scripts/train.py has. variables: of the environment.
     """
+    out, err = io.StringIO(), io.StringIO()
+    code = run_into(out, err, words, default, **variables)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
+    """Does what `run_command` does, with streams that take what is printed; returns the exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     before, argv = dict(os.environ), sys.argv
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    out, err = io.StringIO(), io.StringIO()
     variables_of_command = environment(Path.cwd(), **variables)
     os.environ.clear()
     os.environ.update(variables_of_command)
@@ -115,7 +121,7 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
     try:
         with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            code = main([str(word) for word in words], default)
+            return main([str(word) for word in words], default)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -127,7 +133,6 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
             signal.signal(number, handler)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-    return Answer(code, out.getvalue(), err.getvalue())
 
 
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
@@ -163,14 +168,11 @@ class Fork:
             code = 99
             try:
                 os.chdir(folder)
-                with self.out.open("w") as out, self.err.open("w") as err:
+                # lines are written at once, as some ends of a process flush nothing
+                with self.out.open("w", buffering=1) as out, self.err.open("w", buffering=1) as err, around:
                     os.dup2(out.fileno(), 1)
                     os.dup2(err.fileno(), 2)
-                    with around:
-                        answer = run_command(*words, **variables)
-                    out.write(answer.out)
-                    err.write(answer.err)
-                code = answer.code
+                    code = run_into(out, err, words, **variables)
             finally:
                 os._exit(code)
 

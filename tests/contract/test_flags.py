@@ -136,18 +136,15 @@ def test_an_interval_that_means_nothing_is_refused(value: str) -> None:
     assert not Path("lightning_logs").exists()
 
 
-def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml() -> None:
-    words = ["--net", "shapenet", "--auto-batch", "--auto-lr", "--data.count", "800", "--epochs", "1"]
+def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_dir: Path) -> None:
+    words = ["--net", "shapenet", "--model.width", "0.5", "--auto-batch", "--auto-lr", "--data.count", "800", "--epochs", "1"]
     answer = run_command("fit", *SMALL, *words)
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-1"))
     assert config["model"]["lr"] != 0.05
-    assert f"{config['model']['lr']:g}" in answer.out
-    assert config["data"]["batch_size"] == metrics_of(Path("lightning_logs/small-1"))["batch_size"]
-    assert str(config["data"]["batch_size"]) in answer.out
-
-
-def test_a_search_is_only_for_new_trainings(run_dir: Path) -> None:
+    assert f"--auto-lr: {config['model']['lr']:g} (0.05 was set)" in answer.out
+    batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
+    assert config["data"]["batch_size"] == batch_size == 32  # 760 images make 20 steps of 32 and no 20 of 64
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
     assert_refused(answer, 2, "--auto-lr", "new trainings")
 
@@ -166,9 +163,11 @@ def test_a_configuration_file_names_classes_of_ones_own_only_with_trust(
     Path("own.yaml").write_text("trainer:\n  callbacks:\n  - class_path: contract_callbacks.Mark\n")
     words = ["fit", *SMALL, "--config", "own.yaml", "--epochs", "1"]
     assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")
+    assert_refused(run_command("--recipe", "own.yaml"), 2, "contract_callbacks.Mark", "--trust")
     assert not Path("imported").exists()
     assert run_command(*words, "--trust").code == 0
     assert Path("trained").exists()
+    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")  # it is for that command alone
 
 
 def test_debug_shows_the_traceback_and_then_the_same_line() -> None:

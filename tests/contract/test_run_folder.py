@@ -137,14 +137,6 @@ def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_ov
     assert 0.5 < test["loss"] < 3  # ln 4 = 1.39 before anything is learned; a sum over images would be 55
 
 
-def test_metrics_csv_holds_the_curves(run_dir: Path) -> None:
-    rows = rows_of(run_dir / "metrics.csv")
-    for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"):
-        assert {int(row["epoch"]) for row in rows if row[name] and float(row[name]) >= 0} == {0, 1}, name
-    (tested,) = [float(row["test/accuracy"]) for row in rows if row["test/accuracy"]]
-    assert tested == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
-
-
 def test_predictions_csv_has_every_test_image_once_with_label_prediction_and_all_probabilities(run_dir: Path) -> None:
     rows = rows_of(run_dir / "predictions.csv")
     assert list(rows[0]) == ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in CLASSES)]
@@ -169,14 +161,15 @@ def test_report_html_is_about_the_run_and_loads_nothing_from_elsewhere(run_dir: 
     assert not re.search(r"""<link[^>]*href\s*=\s*["']?(https?:)?//""", page)
 
 
-def test_tensorboard_holds_curves_settings_and_images(run_dir: Path) -> None:
-    events = EventAccumulator(str(run_dir))
+def test_metrics_csv_and_tensorboard_hold_the_curves_and_tensorboard_settings_and_images(run_dir: Path) -> None:
+    rows, events = rows_of(run_dir / "metrics.csv"), EventAccumulator(str(run_dir))
     events.Reload()
-    curves = {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"}
-    assert set(events.Tags()["scalars"]) >= curves
+    for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        assert [step for step, _ in points] == ([10] if name.startswith("test/") else [5, 10]), name  # one for each epoch
+        assert [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] == points, name
+    assert points[-1][1] == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     assert events.Tags()["images"]
-    (tested,) = events.Scalars("test/accuracy")
-    assert tested.value == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     for fact in (b"lenet", b"shapes", b"small"):
         assert fact in settings
