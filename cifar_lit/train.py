@@ -116,7 +116,7 @@ class Run(Callback):
             self._evaluate("validate", trainer, model, data)
         self._finish(model, data, val, test)
 
-    def evaluate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
+    def evaluate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> None:
         """Scores a checkpoint on the validation or the test images, or writes its predictions for the test images."""
         if self.command == "validate" and not len(data.split[1]):
             raise UsageError("there is nothing to validate on: data.val_size is 0")
@@ -166,7 +166,7 @@ def write_model(path: Path, model: ImageClassifier, data: ImageData) -> None:
     save_weights(path, weights, card, tensors)
 
 
-def load_weights(model: ImageClassifier, path: str) -> dict[str, Any]:
+def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:
     """Takes the weights of a checkpoint, which it returns; raises Failure where they are another net's."""
     checkpoint = read_checkpoint(Path(path).expanduser())
     try:
