@@ -39,11 +39,9 @@ def is_import_path(name: str) -> bool:
 
 
 def import_callable(path: str) -> Callable[..., Any]:
-    """What the dotted name `path` stands for; its module is also looked for in the working directory.
+    """What a dotted name stands for; its module is also looked for in the working directory.
 
-    Raises:
-        UsageError: for a name that `allow_imports` was not given, or that is not there.
-        Failure: when the module cannot be imported.
+    Raises UsageError for a name that is not allowed or not there, Failure when its module cannot be imported.
     """
     if path not in _allowed:
         raise UsageError(f"{path} would run code of its module: type it on the command line, or add --trust")

@@ -38,9 +38,7 @@ class Run(Callback):
     As a callback it claims the folder, points checkpoints into it, and introduces the run.
 
     Args:
-        folder: where everything goes.
-        settings: the parsed configuration as nested plain values.
-        config: its text, for config.yaml.
+        settings: the parsed configuration as nested plain values; config: its text, for config.yaml.
         notes: what the start card says besides, by name.
         command: fit, train (a fit with a test), validate, test or predict.
     """
@@ -55,7 +53,7 @@ class Run(Callback):
     # ---- what the Trainer is built with
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Checkpoints by validation only where there is one; a live bar on a terminal."""
+        """Those of a Trainer: checkpoints by validation only where there is one, a live bar on a terminal."""
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
         if self.trains:
             callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]
@@ -110,8 +108,7 @@ class Run(Callback):
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        best = read_checkpoint(Path(self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"))
-        model.load_state_dict(best["state_dict"])
+        best = load_weights(model, self.best.best_model_path or f"{self.last.dirpath}/last.ckpt")
         val = Score.from_dict(best["cifar_lit"]["score"]) if self.best.best_model_path else None
         test = self._evaluate("test", trainer, model, data) if self.command == "train" else None
         if val and not test:
@@ -119,24 +116,18 @@ class Run(Callback):
             self._evaluate("validate", trainer, model, data)
         self._finish(model, data, val, test)
 
-    def validate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
-        """Scores a checkpoint on the validation images."""
-        if not len(data.split[1]):
+    def evaluate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> None:
+        """Scores a checkpoint on the validation or the test images, or writes its predictions for the test images."""
+        if self.command == "validate" and not len(data.split[1]):
             raise UsageError("there is nothing to validate on: data.val_size is 0")
         load_weights(model, checkpoint)
-        self._finish(model, data, self._evaluate("validate", trainer, model, data), None)
-
-    def test(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
-        """Scores a checkpoint on the test images."""
-        load_weights(model, checkpoint)
-        self._finish(model, data, None, self._evaluate("test", trainer, model, data))
-
-    def predict(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str) -> None:
-        """Writes the probabilities of every test image to predictions.csv."""
-        load_weights(model, checkpoint)
-        batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
-        count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches)
-        print(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
+        if self.command == "predict":
+            batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
+            count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches)
+            print(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
+            return
+        score = self._evaluate(self.command, trainer, model, data)
+        self._finish(model, data, *((score, None) if self.command == "validate" else (None, score)))
 
     def _evaluate(self, stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
         model.score = model.predictions = None
@@ -146,36 +137,37 @@ class Run(Callback):
     # ---- what it leaves
 
     def _finish(self, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> None:
-        trainer = model.trainer
+        trainer, folder = model.trainer, self.folder.path
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         metrics = metrics_of(self.settings, trainer, model, data, self.clock if self.trains else None, val, test)
         if self.board:
             draw_for_tensorboard(self.board, val, test, model.predictions, data, trainer.global_step)
         if self.trains:
-            self._write_model(model, data)
+            write_model(folder / "model.safetensors", model, data)
+            (folder / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
         if test and model.predictions is not None:
-            write_predictions(self.folder.path / "predictions.csv", data.classes, [model.predictions])
+            write_predictions(folder / "predictions.csv", data.classes, [model.predictions])
             if self.trains:
-                write_report(self.folder.path, metrics, model.predictions, data)
-        write_metrics(self.folder.path, metrics)
+                write_report(folder, metrics, model.predictions, data)
+        write_metrics(folder, metrics)
         print_results(self, metrics, test, data)
 
-    def _write_model(self, model: ImageClassifier, data: ImageData) -> None:
-        """Writes model.safetensors, with what tells images that are unlike those of the training."""
-        h, (mean, std) = model.hparams, data.statistics
-        weights, options = model.net.state_dict(), dict(h["net_options"] or {})
-        card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options)
-        classifier = Classifier(build_loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
-        tensors: dict[str, Tensor] = {}
-        if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):
-            tensors, card = learned[0], replace(card, novelty=learned[1])
-        save_weights(self.folder.path / "model.safetensors", weights, card, tensors)
-        (self.folder.path / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
+
+def write_model(path: Path, model: ImageClassifier, data: ImageData) -> None:
+    """Writes model.safetensors, with what tells images that are unlike those of the training."""
+    h, (mean, std) = model.hparams, data.statistics
+    weights, options = model.net.state_dict(), dict(h["net_options"] or {})
+    card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options)
+    classifier = Classifier(build_loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
+    tensors: dict[str, Tensor] = {}
+    if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):
+        tensors, card = learned[0], replace(card, novelty=learned[1])
+    save_weights(path, weights, card, tensors)
 
 
-def load_weights(model: ImageClassifier, path: str) -> None:
-    """Takes the weights of a checkpoint; raises Failure where they are another net's."""
+def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:
+    """Takes the weights of a checkpoint, which it returns; raises Failure where they are another net's."""
     checkpoint = read_checkpoint(Path(path).expanduser())
     try:
         model.load_state_dict(checkpoint["state_dict"])
@@ -184,3 +176,4 @@ def load_weights(model: ImageClassifier, path: str) -> None:
             f"{path} holds weights of {describe_net(checkpoint.get('hyper_parameters', {}))}, "
             f"not of {describe_net(model.hparams)}: leave --net and the data flags out, or give those of the checkpoint"
         ) from None
+    return checkpoint

@@ -1,11 +1,13 @@
 """Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names."""
 
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import browser, open_page
+from contract.command_line import RECIPE, SMALL, Training, run_command
 
 __all__ = ["browser", "open_page"]
 
@@ -35,3 +37,20 @@ def write_counts(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], N
             )
 
     return write
+
+
+@pytest.fixture(scope="session")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training by the recipe small.yaml, in one process on the CPU."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "small.yaml").write_text(RECIPE)
+    with chdir(folder):
+        answer = run_command(*SMALL)
+    assert answer.code == 0, answer.err
+    return Training(folder / "lightning_logs/small-1", answer)
+
+
+@pytest.fixture(scope="session")
+def run_dir(training: Training) -> Path:
+    """The run folder of the training; to be left as it is."""
+    return training.run_dir

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
@@ -39,7 +40,9 @@ _VALUED = ("--top", "--sheet", "--max-pixels", "--device")
 def classify(argv: list[str]) -> int:
     """Runs `classify`; returns 1 when a file could not be read. Raises UsageError and Failure."""
     settings = _settings(argv)
-    share_cores()
+    # Let torch's threads sleep where they wait, which they do spinning: they take the cores that decode the next pictures. On two
+    # cores it doubled the images/s with a small net and pictures of 640 × 640. Of use before torch is imported only.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cifar_lit.hardware import resolve_device
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
@@ -62,20 +65,12 @@ def classify(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def share_cores() -> None:
-    """Lets torch's threads sleep where they wait, which they do spinning: they take the cores that decode the next pictures.
-
-    Of use before torch is imported only. On two cores it doubled the images/s with a small net and pictures of 640 × 640.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def _settings(argv: list[str]) -> Namespace:
     description = (
         "Names what is on pictures, with the net of a run: the likeliest classes of each, with their probabilities. "
         "Reads JPEG, PNG, WebP, BMP and GIF, whatever the suffix; of what moves, the first frame."
     )
-    parser = ArgumentParser(prog="cifar-lit classify", description=description, exit_on_error=False, allow_abbrev=False)
+    parser = command_parser("classify", description)
     add = parser.add_argument
     add("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
     add("paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin")
@@ -105,20 +100,19 @@ def _sorted_argv(argv: list[str]) -> list[str]:
     """
     flags: list[str] = []
     paths: list[str] = []
-    rest = list(argv)
+    rest = deque(argv)
     while rest:
-        arg = rest.pop(0)
+        arg = rest.popleft()
         if arg == "--":
-            paths += rest
             break
         if arg in _ROW_FILES:
-            arg += f"={rest.pop(0)}" if rest and rest[0].lower().endswith(_ROW_FILES[arg]) else "=-"
+            arg += f"={rest.popleft()}" if rest and rest[0].lower().endswith(_ROW_FILES[arg]) else "=-"
         elif arg == "--explain":
             arg += f"={EXPLAINED}"
         elif arg in _VALUED and rest:
-            arg += f"={rest.pop(0)}"
+            arg += f"={rest.popleft()}"
         (flags if arg.startswith("-") and arg != "-" else paths).append(arg)
-    return [*flags, "--", *paths] if any(path.startswith("-") for path in paths) else [*flags, *paths]
+    return [*flags, "--", *paths, *rest] if any(path.startswith("-") for path in (*paths, *rest)) else [*flags, *paths, *rest]
 
 
 def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
@@ -128,10 +122,9 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
     if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
         raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
     for flag in ("csv", "jsonl", "sheet"):
-        name = settings[flag] or "-"
-        if flag != "sheet" and name.lower().endswith(SUFFIXES):
-            raise UsageError(f"--{flag}={name} would write rows into a picture: name a .{flag} file")
-        target = Path(name)
+        target = Path(settings[flag] or "-")
+        if flag != "sheet" and target.name.lower().endswith(SUFFIXES):
+            raise UsageError(f"--{flag}={target} would write rows into a picture: name a .{flag} file")
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
@@ -153,7 +146,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
         targets = [(target, kind) for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)) if target is not None]
         writers = [stack.enter_context(_row_file(target, kind, top, len(files))) for target, kind in targets]
         if not targets:
-            writers.append(ClassTable([file.path for file in files], classifier.classes, top).write)
+            writers.append(_class_table([file.path for file in files], classifier.classes, top))
         # a bar would be drawn into rows that appear on the same terminal
         quiet = sys.stdout.isatty() and (not targets or "-" in (settings.csv, settings.jsonl))
         advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
@@ -198,34 +191,32 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
     _note(f"{count:,} rows in {display_path(path)}")
 
 
-class ClassTable:
-    """A table whose columns are as wide as their widest entry can be, so that it need not wait for the last row."""
+def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Write:
+    """Prints the head of a table; returns what prints its rows.
 
-    def __init__(self, paths: Sequence[str], classes: Sequence[str], top: int) -> None:
-        self._class_width = max(cell_len(printable(name)) for name in classes)
-        self._widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[self._class_width + 6] * top]
-        names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
-        self._header: list[Text] | None = [Text(name, "bold") for name in names]
-        self._console = Console(highlight=False, soft_wrap=True)
+    Its columns are as wide as their widest entry can be, so that it need not wait for the last row.
+    """
+    class_width = max(cell_len(printable(name)) for name in classes)
+    widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[class_width + 6] * top]
+    console = Console(highlight=False, soft_wrap=True)
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Prints rows, under the names of the columns if they are the first."""
-        if self._header:
-            self._print(self._header)
-            self._header = None
-        for row in rows:
-            path = Text(printable(row.path or ""))
-            if row.error is not None:
-                self._print([path, *(Text() for _ in self._widths[1:])], Text(row.error, "red"))
-                continue
-            cells = [Text(f"{set_cell_size(printable(name), self._class_width)} {value:.3f}") for name, value in row.top]
-            cells[0].stylize("bold")
-            self._print([path, *cells], Text("unlike the training images" if row.unlike else "", "yellow"))
-
-    def _print(self, cells: list[Text], note: Text | None = None) -> None:
-        for cell, width in zip(cells, self._widths, strict=True):
+    def print_cells(cells: list[Text], note: str = "", style: str = "") -> None:
+        cells += [Text() for _ in widths[len(cells) :]]
+        for cell, width in zip(cells, widths, strict=True):
             cell.truncate(width, pad=True)
-        self._console.print(Text("  ").join([*cells, note or Text()]))
+        console.print(Text("  ").join([*cells, Text(note, style)]))
+
+    def write(rows: Sequence[Row]) -> None:
+        for row in rows:
+            cells = [Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}") for name, value in row.top]
+            for best in cells[:1]:
+                best.stylize("bold")
+            note = row.error or ("unlike the training images" if row.unlike else "")
+            print_cells([Text(printable(row.path or "")), *cells], note, "red" if row.error else "yellow")
+
+    names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
+    print_cells([Text(name, "bold") for name in names])
+    return write
 
 
 def printable(text: str) -> str:

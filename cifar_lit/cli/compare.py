@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jsonargparse import ArgumentParser
 from rich.table import Table
 
 from cifar_lit.cli.console import for_tables, say
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import atomic_write, write_text
+from cifar_lit.files import atomic_write
 from cifar_lit.runs.run_folder import display_path
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Pairs = list[tuple[str, str, "McNemar"]]
 
 def compare(words: list[str]) -> None:
     """Compares runs; raises UsageError where there is none, Failure where a file cannot be written."""
-    parser = ArgumentParser(prog="cifar-lit compare", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = command_parser("compare", DESCRIPTION)
     parser.add_argument("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of logs")
     parser.add_argument("--plot", type=str | None, default=None, help="draw the curves of all into this PNG")
     parser.add_argument("--csv", type=str | None, default=None, help="write a row for each run to this file; - for stdout")
@@ -54,19 +54,29 @@ def compare(words: list[str]) -> None:
     differences, grouped, (tests, reasons) = differing(runs), groups(runs), pairs(runs)
     several = any(group["accuracy"]["n"] > 1 for group in grouped)
     if settings.plot:
-        _plot(runs, _labels(runs, grouped) if several else [run.name for run in runs], Path(settings.plot).expanduser())
+        _plot(settings.plot, runs, grouped if several else [])
     if settings.csv:
-        _write(settings.csv, _as_csv(runs, differences))
+        _write("--csv", settings.csv, _as_csv(runs, differences))
     if settings.json:
-        _write(settings.json, _as_json(runs, differences, grouped, tests))
+        _write("--json", settings.json, _as_json(runs, differences, grouped, tests))
     if "-" in (settings.csv, settings.json):
         return
-    if len(runs) > 1:
-        _show_settings(runs, differences)
+    names = [run.name for run in runs]
+    if len(runs) > 1 and not differences:
+        say("no setting differs between these runs", "")
+    elif 1 < len(runs) <= len(differences):
+        _table("settings that differ", ["", *names], [[name, *values] for name, values in differences.items()])
+    elif len(runs) > 1:
+        _table("settings that differ", ["run", *differences], list(zip(names, *differences.values(), strict=True)))
     _show_figures(runs)
     if several:
         _show_groups(grouped)
-    _show_pairs(tests, reasons)
+    say(*(pair_line(first, second, test) for first, second, test in tests))
+    if tests:
+        say("p is McNemar's mid-p: how often chance alone would split those images so unevenly if both were equally good.")
+    if len(tests) > 1:
+        say(f"Of {len(tests)} pairs of equal nets, {0.05 * len(tests):.1f} would fall below 0.05 by chance.")
+    say(*reasons)
     say(*(f"wrote {display_path(Path(name).expanduser())}" for name in (settings.plot, settings.csv, settings.json) if name))
 
 
@@ -83,23 +93,12 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
     for_tables().print(table)
 
 
-def _show_settings(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> None:
-    names = [run.name for run in runs]
-    if not differences:
-        say("no setting differs between these runs", "")
-    elif len(runs) <= len(differences):
-        _table("settings that differ", ["", *names], [[name, *values] for name, values in differences.items()])
-    else:
-        _table("settings that differ", ["run", *differences], list(zip(names, *differences.values(), strict=True)))
-
-
 def _show_figures(runs: Sequence[RunRecord]) -> None:
     figures = [run.figures | {"interval": _interval(run.figures)} for run in runs]
     known = {name for name, _, _ in COLUMNS} | {"low", "high"}
     further = dict.fromkeys(name for row in figures for name in row if name not in known)
-    columns = [*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)]
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
-    for name, title, form in columns:
+    for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):
         values = [f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures]
         if any(values) or name == "accuracy":
             cells[title] = values
@@ -125,15 +124,6 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     _table(title, columns, rows, 1 + len(names))
 
 
-def _show_pairs(tests: Pairs, reasons: Sequence[str]) -> None:
-    say(*(pair_line(first, second, test) for first, second, test in tests))
-    if tests:
-        say("p is McNemar's mid-p: how often chance alone would split those images so unevenly if both were equally good.")
-    if len(tests) > 1:
-        say(f"Of {len(tests)} pairs of equal nets, {0.05 * len(tests):.1f} would fall below 0.05 by chance.")
-    say(*reasons)
-
-
 def pair_line(first: str, second: str, test: McNemar) -> str:
     """What McNemar's test says of two runs, in words."""
     p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
@@ -148,49 +138,50 @@ def pair_line(first: str, second: str, test: McNemar) -> str:
 # ---- in files
 
 
-def _plot(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
+def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
+    """Draws the curves; the runs of a group share one label, its recipe and settings."""
     from cifar_lit.runs.compare import plot_curves
 
-    try:
-        with atomic_write(file) as partial:
-            plot_curves(runs, labels, partial)
-    except OSError as error:
-        raise Failure(f"cannot write {file}: {error.strerror}. Choose another place with --plot.") from None
-    except ValueError as error:
-        raise Failure(f"{error}: leave --plot out") from None
-
-
-def _labels(runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> list[str]:
-    """The name of each run's group with its settings; runs in no group keep their own."""
     labels = {run.name: run.name for run in runs}
     for group in grouped:
         settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
         label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
-    return [labels[run.name] for run in runs]
+    try:
+        with _writing("--plot", name) as partial:
+            plot_curves(runs, list(labels.values()), partial)
+    except ValueError as error:
+        raise Failure(f"{error}: leave --plot out") from None
 
 
-def _write(name: str, text: str) -> None:
+@contextmanager
+def _writing(flag: str, name: str) -> Iterator[Path]:
+    try:
+        with atomic_write(Path(name).expanduser()) as partial:
+            yield partial
+    except OSError as error:
+        raise Failure(f"cannot write {name}: {error.strerror}. Choose another place with {flag}.") from None
+
+
+def _write(flag: str, name: str, text: str) -> None:
     """Writes a file, or to stdout for -."""
     if name == "-":
         print(text, end="")
         return
-    try:
-        write_text(Path(name).expanduser(), text)
-    except OSError as error:
-        raise Failure(f"cannot write {name}: {error.strerror}. Choose another place.") from None
+    with _writing(flag, name) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:
     rows = []
     for place, run in enumerate(runs):
         settings = {name: values[place] for name, values in differences.items()}
-        rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures})
-    names = dict.fromkeys(name for row in rows for name in row)
+        rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
+    names = dict.fromkeys(name for row in rows for name in row if name != "note")
     out = io.StringIO()
     writer = csv.DictWriter(out, [*names, "note"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**row, "note": run.note} for row, run in zip(rows, runs, strict=True))
+    writer.writerows(rows)
     return out.getvalue()
 
 

@@ -35,18 +35,6 @@ def for_tables() -> Console:
 
 def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
     """Prints what is about to run, as a box on a terminal and as plain lines elsewhere."""
-    rows = card_rows(run, trainer, model, data)
-    if not sys.stdout.isatty():
-        say(*(f"{name:<12} {value}" for name, value in rows.items()))
-        return
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        grid.add_row(f"[dim]{name}[/]", value)
-    rich.get_console().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
-
-
-def card_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dict[str, str]:
-    """What is about to run, by name."""
     train, val = (len(part) for part in data.split)
     channels, height, width = data.input_shape
     world, batch_size = trainer.world_size, data.batch_size
@@ -56,7 +44,8 @@ def card_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dic
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     kept = f"in the memory of {device}" if data.placed("train")[1] == "device" else f"read by {data.workers} workers"
     size = f"{channels}×{height}×{width}"
-    smaller = "".join(f"{side} px for {share:.0%}, " for side, share in data.resolutions.items()) if data.resolutions else ""
+    smaller = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items()) if data.resolutions else ""
+    resumed = f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
         "sizes": f"{smaller}then {height} px" if smaller else "",
@@ -65,12 +54,17 @@ def card_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dic
         "precision": str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else ""),
         "batch": f"{batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch",
         "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {trainer.max_epochs} epochs · seed {data.seed}",
-        "resumes": "",
+        "resumes": resumed if "resume" in notes else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
-    if "resume" in notes:
-        rows["resumes"] = f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
-    return {name: value for name, value in rows.items() if value}
+    rows = {name: value for name, value in rows.items() if value}
+    if not sys.stdout.isatty():
+        say(*(f"{name:<12} {value}" for name, value in rows.items()))
+        return
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        grid.add_row(f"[dim]{name}[/]", value)
+    rich.get_console().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from cifar_lit.cli.flags import SHORT
 from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
-
-if TYPE_CHECKING:
-    from cifar_lit.data.datamodule import ImageData
 
 _CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
@@ -45,7 +40,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         reached = "a checkpoint" if "weight" in text else "the weights"
         text += f"; stopped before it reached {reached}. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
     elif is_out_of_memory(error):
-        text = "out of memory: lower --batch-size or data.eval_batch_size, or choose a smaller --net"
+        text = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
+        text += ", or choose a smaller --net"
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = f"the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume"
     elif isinstance(error, PermissionError):
@@ -67,21 +63,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error))
 
 
-@contextmanager
-def explain_out_of_memory(data: ImageData) -> Iterator[None]:
-    """Turns torch's want of memory into a Failure that names the batch sizes of `data` and what to try."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
-        raise Failure(
-            f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
-            "--data.eval_batch_size, or choose a smaller --net"
-        ) from error
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
@@ -95,10 +76,15 @@ UNTRUSTED = (
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
-def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
-    """What a parser, made with `exit_on_error=False`, reads from a command line.
+def command_parser(name: str, description: str) -> ArgumentParser:
+    """The parser of a command of ours: it raises its errors, and takes no abbreviations."""
+    return ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
 
-    further: flags that can be typed beside the parser's, for the nearest right name. Raises UsageError with one line.
+
+def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
+    """What a parser reads from a command line; raises UsageError with one line.
+
+    further: flags that can be typed beside the parser's, for the nearest right name.
     """
     try:
         return parser.parse_args(argv)

@@ -6,11 +6,10 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables, say
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.run_folder import display_path
 
@@ -29,7 +28,7 @@ USAGE = {  # how a file of each format is used
 
 def export(argv: list[str]) -> None:
     """Exports a net and prints how the file compares with it; raises UsageError or Failure where it is not kept."""
-    parser = ArgumentParser(prog="cifar-lit export", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="a run folder, or its model.safetensors")
     add("--to", type=str, required=True, help="onnx, torch-export or safetensors")
@@ -52,9 +51,8 @@ def export(argv: list[str]) -> None:
     model = model / "model.safetensors" if model.is_dir() else model
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"--out {path} is {'a folder' if path.is_dir() else 'in no folder that exists'}: name a file in an existing one"
-        )
+        place = "a folder" if path.is_dir() else "in no folder that exists"
+        raise UsageError(f"--out {path} is {place}: name a file in an existing one")
     if path.exists() and path.samefile(model):
         raise UsageError(f"--out {path} is the file that the net comes from: name another")
     data = RunData(model, net.card, settings.data_dir)

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
-from cifar_lit.cli.errors import explain_out_of_memory, long_flags, parsed
+from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
@@ -88,7 +88,16 @@ class TrainingCLI(LightningCLI):
         if run is None:
             raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
         check_unfinished(run, needs_test=command.name == "train")
-        forget_repeated_words(command, run)
+        # a line may be repeated from the history: the run's own recipe, and searches that it has made, are said again
+        if command.recipe:
+            settings = plain_values(run / "config.yaml") or {}
+            if recipe_path(command.recipe).stem != settings.get("recipe"):
+                raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
+            command.recipe = None
+        for name, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
+            if name in command.auto:
+                command.flags = command.without(flag)
+        command.auto = set()
         return checkpoint
 
     def _base_settings(self) -> Path | None:
@@ -129,7 +138,7 @@ class TrainingCLI(LightningCLI):
             self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: a checkpoint's settings must not override flags."""
+        """Does nothing: a checkpoint's settings must not override flags."""
 
     @property
     def settings(self) -> Any:
@@ -162,7 +171,13 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
-        self._tune()
+        auto, trainer = self.command.auto, self.settings.trainer
+        if auto and self.name != "fit":
+            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
+        if auto:  # what it finds is recorded as if it had been typed
+            device = device_of(self.machine, trainer.accelerator, trainer.devices)
+            search(auto, self.model, self.datamodule, device, str(trainer.precision))
+            self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         configured = self.config_init[self.name].trainer
@@ -182,16 +197,6 @@ class TrainingCLI(LightningCLI):
             **({} if validates else {"limit_val_batches": 0}),
             **kwargs,
         )
-
-    def _tune(self) -> None:
-        """Finds what `--auto-batch` and `--auto-lr` ask for; it is recorded as if it had been typed."""
-        auto, trainer = self.command.auto, self.settings.trainer
-        if auto and self.name != "fit":
-            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
-        if auto:
-            device = device_of(self.machine, trainer.accelerator, trainer.devices)
-            search(auto, self.model, self.datamodule, device, str(trainer.precision))
-            self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
 
     def _make_run(self) -> tuple[Run, int | None]:
         """The run, its folder claimed where it is resumed, and the step that it goes on from."""
@@ -217,10 +222,8 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
         try:
-            with explain_out_of_memory(self.datamodule):
-                getattr(self.run, subcommand)(
-                    self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path
-                )
+            run = self.run.fit if subcommand == "fit" else self.run.evaluate
+            run(self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path)
         except Interrupted as interruption:
             interruption.resume = self._resume_line()
             raise
@@ -263,30 +266,10 @@ def program(script: str, command: str) -> str:
     return f"{'python -m cifar_lit' if path.suffix else path.name} {command}"
 
 
-# ---- resuming
-
-
-def forget_repeated_words(command: Command, run: Path) -> None:
-    """Drops what a line repeated from the history says again: the run's own recipe, and searches that it has made.
-
-    Raises UsageError for another recipe.
-    """
-    if command.recipe:
-        settings = plain_values(run / "config.yaml") or {}
-        if recipe_path(command.recipe).stem != settings.get("recipe"):
-            raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
-        command.recipe = None
-    for search_name, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
-        if search_name in command.auto:
-            command.flags = command.without(flag)
-    command.auto = set()
-
-
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
     """The checkpoint to go on from, and its step: `checkpoint` or, if it was not named itself and is damaged, another.
 
     To be called when the run's lock is held: until then another process may have written there, or come to its end.
-    Raises UsageError when the run is finished by now, Failure when nothing can be gone on from.
     """
     check_unfinished(checkpoint.resolve().parent.parent, needs_test=command.name == "train")
     named = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()

@@ -5,9 +5,9 @@ Pure functions of the arguments, without torch, so that a typing error is answer
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -46,12 +46,10 @@ class Command:
         name: one of TRAINING.
         recipe: a packaged recipe, or the path of a YAML file.
         configs: files of further settings, the strongest last.
-        logs: the folder for run folders, None for what the settings say.
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
-        trust: configuration files may name any class.
         auto: which of "batch" and "lr" are to be searched for before the training.
         flags: all others, as LightningCLI takes them, each one word with its value.
-        job: what a new run's folder records of the scheduler's job that it belongs to, None outside one.
+        job: what a new run's folder records of the scheduler's job that it belongs to.
     """
 
     name: str
@@ -90,9 +88,11 @@ def recipe_names() -> list[str]:
 def recipe_path(name: str) -> Path:
     """The YAML file of a packaged recipe, or of one's own when `name` is a path; raises UsageError when there is none."""
     path = _expand_home(name)
-    if path.suffix in (".yaml", ".yml") and not path.is_file():
+    if path.suffix not in (".yaml", ".yml"):
+        return packaged_recipe(name)
+    if not path.is_file():
         raise UsageError(f"there is no recipe file {name}")
-    return path if path.suffix in (".yaml", ".yml") else packaged_recipe(name)
+    return path
 
 
 def packaged_recipe(name: str) -> Path:
@@ -111,10 +111,9 @@ def _expand_home(path: str) -> Path:
 
 
 def parse(name: str, argv: list[str]) -> Command:
-    """The training command `name` with its arguments.
+    """The training command `name` with its arguments; of a repeated flag the last counts, but for --config.
 
-    Raises:
-        UsageError: a flag without its value, a word that belongs to no flag, or a --config file that there is not.
+    Raises UsageError for a flag without its value, a word that belongs to no flag, or a --config file that there is not.
     """
     command = Command(name)
     rest = deque(argv)
@@ -136,7 +135,15 @@ def parse(name: str, argv: list[str]) -> Command:
         elif key in _EXAMPLES:
             if not equals and not value_follows:
                 raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-            _set(command, key, rest.popleft() if value_follows else value)
+            value = rest.popleft() if value_follows else value
+            if key in SHORT:
+                command.flags.append(f"--{SHORT[key]}={value}")
+            elif key != "config":
+                setattr(command, key, value)
+            elif _expand_home(value).is_file():
+                command.configs.append(value)
+            else:
+                raise UsageError(f"there is no configuration file {value}")
         else:
             command.flags.append(f"{word}={rest.popleft()}" if value_follows else word)
     return command
@@ -151,29 +158,15 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _set(command: Command, key: str, value: str) -> None:
-    """Stores the value of a flag that `parse` knows; of a repeated one the last counts, but for --config."""
-    if key in SHORT:
-        command.flags.append(f"--{SHORT[key]}={value}")
-    elif key == "config":
-        if not _expand_home(value).is_file():
-            raise UsageError(f"there is no configuration file {value}")
-        command.configs.append(value)
-    else:
-        setattr(command, key, value)
-
-
 def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:
-    """The line for LightningCLI: sub-command, base configuration (recipe or run), configs, flags.
+    """The line for LightningCLI: its sub-command, base configuration, configs, flags.
 
-    Args:
-        command: what was typed.
-        base: the weakest settings, None when only the configs and the defaults count.
-        subcommand: LightningCLI's: fit, validate, test or predict.
+    base: the weakest settings, a recipe's or a run's; None when only the configs and the defaults count.
     """
     line = [subcommand]
     if base:
-        line += ["--config", str(base), f"--logs={LOGS}"]  # a run's configuration names the folder of that time
+        config = str(base) if command.recipe else _run_config(base)
+        line += ["--config", config, f"--logs={LOGS}"]  # a run's configuration names the folder of that time
     for config in command.configs:
         line += ["--config", config]
     if command.recipe:
@@ -181,10 +174,11 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
 
 
-def recipe_header(path: Path) -> list[str]:
-    """The comment on top of a recipe, line by line without the comment signs."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
-    return [line.removeprefix("#").removeprefix(" ") for line in lines]
+def _run_config(config: Path) -> str:
+    """A run's config.yaml for the parser: its path, or its text without `data.chunk`, a setting that older versions wrote."""
+    text = config.read_text()
+    kept = re.sub(r"^  chunk: .*\n", "", text, flags=re.MULTILINE)
+    return str(config) if kept == text else kept
 
 
 def recipe_settings(path: Path) -> dict[str, object]:

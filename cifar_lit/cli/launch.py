@@ -18,13 +18,10 @@ from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_fini
 
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
-    """Takes devices and nodes from torchrun or SLURM, which has started the processes already; without them nothing changes.
+    """Takes devices and nodes from torchrun or SLURM, which has started the processes already; raises UsageError for others.
 
     One task of SLURM is one device. Its ranks become known by the names that torchrun gives them too, and the variables that
     Lightning compares with are made those of this step: a step may have fewer tasks than the job.
-
-    Raises:
-        UsageError: when flags ask for something else, nodes have different numbers of tasks, or the tasks were never started.
     """
     if by_torchrun(environment):
         here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -60,22 +57,18 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     """Makes a training's command go on with the run of its job, as `--resume RUN` would, where there is one.
 
     Else its new run's folder will record the job. A line with a --resume of its own is left alone. argv: as it was typed.
-
-    Raises:
-        SystemExit: of code 0, with a line that says so, when the run is finished.
-        UsageError: when another line names the job whose recipe is another.
+    Raises SystemExit of code 0, with a line that says so, when the run is finished.
     """
     job = job_of(environment) if command.name in ("fit", "train") and not command.asks_only else None
     if job is None:
         return
-    first, resumes, run, note = is_first_process(environment), command.resume is not None, None, ""
-    if resumes and job.again:
-        run = run_of(find_resumable(Path(command.logs or LOGS), command.resume or None))
-    elif not resumes:
+    first, run, note = is_first_process(environment), None, ""
+    if command.resume is not None:
+        run = run_of(find_resumable(Path(command.logs or LOGS), command.resume or None)) if job.again else None
+    else:
         logs, line = _logs(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
         command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
-        if job.again or job.named:
-            run = run_of_job(logs, job, line, environment)
+        run = run_of_job(logs, job, line, environment) if job.again or job.named else None
         if run is not None:
             note = f"going on with {display_path(run)}: {job.title} {'was started again' if job.again else 'has a run'}"
             _resume(command, run, job, line)
@@ -91,7 +84,7 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
 
 
 def _resume(command: Command, run: Path, job: Job, line: str) -> None:
-    """Turns a line into one that resumes a run, whose config.yaml holds what files and searches gave at its beginning."""
+    """Turns a line into one that resumes a run; raises UsageError for another recipe than that of the job's first line."""
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
         recipe = record.get("recipe") or "that fits this machine"
@@ -100,15 +93,10 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
         )
     if record.get("line") == line:
         command.configs = []
-    for search, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
-        if search in command.auto:
-            command.flags = command.without(flag)
-    command.auto, command.recipe = set(), None
-    command.logs, command.resume = str(run.parent), str(run)
+    command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
 
 
 def _logs(command: Command) -> Path:
     """The folder of runs that a new training of this line would use."""
-    configs = () if command.logs else (plain_values(Path(config).expanduser()) for config in reversed(command.configs))
-    named = (str(values["logs"]) for values in configs if isinstance(values, dict) and values.get("logs"))
-    return Path(command.logs or next(named, LOGS)).expanduser()
+    configs = (plain_values(Path(config).expanduser()) or {} for config in reversed(command.configs))
+    return Path(command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)).expanduser()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     """Runs a command line; what goes wrong is one line on stderr, with --debug after its traceback.
 
     Args:
-        argv: the arguments, without the program's name; this process's own if not given.
+        argv: without the program's name; this process's own if not given.
         default: the command when none is named.
 
     Returns:
@@ -91,30 +92,28 @@ def _run(argv: list[str], default: str) -> int:
         print(f"cifar-lit {__version__}")
         return 0
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
-    if name in OWN:
-        _allow_own_runs(rest)
-        module, _, function = OWN[name].partition(":")
-        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
-        return code or 0
-    if name not in flags.TRAINING:
+    if name in flags.TRAINING:
+        _train(flags.parse(name, rest), rest)
+        return 0
+    if name not in OWN:
         known = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
-    _train(flags.parse(name, rest), rest)
-    return 0
+    _allow_own_runs(rest)
+    module, _, function = OWN[name].partition(":")
+    code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+    return code or 0
 
 
 def _allow_own_runs(argv: list[str]) -> None:
     """Lets the nets and data sets from files of the user's own be imported that the runs on a line were trained with."""
     for word in argv:
-        try:
+        with suppress(UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
             path = Path(word)
             config = (path if path.is_dir() else path.parent) / "config.yaml"
             if path.exists() and config.is_file():
                 from cifar_lit.cli.trust import allow_own_run
 
                 allow_own_run(config)
-        except (UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
-            continue
 
 
 def _train(command: flags.Command, argv: list[str]) -> None:

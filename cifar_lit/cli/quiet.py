@@ -20,10 +20,7 @@ def hold_signals() -> None:
 
 
 def catch_signals() -> None:
-    """Makes Ctrl-C, SIGTERM and SLURM's signal to requeue raise `Interrupted` wherever the command is.
-
-    A training stops after its step instead.
-    """
+    """Makes Ctrl-C, SIGTERM and SLURM's signal to requeue raise `Interrupted`; a training stops after its step instead."""
     from cifar_lit.training.callbacks import Interrupted
 
     def stop(number: int, frame: object) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+from pathlib import Path
+
 from rich.table import Table
 
 from cifar_lit.cli import flags
@@ -22,12 +25,18 @@ def list_recipes(argv: list[str]) -> None:
         return
     table = Table("recipe", "what", "accuracy", "time")
     for name in flags.recipe_names():
-        header = flags.recipe_header(flags.recipe_path(name))
+        header = recipe_header(flags.recipe_path(name))
         what = header[0].removeprefix(f"{name} — ")
         table.add_row(name, what, _summary(header, "Score"), _summary(header, "Time"))
     console = for_tables()
     console.print(table)
     console.print("start one:  python scripts/train.py --recipe NAME\nabout one:  cifar-lit recipes NAME", highlight=False)
+
+
+def recipe_header(path: Path) -> list[str]:
+    """The comment on top of a recipe, line by line without the comment signs."""
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
 def _summary(header: list[str], field: str) -> str:

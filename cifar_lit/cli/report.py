@@ -5,9 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.files import write_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import load
@@ -23,7 +21,7 @@ DESCRIPTION = (
 
 def report(words: list[str]) -> None:
     """Makes report.html in a run's folder; raises UsageError without a run or data, Failure for data of another net."""
-    parser = ArgumentParser(prog="cifar-lit report", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = command_parser("report", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="a run folder, or a model.safetensors by itself")
     add("--open", action="store_true", help="show it in the browser")

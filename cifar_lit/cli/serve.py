@@ -7,10 +7,8 @@ import ipaddress
 import socket
 from importlib.util import find_spec
 
-from jsonargparse import ArgumentParser, Namespace
-
 from cifar_lit import __version__
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
@@ -28,7 +26,7 @@ Try it with: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 def serve(argv: list[str]) -> None:
     """Runs the service until Ctrl-C or SIGTERM; raises UsageError and Failure when it cannot be started."""
     default = Limits()
-    parser = ArgumentParser(prog="cifar-lit serve", description=DESCRIPTION, exit_on_error=False, allow_abbrev=False)
+    parser = command_parser("serve", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="folder of a run that ended, or its model.safetensors")
     add("--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's")
@@ -40,7 +38,11 @@ def serve(argv: list[str]) -> None:
     add("--decode-seconds", type=float, default=default.decode_seconds, help="for one image to be decoded")
     add("--body-seconds", type=float, default=default.body_seconds, help="for a request to arrive as a whole")
     settings = parsed(parser, argv)
-    limits = _limits(settings)
+    names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
+    for name in names:
+        if not 0 < settings[name] < 1e12:
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {settings[name]:g}")
+    limits = Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names[1:]))
     file = weights_file(settings.run)
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[serve]"')
@@ -62,14 +64,6 @@ def serve(argv: list[str]) -> None:
 
         run_service(classifier, sock, local, limits, __version__, on_ready)
     print("stopped", flush=True)
-
-
-def _limits(settings: Namespace) -> Limits:
-    names = ("max_pixels", "max_images", "decode_seconds", "body_seconds")
-    for name in ("max_mb", *names):
-        if not 0 < settings[name] < 1e12:
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {settings[name]:g}")
-    return Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,9 +4,8 @@ A config.yaml travels with a run, so it may come from anyone. Naming a class imp
 
 - what is typed on the command line is trusted: classes that flags name may be named by files too;
 - of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those of
-  `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote:
-  such runs are resumed, tested and used as they were started. jsonargparse asks before each import, also for files that a file
-  points to;
+  `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote.
+  jsonargparse asks before each import, also for files that a file points to;
 - so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 
@@ -82,11 +81,8 @@ def _own_names(settings: Any) -> set[str]:
     names: set[str] = set()
     for key, value in settings.items() if isinstance(settings, dict) else ():
         names |= _own_names(value)
-        if (
-            str(key).rpartition(".")[2] in ("net", "optimizer", "dataset")
-            and isinstance(value, str)
-            and not _PLAIN_NAME.fullmatch(value)
-        ):
+        nameable = str(key).rpartition(".")[2] in ("net", "optimizer", "dataset")
+        if nameable and isinstance(value, str) and not _PLAIN_NAME.fullmatch(value):
             names.add(value)
     return names
 

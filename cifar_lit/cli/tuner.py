@@ -8,8 +8,8 @@ thousandfold, and judges it by the loss of the batch just trained on, whose chan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from copy import deepcopy
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from cifar_lit.cli.errors import explain_out_of_memory, is_out_of_memory
+from cifar_lit.cli.errors import is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
@@ -46,10 +46,7 @@ def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
 
 
 class Trial:
-    """Steps of a copy of a model, which itself stays as it is.
-
-    precision: the Trainer's; mixed ones compute under autocast, others are tried as float32, which takes no less memory.
-    """
+    """Steps of a copy of a model; of precisions but the mixed ones as float32, which takes no less memory."""
 
     def __init__(self, model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
@@ -82,7 +79,9 @@ def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
     """
     sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
     if trial.device.type == "cuda":
-        fitting = list(_fitting(trial, shape, sizes))
+        reserve = torch.empty(int(torch.cuda.mem_get_info(trial.device)[0] * RESERVE), dtype=torch.uint8, device=trial.device)
+        fitting = list(takewhile(lambda size: _fits(trial, shape, size), sizes))
+        del reserve
     else:
         bytes_per_image = 2 * _kept_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
         fitting = [size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)]
@@ -91,22 +90,18 @@ def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
     return fitting[-1]
 
 
-def _fitting(trial: Trial, shape: list[int], sizes: list[int]) -> Iterator[int]:
-    free, _ = torch.cuda.mem_get_info(trial.device)
-    reserve = torch.empty(int(free * RESERVE), dtype=torch.uint8, device=trial.device)
-    for size in sizes:
-        try:
-            for _ in range(2):  # the first step makes the optimizer's own tensors
-                trial.step(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return
-        finally:
-            trial.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-        yield size
-    del reserve
+def _fits(trial: Trial, shape: list[int], size: int) -> bool:
+    try:
+        for _ in range(2):  # the first step makes the optimizer's own tensors
+            trial.step(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        trial.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+    return True
 
 
 def _kept_bytes(trial: Trial, shape: list[int], size: int) -> int:
@@ -133,15 +128,14 @@ def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: 
     the loss falls fastest over the rate's logarithm is taken, as fast.ai does. images: float (N, C, H, W), normalised; labels:
     int64 (N,). Raises Failure when the loss does not fall clearly at any rate.
     """
-    groups = trial.optimizer.param_groups
-    rates = [float(group["lr"]) for group in groups]
+    groups = [(group, float(group["lr"])) for group in trial.optimizer.param_groups]
     steps = min(max(MIN_STEPS, len(images) // batch), MAX_STEPS)
     factors = torch.logspace(math.log10(MIN_FACTOR), math.log10(MAX_FACTOR), steps).tolist()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     probe = order[:PROBE_IMAGES]
     losses: list[float] = []
     for step, factor in enumerate(factors):
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in groups:
             group["lr"] = rate * factor
         rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
         trial.step(images[rows], labels[rows])
@@ -169,14 +163,13 @@ def steepest(losses: list[float], reach: int) -> int | None:
 def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
     """Sets the batch size of `data` ("batch" in auto) and the learning rate of `model` ("lr"), and prints both."""
     count, lr = len(data.split[0]), model.hparams["lr"]
-    with explain_out_of_memory(data):
-        if "batch" in auto:
-            size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
-            print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
-            data.batch_size = size
-        if "lr" in auto:
-            count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
-            images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
-            rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-            print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
-            model.hparams["lr"] = rate
+    if "batch" in auto:
+        size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
+        print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
+        data.batch_size = size
+    if "lr" in auto:
+        count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
+        images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
+        rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
+        print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
+        model.hparams["lr"] = rate

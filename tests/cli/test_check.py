@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import Typed, refused, started, typed
+from contract.command_line import Answer as Printed
+from contract.command_line import assert_refused, run_command, run_process, table_rows
 
 from cifar_lit.cli import check
 from cifar_lit.cli.check import Answer, fault, judge, look, try_all_reduce, try_net
@@ -91,7 +92,7 @@ def test_the_ranks_that_the_trainer_would_start_are_tried(
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(line: str, answer: str) -> None:
-    refused(typed("devices", *line.split()), f"cifar-lit: {answer}", 2)
+    assert_refused(run_command("devices", *line.split()), 2, answer)
 
 
 # ---- what is tried
@@ -127,10 +128,10 @@ BROKEN = {  # by the word that a probe is given
 }
 
 
-def test_probes_that_hang_or_crash_are_ended_and_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
-    (here / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(here / "python"))
+def test_probes_that_hang_or_crash_are_ended_and_known(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (working_folder / "python").write_text(f"#!{sys.executable}\nimport sys\nexec({BROKEN!r}[sys.argv[3]])\n")
+    (working_folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(working_folder / "python"))
     with pytest.raises(Failure, match=r"the look for devices gave no answer in 0\.5 s \(starting\): the driver may hang"):
         look("auto", "auto", 0.5)
     hanging, crashed = check.run_probes(["cpu", "cpu"], {}, 5.0)
@@ -155,33 +156,29 @@ def test_a_probe_ends_when_the_command_is_killed() -> None:
 CHECK = ["-m", "cifar_lit", "devices", "--check", "--accelerator", "cpu", "--limit", "90"]
 
 
-def rows(answer: Typed) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in answer.out.splitlines() if line.startswith("│")]
-
-
-def test_a_machine_on_which_all_is_well_passes_whatever_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_on_which_all_is_well_passes_whatever_a_launcher_has_set() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        for name, value in {"MASTER_PORT": str(taken.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "7"}.items():
-            monkeypatch.setenv(name, value)
-        answer = typed(*CHECK[2:])
+        launcher = {"MASTER_PORT": str(taken.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "7"}
+        answer = run_command(*CHECK[2:], **launcher)
     assert (answer.code, answer.err) == (0, "")
-    assert {row[0] for row in rows(answer)} == {"2 × cpu, process 0", "2 × cpu, process 1"}
-    assert all(row[2] == "right" and float(row[3]) >= 0 for row in rows(answer))
-    assert [row[4].split()[-1] for row in rows(answer) if row[1].startswith("all_reduce of")] == ["ms", "GB/s"]
+    rows = table_rows(answer.out)
+    assert {row[0] for row in rows} == {"2 × cpu, process 0", "2 × cpu, process 1"}
+    assert all(row[2] == "right" and float(row[3]) >= 0 for row in rows)
+    assert [row[4].split()[-1] for row in rows if row[1].startswith("all_reduce of")] == ["ms", "GB/s"]
 
 
 def test_what_fails_is_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"look": machine_with(1), "cuda:0": ([TRIES], None), "cpu": ([TRIES, TRIED, DONE], 0)}
     monkeypatch.setattr(check, "run_probes", lambda words, variables, limit: [answers[word] for word in words])
-    answer = typed("devices", "--check", "--limit", "3")
-    assert answer.complaints == ["cifar-lit: process 0 of 1 × cuda gave no answer in 3 s (a net)"]
+    answer = run_command("devices", "--check", "--limit", "3")
+    assert answer.error_lines == ["cifar-lit: process 0 of 1 × cuda gave no answer in 3 s (a net)"]
     assert (answer.code, answer.out.count("no answer"), answer.out.count("right")) == (1, 1, 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_a_gpu_computes_right_and_forms_a_group_over_nccl() -> None:
-    answer = started("-m", "cifar_lit", "devices", "--check", "--accelerator", "gpu", seconds=200)
+def test_a_gpu_computes_right_and_forms_a_group_over_nccl(working_folder: Path) -> None:
+    answer = run_process([sys.executable, "-m", "cifar_lit", "devices", "--check", "--accelerator", "gpu"], working_folder)
     assert answer.code == 0, answer.err
     assert "1 × cuda" in answer.out
 
@@ -198,22 +195,26 @@ raise SystemExit(main(["devices", "--check", "--accelerator", "cpu", "--limit", 
 """
 
 
+def torchrun(folder: Path, *argv: str) -> Printed:
+    return run_process([sys.executable, "-m", "torch.distributed.run", *argv], folder)
+
+
 @pytest.mark.stress  # mostly waits for time limits and for imports
-def test_two_machines_form_one_group_and_a_process_that_does_not_answer_is_named(here: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--nproc-per-node"]
-    place = ["1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+def test_two_machines_form_one_group_and_a_process_that_does_not_answer_is_named(working_folder: Path) -> None:
+    place = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    for node in "01":
+        (working_folder / node).mkdir()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda node: started(*run, *place, "--node-rank", node, *CHECK, seconds=300), "01")
+        first, second = pool.map(lambda node: torchrun(working_folder / node, *place, "--node-rank", node, *CHECK), "01")
     assert (first.code, second.code, second.out) == (0, 0, ""), first.err + second.err
-    assert {row[0] for row in rows(first)} == {"2 × cpu, process 0", "2 × cpu, process 1"}
-    (here / "stops.py").write_text(STOPS)
-    answer = started(*run, "2", "--standalone", "stops.py", seconds=300)
+    assert {row[0] for row in table_rows(first.out)} == {"2 × cpu, process 0", "2 × cpu, process 1"}
+    (working_folder / "stops.py").write_text(STOPS)
+    answer = torchrun(working_folder, "--standalone", "--nproc-per-node", "2", "stops.py")
     lines = [line for line in answer.err.splitlines() if line.startswith("cifar-lit:")]
     assert (lines, answer.code) == (["cifar-lit: process 1 of 2 × cpu gave no answer in 25 s (starting)"], 1)
 
 
-def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    line = "cifar-lit: --devices 3 contradicts torchrun, which started 2 (--nproc-per-node): …"
-    refused(typed("devices", "--check", "--devices", "3"), line, 2)
+def test_flags_that_contradict_torchrun_are_refused() -> None:
+    launcher = {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    answer = run_command("devices", "--check", "--devices", "3", **launcher)
+    assert_refused(answer, 2, "--devices 3 contradicts torchrun, which started 2 (--nproc-per-node)")

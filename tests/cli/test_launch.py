@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import config_of, metrics_of, refused, typed
+from contract.command_line import SMALL, Answer, assert_refused, config_of, metrics_of, run_command
 
 from cifar_lit.cli.flags import Command, parse
 from cifar_lit.cli.launch import apply_launcher, continue_job
@@ -24,6 +24,7 @@ from cifar_lit.train import Run
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
 LINE = ["--recipe", "small.yaml", "--lr", "0.1"]
 # Of a task that srun starts, as SLURM 22.05 sets it: two nodes with two tasks each.
 STEP = {
@@ -34,7 +35,7 @@ STEP = {
 ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
 
-# ---- devices and nodes of SLURM; those of torchrun are in test_flags
+# ---- devices and nodes
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,27 @@ def test_devices_and_nodes_are_those_of_slurms_step(words: list[str], changes: d
     assert not is_first_process(environment)
 
 
+@pytest.mark.parametrize("argv", ["", "--devices 2", "--devices auto", "--nodes 2", "--devices=-1"])
+def test_devices_and_nodes_come_from_torchrun_where_the_flags_agree(argv: str) -> None:
+    command = parse("fit", argv.split())
+    apply_launcher(command, {**TORCHRUN, "WORLD_SIZE": "4"})
+    assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
+
+
 @pytest.mark.parametrize(
-    ("words", "changes", "complaint"),
+    ("argv", "environment", "complaint"),
     [
-        (["--devices", "4"], {}, r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out"),
-        (["--nodes", "1"], {}, r"--nodes 1 contradicts SLURM, which started 2 \(--nodes\)"),
-        ([], {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node"),
-        ([], {"SLURM_STEP_ID": None}, "has 4 tasks, but only one of them runs: put srun before the command"),
+        ("--devices 4", STEP, r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out"),
+        ("--nodes 1", STEP, r"--nodes 1 contradicts SLURM, which started 2 \(--nodes\)"),
+        ("", {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node"),
+        ("", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "has 4 tasks, but only one of them runs: put srun before the command"),
+        ("--trainer.devices 0,1,2", TORCHRUN, r"--devices 0,1,2 contradicts torchrun, which started 2 \(--nproc-per-node\)"),
+        ("--nodes 2", TORCHRUN, r"--nodes 2 contradicts torchrun, which started 1 \(--nnodes\)"),
     ],
 )
-def test_what_contradicts_slurm_or_forgets_srun_is_refused(
-    words: list[str], changes: dict[str, str | None], complaint: str
-) -> None:
-    environment = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
+def test_what_contradicts_a_launcher_or_forgets_srun_is_refused(argv: str, environment: dict[str, str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        apply_launcher(parse("fit", words), environment)
+        apply_launcher(parse("fit", argv.split()), dict(environment))
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}, {**STEP, "SLURM_JOB_NAME": "interactive"}])
@@ -78,39 +85,6 @@ def test_without_srun_and_in_its_interactive_shells_the_flags_stay(environment: 
     command, before = parse("fit", ["--devices", "3"]), dict(environment)
     apply_launcher(command, environment)
     assert command.flags == ["--trainer.devices=3"] and environment == before
-
-
-def test_several_nodes_by_hand_need_an_address_a_port_and_a_number_each(here: Path) -> None:
-    line = (
-        "cifar-lit: --nodes 2 needs MASTER_ADDR, MASTER_PORT, NODE_RANK in the environment of each machine, as in "
-        "MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to 1) cifar-lit …, or torchrun or SLURM to start it"
-    )
-    (here / "own.yaml").write_text("trainer: {num_nodes: 2}")
-    for words in (["--nodes", "2"], ["--config", "own.yaml"]):
-        refused(typed("--recipe", "small.yaml", *words), line, 2)
-    assert not Path("lightning_logs").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        (["--trainer.strategy", "fsdp"], "fsdp"),
-        (["--trainer.strategy=fsdp_cpu_offload"], "fsdp"),
-        (["--trainer.strategy", "FSDPStrategy"], "FSDP"),
-        (["--trainer.strategy", "deepspeed_stage_3_offload"], "deepspeed"),
-        (["--trainer.strategy", "ModelParallelStrategy"], "ModelParallel"),
-        (["--config", "class.yaml"], "FSDP"),
-    ],
-)
-def test_what_shares_tensors_out_is_refused_by_any_of_its_names(here: Path, flags: list[str], name: str) -> None:
-    (here / "class.yaml").write_text("trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}")
-    answer = typed("fit", "--recipe", "small.yaml", "--dataset", "cifar10", "--data-dir", "nowhere", *flags)
-    assert answer.code == 2
-    assert answer.complaints == [
-        f"cifar-lit: --trainer.strategy {name} shares tensors out, which checkpoints and Muon need whole: "
-        "use --trainer.strategy ddp"
-    ]
-    assert not (here / "lightning_logs").exists()
 
 
 # ---- jobs that are started again
@@ -161,34 +135,22 @@ def finish(run: Path) -> None:
     (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
 
 
-def test_a_new_job_is_recorded_and_changes_nothing_else() -> None:
-    command = start(LINE, SLURM)
-    assert command.job is not None and json.loads(command.job)["job"] == "slurm:hill:7"
-    command.job = None
-    assert command == parse("train", LINE) == start(LINE, {})
-
-
 def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
     first = start(LINE, SLURM)
-    run, newer = leave(first), leave(first, "small-2")
-    os.utime(run / "config.yaml", (1, 1))
+    assert first.job is not None and json.loads(first.job)["job"] == "slurm:hill:7"
+    assert replace(first, job=None) == parse("train", LINE) == start(LINE, {})
     leave(first, "small-3", checkpoint=False)
-    leave(start(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
-    (newer.parent / "torn").mkdir()
-    (newer.parent / "torn/.job").write_text("{")
-    capsys.readouterr()
-    command = start(LINE, AGAIN)
-    assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
-    assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
-    assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
-
-
-def test_a_job_without_a_checkpoint_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    leave(start(LINE, SLURM), checkpoint=False)
     command = start(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")
     line = "SLURM's job 7 was started again, but has no checkpoint in lightning_logs yet: starting anew\n"
     assert capsys.readouterr().err == line
+    run, newer = leave(first), leave(first, "small-2")
+    os.utime(run / "config.yaml", (1, 1))
+    leave(start(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
+    command = start(LINE, AGAIN)
+    assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
+    assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
+    assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
 
 
 def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,18 +160,18 @@ def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pyte
     with pytest.raises(SystemExit) as ended:
         start(first, AGAIN)
     assert ended.value.code == 0
-    line = "lightning_logs/small-1 is finished: its results are in …, and SLURM's job 7 has nothing left to do"
-    assert capsys.readouterr().out.strip() == line.replace("…", "lightning_logs/small-1/metrics.json")
+    line = "lightning_logs/small-1 is finished: its results are in lightning_logs/small-1/metrics.json, and SLURM's job 7 has "
+    assert capsys.readouterr().out == f"{line}nothing left to do\n"
     assert start(second, AGAIN).resume == str(run)
     assert start([*LINE, "--seed", "3"], AGAIN).resume is None
 
 
-def test_configurations_and_searches_of_the_first_start_are_not_made_again() -> None:
+def test_configurations_of_the_first_start_are_not_read_again() -> None:
     Path("own.yaml").write_text("data: {batch_size: 4}\nlogs: runs")
-    words = [*LINE, "--config", "own.yaml", "--auto-batch", "--auto-lr", "--batch-size", "8"]
+    words = [*LINE, "--config", "own.yaml"]
     run = leave(start(words, SLURM), logs="runs")
     command = start(words, AGAIN)
-    assert (command.resume, command.configs, command.auto, command.flags) == (str(run), [], set(), [])
+    assert (command.resume, command.configs) == (str(run), [])
 
 
 def test_every_process_goes_on_with_the_same_run_and_the_first_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,12 +182,9 @@ def test_every_process_goes_on_with_the_same_run_and_the_first_one_speaks(capsys
     assert start(LINE, again).resume == str(run)
     assert os.environ[JOB_RUN] == str(run)
     # one that the first process starts later, when it has made a run of its own
-    named = {"CIFAR_LIT_JOB": "mine"}
-    assert start(LINE, named).resume is None
-    made = leave(start(LINE, named), "small-2")
-    shutil.copytree(made, made.with_name("small-3"))
-    assert start(LINE, {**named, "LOCAL_RANK": "1", JOB_RUN: ""}).resume is None
-    assert start(LINE, {**named, "LOCAL_RANK": "1", JOB_RUN: str(made)}).resume == str(made)
+    named = {"CIFAR_LIT_JOB": "mine", "LOCAL_RANK": "1"}
+    assert start(LINE, {**named, JOB_RUN: ""}).resume is None
+    assert start(LINE, {**named, JOB_RUN: str(run)}).resume == str(run)
 
 
 def test_a_line_with_a_resume_of_its_own_is_left_alone_until_its_run_is_finished() -> None:
@@ -238,50 +197,46 @@ def test_a_line_with_a_resume_of_its_own_is_left_alone_until_its_run_is_finished
         start(words, AGAIN)
 
 
-def test_a_named_job_is_begun_gone_on_with_and_then_finished(here: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CIFAR_LIT_JOB", "mine")
-    words = ["--recipe", "small.yaml"]
-    first = typed(*words)
+def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> None:
+    def start_job(*words: str) -> Answer:
+        return run_command(*words, CIFAR_LIT_JOB="mine")
+
+    first = start_job(*SMALL)
     assert (first.code, first.err) == (0, "")
     own = Path("lightning_logs/small-1")
     (own / "metrics.json").unlink()
-    again = typed(*words)
+    again = start_job(*SMALL)
     assert (again.code, again.err) == (0, "going on with lightning_logs/small-1: job mine has a run\n")
-    assert metrics_of(own)["test"] == metrics_of(run)["test"]
-    assert typed("compare", "lightning_logs").code == typed("report", str(own)).code == 0  # which .job is not in the way of
-    finished = typed(*words)
+    assert metrics_of(own)["test"] == metrics_of(run_dir)["test"]
+    assert run_command("compare", "lightning_logs").code == 0  # which .job is not in the way of
+    finished = start_job(*SMALL)
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
     (own / "metrics.json").unlink()
-    longer = typed(*words, "--epochs", "3")  # whatever else is on its line, but for another recipe
+    longer = start_job(*SMALL, "--epochs", "3")  # whatever else is on its line, but for another recipe
     assert longer.code == 0, longer.err
     assert config_of(own)["trainer"]["max_epochs"] == metrics_of(own)["epochs"] == 3
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
-    refused(typed("--recipe", "tudui"), "cifar-lit: lightning_logs/small-1 of job mine began with the recipe small.yaml: …", 2)
+    assert_refused(start_job("--recipe", "tudui"), 2, "lightning_logs/small-1 of job mine began with the recipe small.yaml: ")
 
 
 # ---- every process starts from the same checkpoint
 
 
-RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
-
-
 @pytest.mark.parametrize(
-    ("notes", "first", "line"),
+    ("notes", "first", "complaint"),
     [
         (RESUMES, "a-1/checkpoints/last.ckpt of step 7", None),
-        ({}, "", None),
         (RESUMES, "a-1/checkpoints/last.ckpt of step 9", "from a-1/checkpoints/last.ckpt of step 7, the first .* of step 9: "),
         ({}, "a-1/checkpoints/last.ckpt of step 9", "from the beginning, the first one from a-1/.*last.ckpt of step 9"),
     ],
 )
 def test_processes_that_see_different_checkpoints_do_not_train_together(
-    notes: dict[str, str], first: str, line: str | None
+    notes: dict[str, str], first: str, complaint: str | None
 ) -> None:
     run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
-    folder = run.callbacks(validates=False, bar=False)[1]
     # what a run's setup sees of a Trainer in the second process, whose first one goes on from `first`
     strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
     second = SimpleNamespace(fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy)
-    with nullcontext() if line is None else pytest.raises(Failure, match=line):
-        folder.setup(second, None, "fit")  # type: ignore[arg-type]
+    with pytest.raises(Failure, match=complaint) if complaint else nullcontext():
+        run.setup(second, None, "fit")  # type: ignore[arg-type]

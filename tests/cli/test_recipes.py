@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import metrics_of, typed
+from contract.command_line import metrics_of, run_command
 
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 
@@ -27,10 +27,10 @@ TUTORIALS = {
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str, here: Path) -> None:
-    answer = typed("--recipe", name, *SHORT, *SMALLER.get(name, []))
+def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str) -> None:
+    answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
-    run = here / "lightning_logs" / f"{name}-1"
+    run = Path(f"lightning_logs/{name}-1")
     metrics, settings = metrics_of(run), recipe_settings(recipe_path(name))
     assert (metrics["recipe"], metrics["net"], metrics["epochs"]) == (name, settings["model"]["net"], 2)  # type: ignore[index]
     assert metrics["test"]["images"] == 24

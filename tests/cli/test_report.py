@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Open
-from command_line import draw_folder, metrics_of, refused, typed
+from contract.command_line import assert_refused, draw_folder, metrics_of, run_command
 
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
 
 @pytest.fixture
-def own(run: Path) -> Path:
+def own(run_dir: Path) -> Path:
     """A copy of the run in the working folder."""
-    return Path(shutil.copytree(run, "own-1"))
+    return Path(shutil.copytree(run_dir, "own-1"))
 
 
 @pytest.fixture
@@ -44,24 +44,20 @@ def draw_images(folder: str, classes: str = "ab", size: int = 16) -> None:
     draw_folder(Path(folder), counts, size)
 
 
-def test_a_training_leaves_a_page_that_has_not_looked_at_the_training_images(run: Path) -> None:
-    page = (run / "report.html").read_text()
-    assert page.count("Not looked for yet") == 2
-    assert headline(page)["test accuracy"] == f"{metrics_of(run)['test']['accuracy']:.4f}"
-    assert "cifar-lit train --config lightning_logs/small-1/config.yaml" in page
-    assert {"loss", "accuracy", "learning rate", "weight norm"} <= set(re.findall(r"<figcaption>([^<]+)", page))
-
-
 def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(
     own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
+    page = (own / "report.html").read_text()
+    assert "cifar-lit train --config lightning_logs/small-1/config.yaml" in page
+    assert {"loss", "accuracy", "learning rate", "weight norm"} <= set(re.findall(r"<figcaption>([^<]+)", page))
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    answer = typed("report", "own-1", "--open")
+    answer = run_command("report", "own-1", "--open")
     assert answer.code == 0, answer.err
     assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
     for step in ("looking at the test images", "looking at the training images", "comparing test with training images"):
         assert f"{step}: " in answer.err
+    assert page.count("Not looked for yet") == 2  # a training leaves a page that has not looked at the training images
     page = (own / "report.html").read_text()
     assert "Not looked for yet" not in page
     assert "Of 200 training images," in page
@@ -79,12 +75,12 @@ def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -
     cells = [row.split(",") for row in rows[1:]]
     all_right = [",".join([index, label, label, "1.000000", *more]) for index, label, _, _, *more in cells]
     (own / "predictions.csv").write_text("\n".join([rows[0], *all_right]) + "\n")
-    typed("report", "own-1")
+    run_command("report", "own-1")
     assert headline((own / "report.html").read_text())["test accuracy"] == "1.0000"
     metrics = metrics_of(own)
     metrics["test"]["fingerprint"] = "0" * 64
     (own / "metrics.json").write_text(json.dumps(metrics))
-    answer = typed("report", "own-1")
+    answer = run_command("report", "own-1")
     assert "these are other test images than the run was tested on: they are scored anew" in answer.err
     found = headline((own / "report.html").read_text())
     assert found["test accuracy"] == f"{metrics['test']['accuracy']:.4f}"
@@ -94,7 +90,7 @@ def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -
 def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) -> None:
     draw_images("images")
     shutil.copy("images/train/a/0.png", "images/test/b/twin.png")
-    answer = typed("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
+    answer = run_command("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
     assert answer.code == 0, answer.err
     page = Path("page.html").read_text()
     assert headline(page)["test images"] == "6"
@@ -104,51 +100,22 @@ def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) 
     )
 
 
-def test_data_that_have_moved_are_found_where_one_says(model: Path) -> None:
-    draw_images("elsewhere")
-    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
-    refused(typed("report", "bare"), "cifar-lit: images does not exist: --data-dir must name a folder with …", 2)
-    assert typed("report", "bare", "--data-dir", "elsewhere").code == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "words", "line", "code"),
-    [
-        (None, [], "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie", 2),
-        ("dataset: shapes, colour: red", [], "bare/config.yaml has data settings of another version (…): give --dataset", 1),
-        (None, ["--dataset", "folder", "--data-dir", "others"], "the data have other classes than the net (2: a, c; 2: a, b): "
-         "name its own with --dataset and --data-dir", 1),
-        ("dataset: folder, root: large", [], "the data are images of 3×20×20, the net takes 3×16×16: "
-         "name its own with --dataset and --data-dir", 1),
-        (None, ["--device", "cuba"], "this machine has no device 'cuba': it has cpu…. Did you mean cuda? auto takes …", 2),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_the_net_is_refused_in_a_line(
-    model: Path, config: str | None, words: list[str], line: str, code: int
-) -> None:
+def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
     draw_images("others", "ac")
     draw_images("large", size=20)
-    if config:
-        Path("bare/config.yaml").write_text(f"data: {{{config}}}\n")
-    refused(typed("report", "bare", *words), f"cifar-lit: {line}", code)
+    draw_images("elsewhere")
 
+    def refuse(code: int, line: str, *words: str) -> None:
+        assert_refused(run_command("report", "bare", *words), code, line)
 
-@pytest.mark.parametrize(("name", "file"), [("empty", "empty/model.safetensors"), ("nowhere", "nowhere")])
-def test_a_run_without_a_model_is_refused(here: Path, name: str, file: str) -> None:
-    Path("empty").mkdir()
-    line = f"cifar-lit: there is no {file}: name a run folder that ended, or a model.safetensors"
-    refused(typed("report", name), line, 2)
-
-
-def test_a_fit_draws_what_was_validated_and_leaves_no_page() -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    answer = typed("fit", "--recipe", "small.yaml")
-    assert answer.code == 0, answer.err
-    run = Path("lightning_logs/small-1")
-    assert not (run / "report.html").exists()
-    events = EventAccumulator(str(run))
-    events.Reload()
-    names = ("accuracy_per_class", "confident_mistakes", "confusion_matrix", "doubtful_hits")
-    assert set(events.Tags()["images"]) == {"images/train", *(f"val/{name}" for name in names)}
-    assert [event.step for event in events.Scalars("val/loss")] == [5, 10]  # the look at each image logs no score again
+    refuse(2, "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
+    refuse(2, "this machine has no device 'cuba': it has cpu", "--device", "cuba")
+    line = "the data have other classes than the net (2: a, c; 2: a, b): name its own with --dataset and --data-dir"
+    refuse(1, line, "--dataset", "folder", "--data-dir", "others")
+    Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}")
+    refuse(1, "bare/config.yaml has data settings of another version (")
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}")
+    refuse(1, "the data are images of 3×20×20, the net takes 3×16×16: name its own with --dataset and --data-dir")
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
+    refuse(2, "images does not exist: --data-dir must name a folder with ")
+    assert run_command("report", "bare", "--data-dir", "elsewhere").code == 0

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import matches, metrics_of, refused, typed
-from filelock import FileLock
+from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 
 from cifar_lit.files import PART
 from cifar_lit.runs.run_folder import RunLock
@@ -18,35 +17,38 @@ from cifar_lit.training.checkpoint import read_checkpoint
 
 
 @pytest.fixture
-def unfinished(here: Path, run: Path) -> Path:
+def unfinished(run_dir: Path) -> Path:
     """A run of one's own that could be resumed."""
-    shutil.copytree(run, here / "lightning_logs/small-1")
-    (here / "lightning_logs/small-1/metrics.json").unlink()
-    return here / "lightning_logs/small-1"
+    run = copy_run(run_dir)
+    (run / "metrics.json").unlink()
+    return run
 
 
-def test_the_last_whole_checkpoint_takes_the_place_of_a_damaged_one_and_both_are_named(unfinished: Path, run: Path) -> None:
+def cut_short(checkpoint: Path) -> None:
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
+
+
+def test_the_last_whole_checkpoint_takes_the_place_of_a_damaged_one(unfinished: Path, run_dir: Path) -> None:
     last = unfinished / "checkpoints/last.ckpt"
-    last.write_bytes(last.read_bytes()[:-1000])
-    answer = typed("--resume")
+    cut_short(last)
+    answer = run_command("--resume")
     assert answer.code == 0
-    where = "lightning_logs/small-1/checkpoints"
-    line = f"{where}/last.ckpt is cut short or damaged (…): going on from {where}/best.ckpt of step …"
-    assert [matches(line, said) for said in answer.complaints] == [True], answer.err
-    assert f"{where}/best.ckpt" in answer.out
+    (line,) = answer.error_lines
+    assert line.startswith(f"{last} is cut short or damaged (")
+    assert f"): going on from {unfinished}/checkpoints/best.ckpt of step " in line
     for part in ("val", "test"):
-        assert metrics_of(unfinished)[part] == metrics_of(run)[part]
-    assert read_checkpoint(last)["global_step"] == read_checkpoint(run / "checkpoints/last.ckpt")["global_step"]
+        assert metrics_of(unfinished)[part] == metrics_of(run_dir)[part]
+    assert read_checkpoint(last)["global_step"] == read_checkpoint(run_dir / "checkpoints/last.ckpt")["global_step"]
 
 
 def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) -> None:
     last = unfinished / "checkpoints/last.ckpt"
-    last.write_bytes(last.read_bytes()[:-1000])
-    line = "cifar-lit: …last.ckpt is cut short or damaged ({}): use another checkpoint"
-    refused(typed("--resume", last), line.format("…"), 1)  # it was named itself
+    cut_short(last)
+    named = run_command("--resume", last)
+    assert_refused(named, 1, "last.ckpt is cut short or damaged (", "): use another checkpoint")  # it was named itself
     for path in (unfinished / "checkpoints").iterdir():
         path.write_bytes(b"")
-    refused(typed("--resume"), line.format("the file is empty"), 1)
+    assert_refused(run_command("--resume"), 1, "last.ckpt is cut short or damaged (the file is empty): use another checkpoint")
     assert not list(unfinished.glob(".*"))
 
 
@@ -56,7 +58,7 @@ def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_ha
     own = [unfinished / "notes.part", unfinished / "checkpoints/mine.ckpt"]
     for path in (*left, *own):
         path.write_text("text")
-    answer = typed("--resume")
+    answer = run_command("--resume")
     assert (answer.code, answer.err) == (0, "")
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in own)
@@ -68,50 +70,21 @@ def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_ki
     hold = f"{imports}; lock = RunLock(Path({str(unfinished)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        line = f"cifar-lit: process {other.pid} on {socket.gethostname()} is writing …small-1: wait until it ends, or …"
-        refused(typed("--resume"), line, 1)
+        assert_refused(run_command("--resume"), 1, f"process {other.pid} on {socket.gethostname()} is writing ", "small-1: wait")
         other.kill()
-    assert typed("--resume").code == 0
+    assert run_command("--resume").code == 0
     assert not list(unfinished.glob(".*"))
 
 
 def test_a_run_that_came_to_its_end_while_this_one_started_is_not_run_again(
-    unfinished: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+    unfinished: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire = RunLock.acquire
 
-    def late(lock: RunLock) -> None:
-        shutil.copy(run / "metrics.json", unfinished / "metrics.json")
+    def acquire_late(lock: RunLock) -> None:
+        shutil.copy(run_dir / "metrics.json", unfinished / "metrics.json")
         acquire(lock)
 
-    monkeypatch.setattr(RunLock, "acquire", late)
-    refused(typed("--resume"), "cifar-lit: …small-1 is finished: its results are in …", 2)
+    monkeypatch.setattr(RunLock, "acquire", acquire_late)
+    assert_refused(run_command("--resume"), 2, f"{unfinished} is finished: its results are in ")
     assert not list(unfinished.glob(".*"))
-
-
-def test_a_folder_that_another_process_writes_is_left_alone(unfinished: Path) -> None:
-    with FileLock(unfinished / ".lock"):
-        answer = typed("--resume")
-    refused(answer, "cifar-lit: another process is writing …small-1: wait until it ends, or start a new run without --resume", 1)
-
-
-def test_a_resumed_run_keeps_its_recipe(unfinished: Path) -> None:
-    line = "cifar-lit: --resume goes on with the recipe of lightning_logs/small-1: leave --recipe out"
-    Path("other.yaml").write_text(Path("small.yaml").read_text())
-    refused(typed("--resume", "--recipe", "other.yaml"), line, 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "other"),
-    [
-        (["--net", "tudui"], "tudui (3×16×16, 4 classes)"),
-        (["--data.num_classes", "5"], "lenet (3×16×16, 5 classes)"),
-        (["--model.width", "2"], "lenet width 2 (3×16×16, 4 classes)"),
-        (["--data.image_size", "20"], "lenet (3×20×20, 4 classes)"),
-    ],
-)
-def test_a_checkpoint_of_another_net_is_told_with_both_nets(here: Path, run: Path, flags: list[str], other: str) -> None:
-    checkpoint = run / "checkpoints/best.ckpt"
-    line = f"cifar-lit: {checkpoint} holds weights of lenet (3×16×16, 4 classes), not of {other}: …"
-    refused(typed("test", "--ckpt_path", checkpoint, *flags), line, 1)
-    assert not (here / "lightning_logs").exists()

@@ -1,96 +1,152 @@
-"""One small training from the command line: what it prints, and the files of its run folder."""
+"""What a training leaves and prints, in the details that scripts do not rely on, and other ways to train."""
 
 from __future__ import annotations
 
-import csv
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import Typed, files_of, metrics_of
+from contract.command_line import (
+    ROOT,
+    SMALL,
+    Training,
+    config_of,
+    draw_folder,
+    files_of,
+    metrics_of,
+    rows_of,
+    run_command,
+    run_process,
+    table_rows,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import cifar_lit
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.models.registry import build_net
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
+from cifar_lit.training.checkpoint import read_checkpoint
+
+OWN = Path("lightning_logs/small-1")  # the first run in a test's own folder
+ONE_EPOCH = (*SMALL, "--epochs", "1")
 
 
-@pytest.fixture
-def answer(training: tuple[Path, Typed]) -> Typed:
-    """What the training printed."""
-    return training[1]
-
-
-def test_a_run_folder_holds_exactly_what_is_promised(run: Path) -> None:
-    assert files_of(run) == [
-        *("checkpoints/best.ckpt", "checkpoints/last.ckpt", "config.yaml", "events.out.tfevents.*", "metrics.csv"),
-        *("metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html"),
-    ]
-
-
-def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run: Path, data: ImageData) -> None:
-    test = metrics_of(run)["test"]
+def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run_dir: Path, data: ImageData) -> None:
+    test, rows = metrics_of(run_dir)["test"], read_predictions(run_dir / "predictions.csv", data.classes)
     assert list(test) == ["accuracy", "loss", "images", "per_class", "fingerprint"]
     assert test["fingerprint"] == fingerprint(data.test_images.images, data.test_images.labels)
-    rows = read_predictions(run / "predictions.csv", data.classes)
-    assert rows is not None
-    assert rows.indices.tolist() == list(range(40))
-    assert torch.equal(rows.labels, data.test_images.labels)
+    assert rows is not None and torch.equal(rows.labels, data.test_images.labels)
     assert float(rows.hits.double().mean()) == test["accuracy"]
 
 
-def test_metrics_csv_holds_a_row_an_epoch_and_the_best_one_is_the_validation_entry(run: Path) -> None:
-    with (run / "metrics.csv").open(newline="") as file:
-        curves = list(csv.DictReader(file))
-    assert tuple(curves[0]) == COLUMNS
-    steps = {name: [int(row["step"]) for row in curves if row[name]] for name in COLUMNS[2:]}
-    assert steps == {name: [10] if name.startswith("test/") else [5, 10] for name in COLUMNS[2:]}
-    best = max((row for row in curves if row["val/accuracy"]), key=lambda row: float(row["val/accuracy"]))
-    assert metrics_of(run)["val"] == {"accuracy": float(best["val/accuracy"]), "loss": float(best["val/loss"])}
+def test_tensorboard_has_figures_galleries_and_the_tests_accuracy_as_the_metric_of_hparams(run_dir: Path) -> None:
+    assert tuple(rows_of(run_dir / "metrics.csv")[0]) == COLUMNS
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {*COLUMNS[2:]}
+    figures, galleries = ("confusion_matrix", "accuracy_per_class"), ("confident_mistakes", "doubtful_hits")
+    parts = {*(f"val/{name}" for name in figures), *(f"test/{name}" for name in (*figures, *galleries))}
+    assert set(events.Tags()["images"]) == {"images/train", *parts}
+    (image,) = events.Images("test/confident_mistakes")
+    assert (image.step, image.width, image.height) == (10, 720, 576)
+    assert b"test/accuracy" in events.SummaryMetadata("_hparams_/experiment").plugin_data.content
 
 
-def test_the_start_card_tells_what_runs(answer: Typed) -> None:
-    card = dict(re.findall(r"^(\w+) {2,}(.*)$", answer.out, re.MULTILINE))
+def test_the_console_shows_card_epochs_table_results_and_commands_to_be_typed(training: Training) -> None:
+    card = dict(re.findall(r"^(\w+) {2,}(.*)$", training.answer.out, re.MULTILINE))
     assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in the memory of cpu"
-    assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "32-true", "lightning_logs/small-1")
+    assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "32-true", str(OWN))
     assert card["batch"].startswith("32 = 1 × 32 ")
-
-
-def test_the_console_ends_with_table_result_time_folder_and_commands_to_be_typed(answer: Typed, run: Path) -> None:
-    assert (answer.code, answer.err) == (0, "")
-    lines, metrics = answer.out.splitlines(), metrics_of(run)
-    at = next(number for number, line in enumerate(lines) if line.startswith("test accuracy 0."))
-    test = metrics["test"]
-    *following, load = lines[at:]
-    assert following == [
-        f"test accuracy {test['accuracy']:.4f} · loss {test['loss']:.4f} · 40 images",
-        f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second']:.0f} images/s",
-        "run lightning_logs/small-1",
-        "",
-        "next:",
+    lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
+    assert sum(line.startswith("epoch ") for line in lines) == 2
+    cells = table_rows(training.answer.out)
+    assert [row[:2] for row in cells] == [[name, f"{accuracy:.4f}"] for name, accuracy in test["per_class"].items()]
+    *commands, load = lines[lines.index("next:") + 1 :]
+    assert commands == [
         "  tensorboard --logdir lightning_logs",
         "  cifar-lit report lightning_logs/small-1 --open",
         "  cifar-lit classify lightning_logs/small-1 PICTURES",
     ]
     assert shlex.split(load) == ["python", "-c", "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"]
-    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[:at] if line.startswith("│")]
-    assert [row[:2] for row in table] == [[name, f"{accuracy:.4f}"] for name, accuracy in test["per_class"].items()]
-    assert sum(line.startswith("epoch ") for line in lines) == 2
-    assert not re.search(r"[\r\x1b]", answer.out)
 
 
-def test_tensorboard_holds_curves_settings_and_images(run: Path) -> None:
-    events = EventAccumulator(str(run))
+def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error(working_folder: Path) -> None:
+    answer = run_process([sys.executable, "-W", "error", "-m", "cifar_lit", "train", *ONE_EPOCH], working_folder)
+    assert (answer.code, answer.err) == (0, "")
+    assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
+
+
+# ---- using it
+
+
+def test_the_loaded_net_is_the_checkpoints(run_dir: Path, data: ImageData) -> None:
+    loaded = cifar_lit.load(run_dir)
+    images = data.test_images.images.permute(0, 3, 1, 2)
+    net = build_net("lenet", channels=3, image_size=16, num_classes=4).eval()
+    weights = read_checkpoint(run_dir / "checkpoints/best.ckpt")["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")})
+    mean, std = (torch.tensor(config_of(run_dir)["data"][name]).view(-1, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
+    settings = loaded.card.novelty
+    assert (settings["held_out"], settings["images"]) == ("validation", [160, 40])
+
+
+def test_a_reader_that_has_read_enough_is_no_failure(run_dir: Path, working_folder: Path) -> None:
+    pictures = draw_folder(Path("pictures"), {"cat": 30})
+    line = f"{sys.executable} -m cifar_lit classify {shlex.quote(str(run_dir))} {f'{pictures} ' * 30} | head -n 1"
+    answer = run_process(["sh", "-c", line], working_folder, PYTHONPATH=str(ROOT))
+    assert answer.out.split()[:2] == ["file", "class"] and answer.err == ""
+
+
+# ---- other ways to train
+
+
+def test_fit_tests_nothing_and_a_train_goes_on_with_its_test(run_dir: Path) -> None:
+    assert run_command("fit", *SMALL).code == 0
+    assert metrics_of(OWN)["test"] is None
+    assert files_of(run_dir) - files_of(OWN) == {"predictions.csv", "probabilities.npy", "report.html"}
+    assert "test/" not in (OWN / "metrics.csv").read_text().replace(",".join(COLUMNS), "")
+    events = EventAccumulator(str(OWN))
     events.Reload()
-    tags = events.Tags()
-    assert set(tags["scalars"]) == {*COLUMNS[2:]}
-    figures, galleries = ("confusion_matrix", "accuracy_per_class"), ("confident_mistakes", "doubtful_hits")
-    parts = {*(f"val/{name}" for name in figures), *(f"test/{name}" for name in (*figures, *galleries))}
-    assert set(tags["images"]) == {"images/train", *parts}
-    assert [event.step for event in events.Images("test/confusion_matrix")] == [10]
-    (image,) = events.Images("images/train")
-    assert image.width > 8 * 16
-    assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
-    assert b"test/accuracy" in events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    names = ("accuracy_per_class", "confident_mistakes", "confusion_matrix", "doubtful_hits")
+    assert set(events.Tags()["images"]) == {"images/train", *(f"val/{name}" for name in names)}
+    assert [event.step for event in events.Scalars("val/loss")] == [5, 10]  # the look at each image logs no score again
+    answer = run_command("train", "--resume", OWN)
+    assert answer.code == 0, answer.err
+    assert metrics_of(OWN)["test"] == metrics_of(run_dir)["test"]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_it_trains_in_other_precisions(precision: str) -> None:
+    answer = run_command(*ONE_EPOCH, "--precision", precision)
+    assert (answer.code, answer.err) == (0, "")
+    assert metrics_of(OWN)["precision"] == precision
+    assert cifar_lit.load(OWN) is not None
+
+
+def test_loggers_of_ones_own_write_beside_ours_and_none_writes_none() -> None:
+    run_command(*ONE_EPOCH, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "own")
+    assert list(Path("own").rglob("metrics.csv"))
+    run_command(*ONE_EPOCH, "--trainer.logger", "false")
+    assert files_of(OWN) - files_of(Path("lightning_logs/small-2")) == {"events.out.tfevents.*", "metrics.csv"}
+
+
+def test_test_time_views_stand_beside_the_plain_score_and_out_of_validation(run_dir: Path) -> None:
+    plain = metrics_of(run_dir)
+    answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--model.tta", "full")
+    assert answer.code == 0, answer.err
+    test = metrics_of(OWN)["test"]
+    views = test.pop("tta")
+    assert test == plain["test"]
+    assert (list(views), views["views"]) == (["views", "accuracy", "loss"], "full")
+    assert views["loss"] != test["loss"]
+    assert f"with full test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}" in answer.lines
+    assert run_command(*SMALL, "--model.tta", "mirror").code == 0
+    metrics = metrics_of(Path("lightning_logs/small-2"))
+    assert metrics["test"].pop("tta")["views"] == "mirror"
+    assert (metrics["val"], metrics["test"]) == (plain["val"], plain["test"])

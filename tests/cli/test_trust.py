@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import config_of, refused, typed
+from contract.command_line import Answer, assert_refused, config_of, run_command
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import MAX_BYTES, plain_text
@@ -18,76 +18,71 @@ class Own(Callback):
     def on_train_start(self, trainer, pl_module):
         Path("ran").touch()
 """
-REFUSED = "cifar-lit: a configuration file names {}, whose code would run: leave it out, or give --trust if you know where …"
+
+
+def refused(answer: Answer, name: str) -> None:
+    assert_refused(answer, 2, f"a configuration file names {name}, whose code would run: leave it out, or give --trust")
 
 
 @pytest.fixture
-def own(here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def own(working_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """The import path of a callback in the working folder; a module of its own for each test, as modules stay imported."""
     name = f"own_{abs(hash(request.node.name)) % 10**8}"
-    (here / f"{name}.py").write_text(OWN)
-    monkeypatch.syspath_prepend(here)
-    (here / "own.yaml").write_text(f"trainer:\n  max_epochs: 1\n  callbacks:\n  - class_path: {name}.Own\n")
+    (working_folder / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(working_folder)
+    (working_folder / "own.yaml").write_text(f"trainer:\n  max_epochs: 1\n  callbacks:\n  - class_path: {name}.Own\n")
     return f"{name}.Own"
 
 
-def test_a_class_that_a_file_names_is_not_imported_without_trust(here: Path, own: str) -> None:
-    refused(typed("--recipe", "small.yaml", "--config", "own.yaml"), REFUSED.format(own), 2)
-    refused(typed("--recipe", "own.yaml"), REFUSED.format(own), 2)
-    assert not (here / "imported").exists()
-    assert typed("--recipe", "small.yaml", "--config", "own.yaml", "--trust").code == 0
-    assert (here / "ran").exists()
-    refused(typed("--recipe", "small.yaml", "--config", "own.yaml"), REFUSED.format(own), 2)
-
-
-def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(here: Path) -> None:
+def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(working_folder: Path) -> None:
     words = ("--recipe", "small.yaml", "--epochs", "1", "--config", "own.yaml")
     harmless = "class_path: lightning.pytorch.callbacks.LearningRateMonitor"
     stopping = "class_path: EarlyStopping, init_args: {monitor: val/loss}"
-    (here / "own.yaml").write_text(f"trainer: {{callbacks: [{{{harmless}}}, {{{stopping}}}]}}")
-    assert typed(*words).code == 0
-    (here / "own.yaml").write_text("trainer: {callbacks: [{class_path: LambdaCallback}]}")
-    refused(typed(*words), REFUSED.format("lightning.pytorch.callbacks.LambdaCallback"), 2)
-    assert typed(*words[:4], "--trainer.callbacks=LambdaCallback").code == 0
+    (working_folder / "own.yaml").write_text(f"trainer: {{callbacks: [{{{harmless}}}, {{{stopping}}}]}}")
+    assert run_command(*words).code == 0
+    (working_folder / "own.yaml").write_text("trainer: {callbacks: [{class_path: LambdaCallback}]}")
+    refused(run_command(*words), "lightning.pytorch.callbacks.LambdaCallback")
+    assert run_command(*words[:4], "--trainer.callbacks=LambdaCallback").code == 0
 
 
-def test_what_is_typed_is_trusted_and_its_run_is_tested_as_it_was_started(here: Path, own: str) -> None:
-    assert typed("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
-    assert (here / "ran").exists()
+def test_what_is_typed_is_trusted_and_its_run_is_tested_as_it_was_started(working_folder: Path, own: str) -> None:
+    assert run_command("--recipe", "small.yaml", "--epochs", "1", f"--trainer.callbacks={own}").code == 0
+    assert (working_folder / "ran").exists()
     checkpoint = "lightning_logs/small-1/checkpoints/last.ckpt"
-    assert typed("test", "--ckpt_path", checkpoint).code == 0
-    path = here / "lightning_logs/small-1/config.yaml"
+    assert run_command("test", "--ckpt_path", checkpoint).code == 0
+    path = working_folder / "lightning_logs/small-1/config.yaml"
     path.write_text(path.read_text() + "\n")  # another text than the one that the run wrote
-    refused(typed("test", "--ckpt_path", checkpoint), REFUSED.format(own), 2)
-    assert typed("test", "--ckpt_path", checkpoint, "--trust").code == 0
+    refused(run_command("test", "--ckpt_path", checkpoint), own)
+    assert run_command("test", "--ckpt_path", checkpoint, "--trust").code == 0
 
 
-def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(here: Path, run: Path, own: str) -> None:
-    shutil.copytree(run, here / "copy")
-    assert typed("test", "--ckpt_path", "copy/checkpoints/best.ckpt").code == 0
-    path = here / "copy/config.yaml"
-    assert config_of(here / "copy")["trainer"]["callbacks"] is None
+def test_a_run_from_elsewhere_is_refused_with_foreign_classes_and_taken_without(
+    working_folder: Path, run_dir: Path, own: str
+) -> None:
+    shutil.copytree(run_dir, working_folder / "copy")
+    assert run_command("test", "--ckpt_path", "copy/checkpoints/best.ckpt").code == 0
+    path = working_folder / "copy/config.yaml"
+    assert config_of(working_folder / "copy")["trainer"]["callbacks"] is None
     path.write_text(path.read_text().replace("callbacks: null", f"callbacks: [{{class_path: {own}}}]"))
-    (here / "copy/metrics.json").unlink()
+    (working_folder / "copy/metrics.json").unlink()
     for words in (["test", "--ckpt_path", "copy/checkpoints/best.ckpt"], ["--resume", "copy"]):
-        refused(typed(*words), REFUSED.format(own), 2)
-    assert not (here / "imported").exists()
+        refused(run_command(*words), own)
+    assert not (working_folder / "imported").exists()
 
 
 @pytest.mark.parametrize(
     "text", ["model: {net: own.Net}", "model.net: own.Net", "data:\n  dataset: own.Net", "model.net: own.py:Net"]
 )
-def test_a_net_or_data_set_of_ones_own_is_imported_only_if_typed_or_trusted(here: Path, text: str) -> None:
-    (here / "own.yaml").write_text(text)
+def test_a_net_or_data_set_of_ones_own_is_imported_only_if_typed_or_trusted(working_folder: Path, text: str) -> None:
+    (working_folder / "own.yaml").write_text(text)
     name = text.rpartition(": ")[2].rstrip("}")
     group, key = ("data", "dataset") if "dataset" in text else ("model", "net")
-    refusal = REFUSED.format(name).replace("…", "the file comes from")
     for argv in (["--config", "own.yaml"], ["--config", "own.yaml", "--model.net=other.Net"]):
-        refused(typed("--recipe", "small.yaml", *argv), refusal, 2)
+        refused(run_command("--recipe", "small.yaml", *argv), name)
     for argv in (["--config", "own.yaml", "--trust"], ["--config", "own.yaml", f"--{group}.{key}", name]):
-        assert "whose code would run" not in typed("--recipe", "small.yaml", *argv).err
-    (here / "part.yaml").write_text(f"{key}: {name}")
-    refused(typed("--recipe", "small.yaml", f"--{group}=part.yaml"), refusal, 2)
+        assert "whose code would run" not in run_command("--recipe", "small.yaml", *argv).err
+    (working_folder / "part.yaml").write_text(f"{key}: {name}")
+    refused(run_command("--recipe", "small.yaml", f"--{group}=part.yaml"), name)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +104,5 @@ def test_files_that_do_more_than_set_values_are_refused_in_one_line(tmp_path: Pa
         plain_text(tmp_path / "own.yaml")
     assert told in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_anchors_within_reason_are_no_offence(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("model: &m {lr: 0.1}\ndata: {<<: *m, count: 3}\n")
+    (tmp_path / "own.yaml").write_text("model: &m {lr: 0.1}\ndata: {<<: *m, count: 3}\n")  # anchors within reason
     assert plain_text(tmp_path / "own.yaml").startswith("model")

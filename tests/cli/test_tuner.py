@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from copy import copy
-from pathlib import Path
 
 import pytest
 import torch
-from command_line import config_of, metrics_of, typed
 from torch import Tensor
 
 from cifar_lit.cli import tuner
-from cifar_lit.cli.errors import explain_out_of_memory
 from cifar_lit.cli.tuner import Trial, device_of, largest_batch, learning_rate, search, steepest
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
@@ -29,18 +26,6 @@ def images(data: ImageData) -> tuple[Tensor, Tensor]:
 
 def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet", **settings: float) -> Trial:
     return Trial(ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5, **settings), data, CPU, "32-true")
-
-
-def test_batch_and_rate_are_used_and_recorded_as_if_they_had_been_typed(here: Path) -> None:
-    words = ("--recipe", "small.yaml", "--epochs", "1", "--net", "shapenet", "--model.width", "0.5", "--data.count", "800")
-    answer = typed(*words, "--auto-batch", "--auto-lr")
-    assert answer.code == 0, answer.err
-    config, metrics = config_of(here / "lightning_logs/small-1"), metrics_of(here / "lightning_logs/small-1")
-    assert config["data"]["batch_size"] == metrics["batch_size"] == 32  # 760 images make 20 steps of 32 and no 20 of 64
-    rate = config["model"]["lr"]
-    assert rate != 0.05
-    assert f"--auto-lr: {rate:g} (0.05 was set)" in answer.out
-    assert f"lr {rate:g}" in answer.out  # on the start card
 
 
 def test_a_search_does_not_change_the_weights_that_training_starts_from(data: ImageData) -> None:
@@ -79,22 +64,21 @@ def test_the_rate_lowers_the_loss_whatever_was_set(data: ImageData, images: tupl
     assert some.loss(*images).item() < 0.95 * before
 
 
-def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
-    some = trial(data, 0.02, "muon", head_lr=2.0)
-    before = [group["lr"] for group in some.optimizer.param_groups]
-    assert len(set(before)) > 1
-    learning_rate(some, *images, 32, 0.02)
-    factors = {round(group["lr"] / rate, 6) for group, rate in zip(some.optimizer.param_groups, before, strict=True)}
-    assert len(factors) == 1
-
-
 def test_a_small_batchs_chance_does_not_hide_the_fall(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
     rates = []
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         rates.append(learning_rate(trial(data, 0.005, "adamw"), *images, 4, 0.005))
     assert max(rates) / min(rates) < 10
     assert all(1e-4 < rate < 0.5 for rate in rates)
+
+
+def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
+    some = trial(data, 0.02, "muon", head_lr=2.0)
+    before = [group["lr"] for group in some.optimizer.param_groups]
+    learning_rate(some, *images, 32, 0.02)
+    factors = {round(group["lr"] / rate, 6) for group, rate in zip(some.optimizer.param_groups, before, strict=True)}
+    assert (len(set(before)) > 1, len(factors)) == (True, 1)
 
 
 def test_where_no_rate_lowers_the_loss_it_is_said(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
@@ -122,16 +106,3 @@ def test_a_search_looks_on_the_one_device_that_is_used() -> None:
     for gpus, accelerator, devices in ((2, "auto", "auto"), (0, "cpu", 2)):
         with pytest.raises(UsageError, match="find the values with --devices 1"):
             device_of(machine(gpus), accelerator, devices)
-
-
-def test_want_of_memory_names_the_batch_sizes_and_what_to_try_and_other_errors_stay(data: ImageData) -> None:
-    for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        with pytest.raises(Failure) as failure, explain_out_of_memory(data):
-            raise error
-        sizes = f"{data.batch_size} images in training and {data.eval_batch_size} in evaluation"
-        assert str(failure.value) == (
-            f"out of memory with batches of {sizes}: halve --batch-size, let --auto-batch find the largest, lower "
-            "--data.eval_batch_size, or choose a smaller --net"
-        )
-    with pytest.raises(RuntimeError, match="shapes differ"), explain_out_of_memory(data):
-        raise RuntimeError("shapes differ")

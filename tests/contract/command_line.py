@@ -18,8 +18,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+import pytest
 import torch
 import yaml
 from PIL import Image
@@ -28,7 +29,7 @@ from cifar_lit.cli import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-TIME_LIMIT = 120.0  # seconds after which a process counts as hanging
+TIME_LIMIT = 300.0  # seconds after which a process counts as hanging
 
 RECIPE = """# small — a net and a data set that train in a moment
 seed_everything: 3
@@ -59,6 +60,9 @@ FOREIGN_VARIABLES = re.compile(
 )
 
 
+NOTHING = nullcontext()
+
+
 class Answer(NamedTuple):
     """How a command ended, and what it printed."""
 
@@ -76,6 +80,13 @@ class Answer(NamedTuple):
         return [line for line in self.err.splitlines() if not re.match(r"decoding images|.* from .*MB/s", line)]
 
 
+class Training(NamedTuple):
+    """A training with its test: the run folder, to be left as it is, and what was printed."""
+
+    run_dir: Path
+    answer: Answer
+
+
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """The variables of a command: none of another run, a cache in `folder`, and nothing that leaves this machine."""
     own = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
@@ -88,16 +99,19 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
     """Runs a command line in this process and takes back what it changes there.
 
-    Args:
-        words: The words after the program's name.
-        default: The command where the words name none; "train" is what scripts/train.py has.
-        variables: Further environment variables.
+    default: the command where the words name none; "train" is what scripts/train.py has. variables: of the environment.
     """
+    out, err = io.StringIO(), io.StringIO()
+    code = run_into(out, err, words, default, **variables)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
+    """Does what `run_command` does, with streams that take what is printed; returns the exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     before, argv = dict(os.environ), sys.argv
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    out, err = io.StringIO(), io.StringIO()
     variables_of_command = environment(Path.cwd(), **variables)
     os.environ.clear()
     os.environ.update(variables_of_command)
@@ -107,7 +121,7 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
     try:
         with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            code = main([str(word) for word in words], default)
+            return main([str(word) for word in words], default)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -119,96 +133,64 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
             signal.signal(number, handler)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-    return Answer(code, out.getvalue(), err.getvalue())
-
-
-class Process:
-    """A program that runs in a process group of its own, in `folder`, which also takes its output."""
-
-    def __init__(self, words: Sequence[object], folder: Path, **variables: str) -> None:
-        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
-        with self.out.open("w") as out, self.err.open("w") as err:
-            self.popen = subprocess.Popen(
-                [str(word) for word in words],
-                cwd=folder,
-                env=environment(folder, **variables),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        return self.popen.poll() is None
-
-    def send(self, signal_number: int) -> None:
-        """Sends a signal as a terminal does: to every process of the group."""
-        os.killpg(self.popen.pid, signal_number)
-
-    def children(self) -> list[int]:
-        """The process ids of its children."""
-        return [int(pid) for pid in Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()]
-
-    def answer(self) -> Answer:
-        """Waits for its end; what is left of the group then is killed."""
-        try:
-            code = self.popen.wait(TIME_LIMIT)
-        finally:
-            self.kill()
-        return Answer(code, self.out.read_text(), self.err.read_text())
-
-    def kill(self) -> None:
-        """Ends every process of the group at once."""
-        try:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.popen.wait()
 
 
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
-    """Runs a program in a process of its own to its end."""
-    return Process(words, folder, **variables).answer()
+    """Runs a program in a process of its own, in `folder`."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env=environment(folder, **variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 class Fork:
-    """A command line in a copy of this process, which has torch imported already: seconds less than a new process takes."""
+    """A command line in a copy of this process, which has torch imported already: seconds less than a new process takes.
+
+    name: of the files with its output in `folder`. around: is entered and left in the copy.
+    """
 
     def __init__(
-        self,
-        words: Sequence[object],
-        folder: Path,
-        name: str,
-        around: AbstractContextManager[Any] | None = None,
-        **variables: str,
+        self, words: Sequence[object], folder: Path, name: str, around: AbstractContextManager[Any] = NOTHING, **variables: str
     ) -> None:
-        """Starts it in `folder`; `around` is entered and left in the copy, `name` is that of the files with its output."""
+        if torch.cuda.is_available():
+            pytest.skip("a process that has used a GPU cannot be forked")
         self.out, self.err = folder / f"{name}-stdout.txt", folder / f"{name}-stderr.txt"
+        self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
             try:
                 os.chdir(folder)
-                with self.out.open("w") as out, self.err.open("w") as err:
+                # lines are written at once, as some ends of a process flush nothing
+                with self.out.open("w", buffering=1) as out, self.err.open("w", buffering=1) as err, around:
                     os.dup2(out.fileno(), 1)
                     os.dup2(err.fileno(), 2)
-                    with around or nullcontext():
-                        answer = run_command(*words, **variables)
-                    out.write(answer.out)
-                    err.write(answer.err)
-                code = answer.code
+                    code = run_into(out, err, words, **variables)
             finally:
                 os._exit(code)
+
+    @property
+    def running(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = status if pid else None
+        return self.status is None
 
     def answer(self) -> Answer:
         """Waits for its end, and kills it after TIME_LIMIT."""
         deadline = time.monotonic() + TIME_LIMIT
-        while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+        while self.running:
             if time.monotonic() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.02)
-        return Answer(os.waitstatus_to_exitcode(ended[1]), self.out.read_text(), self.err.read_text())
+        return Answer(os.waitstatus_to_exitcode(self.status or 0), self.out.read_text(), self.err.read_text())
 
 
 def assert_refused(answer: Answer, code: int, *parts: str) -> None:
@@ -235,6 +217,11 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def table_rows(out: str) -> list[list[str]]:
+    """The cells of the printed tables, but for the names of the columns."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
 def files_of(run_dir: Path) -> set[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Process, run_command
+from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Training, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -23,30 +23,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-class Training(NamedTuple):
-    """A training with its test: the run folder, to be left as it is, and what was printed."""
-
-    run_dir: Path
-    answer: Answer
-
-
-@pytest.fixture(scope="session")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training by the recipe small.yaml, in one process on the CPU."""
-    folder = tmp_path_factory.mktemp("training")
-    (folder / "small.yaml").write_text(RECIPE)
-    with chdir(folder):
-        answer = run_command(*SMALL)
-    assert answer.code == 0, answer.err
-    return Training(folder / "lightning_logs/small-1", answer)
-
-
-@pytest.fixture(scope="session")
-def run_dir(training: Training) -> Path:
-    """The run folder of the training; to be left as it is."""
-    return training.run_dir
 
 
 @pytest.fixture(scope="session")
@@ -79,26 +55,23 @@ STEPS = 170  # of the interrupted training, all in its only epoch
 
 @pytest.fixture(scope="session")
 def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
-    """`cifar-lit train` in a process of its own, stopped by Ctrl-C early in its epoch."""
+    """`cifar-lit train`, stopped by Ctrl-C early in its epoch."""
     folder = tmp_path_factory.mktemp("interruption")
     (folder / "small.yaml").write_text(RECIPE)
     settings = ["--data.count", "1400", "--batch-size", "8", "--epochs", "1", "--lr", "0.001", "--checkpoint-every", "15"]
-    process = Process([sys.executable, "-m", "cifar_lit", "train", *SMALL, *settings], folder)
+    process = Fork([*SMALL, *settings], folder, "interrupted")
     run_dir = folder / "lightning_logs/small-1"
-    try:
-        wait_for(run_dir / "checkpoints/last.ckpt", process)
-        process.send(signal.SIGSTOP)  # it still holds its run, but cannot come to its end meanwhile
-        with chdir(folder):
-            while_running = run_command("--resume", run_dir)
-        signal_time = time.time_ns()
-        process.send(signal.SIGINT)  # Ctrl-C
-        process.send(signal.SIGCONT)
-        return Interruption(run_dir, process.answer(), signal_time, while_running)
-    finally:
-        process.kill()
+    wait_for(run_dir / "checkpoints/last.ckpt", process)
+    os.kill(process.pid, signal.SIGSTOP)  # it still holds its run, but cannot come to its end meanwhile
+    with chdir(folder):
+        while_running = run_command("--resume", run_dir)
+    signal_time = time.time_ns()
+    os.kill(process.pid, signal.SIGINT)  # Ctrl-C
+    os.kill(process.pid, signal.SIGCONT)
+    return Interruption(run_dir, process.answer(), signal_time, while_running)
 
 
-def wait_for(path: Path, process: Process) -> None:
+def wait_for(path: Path, process: Fork) -> None:
     """Waits until a running process has written a file."""
     deadline = time.monotonic() + TIME_LIMIT
     while not path.exists():
@@ -107,25 +80,24 @@ def wait_for(path: Path, process: Process) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="session")
-def pair(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """The training in two processes that were started as torchrun starts them; what both printed."""
-    if torch.cuda.is_available():
-        pytest.skip("a process that has used a GPU cannot be forked")
-    folder = tmp_path_factory.mktemp("pair")
-    (folder / "small.yaml").write_text(RECIPE)
+def fork_pair(words: Sequence[object], folder: Path) -> list[Fork]:
+    """Starts a command in two processes as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"TORCHELASTIC_RUN_ID": "pair", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [Fork(SMALL, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]
-    answers = [rank.answer() for rank in ranks]
-    code = max(answer.code for answer in answers)
-    return Training(
-        folder / "lightning_logs/small-1",
-        Answer(code, "".join(answer.out for answer in answers), "".join(answer.err for answer in answers)),
-    )
+    return [Fork(words, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]
+
+
+@pytest.fixture(scope="session")
+def pair(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """The training in two processes; what both printed."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "small.yaml").write_text(RECIPE)
+    first, second = (rank.answer() for rank in fork_pair(SMALL, folder))
+    answer = Answer(max(first.code, second.code), first.out + second.out, first.err + second.err)
+    return Training(folder / "lightning_logs/small-1", answer)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from .command_line import (
     OWN_IMAGES,
     SMALL,
     Answer,
+    Training,
     assert_refused,
     config_of,
     contents_of,
@@ -55,16 +56,11 @@ def test_without_network_each_sources_reason_is_told_and_where_to_put_the_archiv
     assert not Path("lightning_logs").exists()
 
 
-def test_cifar10_has_its_original_host_and_zenodo_among_its_mirrors() -> None:
-    answer = run_command(*SMALL, "--dataset", "cifar10", *NO_SHAPES)
-    assert "toronto.edu" in answer.err
-    assert "zenodo.org" in answer.err
-
-
-def test_cifar10_is_the_data_set_and_a_recipe_the_default_where_none_is_named() -> None:
+def test_cifar10_is_the_default_and_has_its_original_host_and_zenodo_among_its_mirrors() -> None:
     answer = run_command("--accelerator", "cpu")
     assert answer.code == 1
-    assert "cifar-10-python.tar.gz" in answer.error_lines[-1]
+    for part in ("cifar-10-python.tar.gz", "toronto.edu", "zenodo.org"):
+        assert part in answer.error_lines[-1]
 
 
 @pytest.fixture
@@ -86,18 +82,6 @@ def test_an_archive_put_there_by_hand_is_used_and_one_that_is_damaged_is_named_a
     assert_refused(answer, 1, str(by_hand), "damaged", "md5")  # and no word of a download
     assert by_hand.read_bytes() == archive
     assert not Path("lightning_logs").exists()
-
-
-def test_data_url_names_a_source_of_ones_own_that_is_checked_by_md5(archive: bytes) -> None:
-    Path("mirror.tar.gz").write_bytes(archive)
-    answer = run_command(*SMALL, "--dataset", "cifar10", "--data.url", "mirror.tar.gz", *NO_SHAPES)
-    assert answer.code == 1
-    line = answer.error_lines[-1]
-    assert "mirror.tar.gz" in line
-    assert "md5" in line
-    assert "toronto" not in line
-    assert not Path("data/cifar-10-python.tar.gz").exists()  # what is not the archive never takes its place
-    assert Path("mirror.tar.gz").read_bytes() == archive
 
 
 @contextmanager
@@ -129,22 +113,26 @@ def serving(content: bytes, breaks_after: int) -> Iterator[tuple[str, list[int]]
         server.server_close()
 
 
-def test_a_broken_transfer_is_resumed_and_the_progress_shows_speed_and_source(archive: bytes) -> None:
+def test_data_url_names_a_source_whose_broken_transfer_is_resumed_with_speed_and_source_shown(archive: bytes) -> None:
     half = len(archive) // 2
     with serving(archive, breaks_after=half) as (url, first_bytes):
         answer = run_command(*SMALL, "--dataset", "cifar10", "--data.url", url, *NO_SHAPES)
+    line, source = answer.error_lines[-1], url.split("/")[2]
     assert answer.code == 1  # its md5 is not the expected one
+    assert source in line and "md5" in line and "toronto" not in line
     assert first_bytes[:2] == [0, half]
-    source = url.split("/")[2]
     assert any(source in line and "MB/s" in line for line in answer.err.splitlines()), answer.err
-    assert source in answer.error_lines[-1]
+    assert not Path("data/cifar-10-python.tar.gz").exists()  # what is not the archive never takes its place
 
 
 # ---- folders
 
 
-def own(root: str | Path, *more: object) -> Answer:
-    return run_command(*SMALL, *OWN_IMAGES, "--data-dir", root, "--data.val_size", "0", *more)
+FOLDERS = {"train/cat": 4, "train/dog": 4, "test/cat": 2, "test/dog": 2}
+
+
+def own(*more: object) -> Answer:
+    return run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--data.val_size", "0", *more)
 
 
 def draw_every_format(folder: Path) -> int:
@@ -179,60 +167,41 @@ def test_a_folder_takes_every_format_mode_and_size_and_scales_to_32_where_they_d
 
 
 @pytest.mark.parametrize("name", ["val", "valid"])
-def test_val_beside_train_and_test_is_the_validation_set(working_folder: Path, name: str) -> None:
-    folders = {"train/cat": 6, "train/dog": 6, f"{name}/cat": 3, f"{name}/dog": 4, "test/cat": 2, "test/dog": 2}
-    draw_folder(working_folder / "own", folders)
-    answer = run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--data.val_size", "0.5", *TRY_OUT)
-    assert answer.code == 0, answer.err
-    assert re.search(r"\btrain 12\b", answer.out), answer.out
-    assert re.search(r"\bvalidation 7\b", answer.out), answer.out
-
-
-def test_val_is_the_test_set_too_where_there_is_no_test(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 4})
-    answer = run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1")
-    assert answer.code == 0, answer.err
+def test_val_is_the_validation_set_and_the_test_set_too_where_there_is_no_test(name: str) -> None:
+    draw_folder(Path("own"), {"train/cat": 6, "train/dog": 6, f"{name}/cat": 3, f"{name}/dog": 4})
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1", "--data.val_size", "0.5"]
+    assert run_command(*words).code == 0
     assert metrics_of(Path("lightning_logs/small-1"))["test"]["images"] == 7
+    draw_folder(Path("own/test"), {"cat": 2, "dog": 2})
+    answer = run_command(*words)
+    assert re.search(r"\btrain 12\b.*\bvalidation 7\b", answer.out), answer.out
+    assert metrics_of(Path("lightning_logs/small-2"))["test"]["images"] == 4
 
 
-def test_a_folder_of_classes_alone_is_split_by_seed_and_keeps_a_size_that_all_share(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"cat": 10, "dog": 20}, size=18)
-    answer = own("own", "--epochs", "1")
+def test_a_folder_of_classes_alone_is_split_by_seed_and_keeps_a_size_that_all_share() -> None:
+    draw_folder(Path("own"), {"cat": 10, "dog": 20}, size=18)
+    answer = own("--epochs", "1")
     assert answer.code == 0, answer.err
     assert "18×18" in answer.out
     labels = [row["label"] for row in rows_of(Path("lightning_logs/small-1/predictions.csv"))]
     assert sorted(labels) == ["cat"] * 2 + ["dog"] * 4  # a fifth of each
 
 
-def test_images_are_decoded_once_and_again_only_when_a_file_has_changed(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"train/cat": 4, "train/dog": 4, "test/cat": 2, "test/dog": 2})
-    decodes = []
-    for _ in range(2):
-        answer = own("own", *TRY_OUT)
-        assert answer.code == 0, answer.err
-        decodes.append("decoding" in answer.err)
+def test_images_are_scaled_to_image_size_and_decoded_again_only_when_a_file_has_changed() -> None:
+    draw_folder(Path("own"), FOLDERS)
+    first, second = (own(*TRY_OUT, "--data.image_size", "20") for _ in range(2))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "20×20" in first.out
     Image.new("RGB", (16, 16), "red").save("own/train/dog/another.png")
-    decodes.append("decoding" in own("own", *TRY_OUT).err)
-    assert decodes == [True, False, True]
+    third = own(*TRY_OUT, "--data.image_size", "20")
+    assert ["decoding" in answer.err for answer in (first, second, third)] == [True, False, True]
 
 
-def test_data_image_size_scales_the_images(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"train/cat": 4, "train/dog": 4, "test/cat": 2, "test/dog": 2})
-    answer = own("own", *TRY_OUT, "--data.image_size", "20")
-    assert answer.code == 0, answer.err
-    assert "20×20" in answer.out
-
-
-def test_a_damaged_image_is_named_and_skip_bad_goes_on_without_it_and_counts(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"train/cat": 4, "train/dog": 4, "test/cat": 2, "test/dog": 2})
-    damaged = working_folder / "own/train/dog/1.png"
+def test_a_damaged_image_is_named_and_skip_bad_goes_on_without_it_and_counts() -> None:
+    damaged = draw_folder(Path("own"), FOLDERS) / "train/dog/1.png"
     damaged.write_bytes(damaged.read_bytes()[:40])
-    answer = own("own", *TRY_OUT)
-    assert answer.code == 1
-    assert "train/dog/1.png" in answer.error_lines[-1]
-    assert "--data.skip_bad" in answer.error_lines[-1]
-    assert "Traceback" not in answer.err
-    skipped = own("own", *TRY_OUT, "--data.skip_bad", "true")
+    assert_refused(own(*TRY_OUT), 1, "train/dog/1.png", "--data.skip_bad")
+    skipped = own(*TRY_OUT, "--data.skip_bad", "true")
     assert skipped.code == 0
     assert re.search(r"\b1 of \d+ .*train/dog/1\.png", skipped.err), skipped.err
 
@@ -247,42 +216,39 @@ def test_a_damaged_image_is_named_and_skip_bad_goes_on_without_it_and_counts(wor
     ],
     ids=["empty", "one class", "classes differ", "empty class"],
 )
-def test_a_folder_that_is_no_data_set_is_refused(working_folder: Path, folders: dict[str, int], parts: list[str]) -> None:
-    (working_folder / "own").mkdir()
-    draw_folder(working_folder / "own", folders)
-    assert_refused(own("own"), 2, "own", *parts)
+def test_a_folder_that_is_no_data_set_is_refused(folders: dict[str, int], parts: list[str]) -> None:
+    Path("own").mkdir()
+    draw_folder(Path("own"), folders)
+    assert_refused(own(), 2, "own", *parts)
     assert not Path("lightning_logs").exists()
 
 
 def test_folder_needs_a_data_dir_that_is_there() -> None:
     assert_refused(run_command(*SMALL, *OWN_IMAGES), 2, "--data-dir", "train/<class>")
-    assert_refused(own("nowhere"), 2, "nowhere", "does not exist")
+    assert_refused(own(), 2, "own", "does not exist")
 
 
-# ---- shapes
+# ---- shapes, splits
 
 
-def test_shapes_come_in_the_size_channels_and_classes_that_are_asked_for() -> None:
-    words = ["--data.image_size", "20", "--data.channels", "1", "--data.num_classes", "7"]
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["--data.image_size", "20", "--data.channels", "1", "--data.num_classes", "7"], ["1×20×20", "7 classes"]),
+        (NO_SHAPES, ["10 classes"]),
+    ],
+)
+def test_shapes_come_in_the_size_channels_and_classes_that_are_asked_for_else_ten(words: list[str], facts: list[str]) -> None:
     answer = run_command(*SMALL, *words, *TRY_OUT)
     assert (answer.code, answer.err) == (0, "")
-    assert "1×20×20" in answer.out
-    assert "7 classes" in answer.out
+    assert [fact for fact in facts if fact not in answer.out] == []
 
 
-def test_shapes_are_ten_classes_and_need_no_network() -> None:
-    answer = run_command(*SMALL, *NO_SHAPES, *TRY_OUT)
-    assert (answer.code, answer.err) == (0, "")
-    assert "10 classes" in answer.out
-
-
-# ---- splits
-
-
-def test_train_validation_and_test_are_three_things(run_dir: Path, training) -> None:
+def test_train_validation_and_test_are_three_things(training: Training) -> None:
     assert re.search(r"\b160\b.*\b40\b", training.answer.out)  # 40 of the 200 are held out
-    assert metrics_of(run_dir)["test"]["images"] == 40
-    assert metrics_of(run_dir)["val"] != {name: metrics_of(run_dir)["test"][name] for name in ("accuracy", "loss")}
+    metrics = metrics_of(training.run_dir)
+    assert metrics["test"]["images"] == 40
+    assert metrics["val"] != {name: metrics["test"][name] for name in ("accuracy", "loss")}
 
 
 @pytest.mark.parametrize(

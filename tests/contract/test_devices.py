@@ -4,72 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from .command_line import RECIPE, SCRIPTS, SMALL, Process, assert_refused, files_of, metrics_of, rows_of, run_command
-from .conftest import Training, wait_for
+from .command_line import RECIPE, SMALL, Training, assert_refused, files_of, metrics_of, rows_of, run_command
+from .conftest import fork_pair, wait_for
 
 
-def test_two_processes_make_one_run_and_print_once(pair: Training) -> None:
+def test_two_processes_make_one_run_of_the_global_batch_and_print_once(pair: Training) -> None:
     assert (pair.answer.code, pair.answer.err) == (0, "")
     assert [path.name for path in pair.run_dir.parent.iterdir()] == ["small-1"]
     assert sum(line.startswith("test accuracy 0.") for line in pair.answer.lines) == 1
     assert pair.answer.lines.count("run lightning_logs/small-1") == 1
-
-
-def test_the_batch_size_is_the_global_one_and_each_device_takes_half(pair: Training) -> None:
     assert "32 = 2 × 16" in pair.answer.out
-    assert metrics_of(pair.run_dir)["batch_size"] == 32
 
 
-def test_devices_is_the_number_of_processes_and_every_image_is_counted_once(pair: Training) -> None:
-    metrics = metrics_of(pair.run_dir)
-    assert metrics["devices"] == 2
-    assert metrics["test"]["images"] == 40
-    assert [int(row["index"]) for row in rows_of(pair.run_dir / "predictions.csv")] == list(range(40))
-
-
-def test_two_processes_leave_the_files_and_the_results_of_one(pair: Training, run_dir: Path) -> None:
+def test_two_processes_leave_the_files_and_the_results_of_one_and_count_every_image_once(pair: Training, run_dir: Path) -> None:
     assert {name for name in files_of(pair.run_dir) if not name.startswith(".")} == files_of(run_dir)
     two, one = metrics_of(pair.run_dir), metrics_of(run_dir)
-    assert two["parameters"] == one["parameters"]
+    assert (two["devices"], two["batch_size"], two["parameters"]) == (2, 32, one["parameters"])
+    assert two["test"]["images"] == 40
+    assert [int(row["index"]) for row in rows_of(pair.run_dir / "predictions.csv")] == list(range(40))
     assert two["test"]["loss"] == pytest.approx(one["test"]["loss"], abs=1e-3)
     assert two["val"]["loss"] == pytest.approx(one["val"]["loss"], abs=1e-3)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in Linux's /proc")
 def test_a_rank_that_gives_no_sign_ends_the_run_and_the_line_names_it_and_how_to_go_on(working_folder: Path) -> None:
-    words = [sys.executable, SCRIPTS / "train.py", *SMALL, "--devices", "2", "--rank-timeout", "6", "--checkpoint-every", "20"]
-    process = Process([*words, "--epochs", "100000"], working_folder)
-    frozen: list[int] = []
-    try:
-        wait_for(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt", process)
-        for pid in process.children():
-            if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                frozen.append(pid)
-                os.kill(pid, signal.SIGSTOP)
-        assert len(frozen) == 1
-        answer = process.answer()
-    finally:
-        process.kill()
+    words = [*SMALL, "--rank-timeout", "5", "--checkpoint-every", "20", "--epochs", "100000"]
+    first, second = fork_pair(words, working_folder)
+    wait_for(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt", first)
+    os.kill(second.pid, signal.SIGSTOP)
+    answer = first.answer()
     assert answer.code == 1, answer.err
-    assert "32 = 2 × 16" in answer.out
     assert "Traceback" not in answer.err
     assert "rank 1" in answer.err
     assert "--resume" in answer.err
-    for pid in frozen:
-        assert not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    assert second.answer().code == -signal.SIGKILL  # nothing is left of the run
 
 
 # ---- what this machine does not have

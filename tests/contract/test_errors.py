@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from .command_line import SMALL, Fork, assert_refused, checkpoint_of, contents_of, run_command
+from .command_line import SMALL, Fork, assert_refused, checkpoint_of, contents_of, copy_run, run_command
 
 S = "--recipe small.yaml"
 TYPED: list[tuple[str, list[str]]] = [
@@ -32,6 +33,14 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config top.yaml", ["trainr", "Did you mean trainer"]),
     (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
     (f"{S} --precision bf17-mixed", ["--precision", "bf17-mixed", "Did you mean bf16-mixed?"]),
+    (f"{S} --model.schedule cosin", ["model.schedule", "constant, cosine", "'cosin'", "Did you mean cosine?"]),
+    (f"{S} --model.tta mirrored", ["model.tta must be one of none, mirror, full", "'mirrored'", "Did you mean mirror?"]),
+    (f"{S} --trainer.deterministic wran", ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
+    (f"{S} --trainer.callbacks EarlyStoping", ["trainer.callbacks: no class is called EarlyStoping"]),
+    (f"{S} --trainer.callbacks EarlyStopping --trainer.callbacks.mod=x", ["trainer.callbacks: EarlyStopping has no setting mod"]),
+    ("recipes --all", ["no flag --all", "cifar-lit recipes NAME"]),
+    ("devices --net lenett", ["'lenett'", "Did you mean lenet?"]),
+    ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
     # abbreviations
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
     (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
@@ -39,31 +48,48 @@ TYPED: list[tuple[str, list[str]]] = [
     # values
     (f"{S} --epochs", ["--epochs needs a value"]),
     (f"{S} --lr --seed 3", ["--lr needs a value"]),
+    (f"{S} --model.lr", ["--model.lr needs a value"]),
     (f"{S} stray", ["'stray'"]),
     (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
     (f"{S} --epochs 0", ["--epochs", "at least 1"]),
-    (f"{S} --lr fast", ["--lr", "number", "fast"]),
+    (f"{S} --lr fast", ["--lr (model.lr) must be a number, not fast"]),
+    (f"{S} --data.shuffle 3", ["data.shuffle must be true or false, not 3"]),
     (f"{S} --lr 0", ["learning rate", "above 0", "--lr"]),
     (f"{S} --lr nan", ["--lr", "nan"]),
     (f"{S} --batch-size 0", ["--batch-size", "at least 1"]),
     (f"{S} --batch-size 1.5", ["--batch-size", "whole number", "1.5"]),
+    (f"{S} --data.eval_batch_size 0", ["data.eval_batch_size must be at least 1"]),
+    (f"{S} --data.count 3", ["data.count must be at least 10 images"]),
+    (f"{S} --model.width 0", ["width", "above 0"]),
     (f"{S} --data.crop 16", ["data.crop 16", "16×16"]),
     (f"{S} --data.image_size 8", ["lenet", "8×8", "16×16"]),
     (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
+    (f"{S} --data.seed 3", ["data.seed follows from --seed: leave it out"]),
+    # strategies
+    (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use ddp"]),
+    (f"{S} --trainer.strategy=fsdp_cpu_offload", ["--trainer.strategy fsdp", "use --trainer.strategy ddp"]),
+    (f"{S} --trainer.strategy ModelParallelStrategy", ["--trainer.strategy ModelParallel", "use --trainer.strategy ddp"]),
+    (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
     (f"{S} --config broken.yaml", ["broken.yaml", "YAML", "line 3"]),
     (f"{S} --config text.yaml", ["text.yaml", "settings by name"]),
+    ("--resume loose.ckpt", ["loose.ckpt lies in no run folder"]),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def files(working_folder: Path) -> Path:
     """The configuration files that TYPED names."""
-    (working_folder / "broken.yaml").write_text("trainer:\n  max_epochs: [1\nmodel: {")
-    (working_folder / "text.yaml").write_text("hello\n")
-    (working_folder / "key.yaml").write_text("trainer:\n  max_epoch: 3\n")
-    (working_folder / "top.yaml").write_text("trainr:\n  max_epochs: 3\n")
+    for name, text in {
+        "broken.yaml": "trainer:\n  max_epochs: [1\nmodel: {",
+        "text.yaml": "hello\n",
+        "key.yaml": "trainer:\n  max_epoch: 3\n",
+        "top.yaml": "trainr:\n  max_epochs: 3\n",
+        "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
+        "loose.ckpt": "",
+    }.items():
+        (working_folder / name).write_text(text)
     return working_folder
 
 
@@ -80,20 +106,16 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "cut short": cut_short,
+    "emptied": lambda path: path.write_bytes(b""),
+    "text instead": lambda path: path.write_text("no checkpoint at all\n"),
+    "without weights": lambda path: torch.save({"epoch": 3}, path),
+}
 
 
-def text_instead(path: Path) -> None:
-    path.write_text("no checkpoint at all\n")
-
-
-def without_weights(path: Path) -> None:
-    torch.save({"epoch": 3}, path)
-
-
-@pytest.mark.parametrize("damage", [cut_short, emptied, text_instead, without_weights])
-def test_a_checkpoint_that_is_damaged_is_named_and_left(run_dir: Path, damage: Any) -> None:
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_checkpoint_that_is_damaged_is_named_and_left(run_dir: Path, damage: Callable[[Path], Any]) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
     damage(checkpoint)
@@ -107,11 +129,13 @@ def test_a_checkpoint_that_is_damaged_is_named_and_left(run_dir: Path, damage: A
 def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoints/best.ckpt"
     for flags, other in (
-        (["--net", "tudui"], "tudui"),
-        (["--data.num_classes", "5"], "5 classes"),
-        (["--data.image_size", "20"], "20×20"),
+        (["--net", "tudui"], "not of tudui (3×16×16, 4 classes)"),
+        (["--data.num_classes", "5"], "not of lenet (3×16×16, 5 classes)"),
+        (["--data.image_size", "20"], "not of lenet (3×20×20, 4 classes)"),
+        (["--model.width", "2"], "not of lenet width 2 (3×16×16, 4 classes)"),
     ):
-        assert_refused(run_command("test", "--ckpt_path", checkpoint, *flags), 1, str(checkpoint), "lenet", other)
+        answer = run_command("test", "--ckpt_path", checkpoint, *flags)
+        assert_refused(answer, 1, f"{checkpoint} holds weights of lenet (3×16×16, 4 classes)", other)
     assert not Path("lightning_logs").exists()
 
 
@@ -143,10 +167,7 @@ def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(
 def test_a_damaged_model_file_is_named(run_dir: Path) -> None:
     shutil.copytree(run_dir, "copy")
     cut_short(Path("copy/model.safetensors"))
-    answer = run_command("classify", "copy", "cat.png")
-    assert answer.code == 1
-    assert "model.safetensors" in answer.error_lines[-1]
-    assert "Traceback" not in answer.err
+    assert_refused(run_command("classify", "copy", "cat.png"), 1, "model.safetensors")
 
 
 # ---- trainings that fail
@@ -154,10 +175,9 @@ def test_a_damaged_model_file_is_named(run_dir: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_at_that_step_and_keeps_the_last_good_checkpoint() -> None:
     answer = run_command(*SMALL, "--lr", "1e30")
-    assert answer.code == 1
     (line,) = answer.error_lines
-    for part in ("cifar-lit: the loss is nan", "step", "lower --lr", "checkpoint"):
-        assert part.lower() in line.lower(), part
+    assert answer.code == 1
+    assert re.match("cifar-lit: the loss is nan .*step.*checkpoint.* lower --lr", line, re.IGNORECASE), line
     assert "test accuracy" not in answer.out
     run_dir = Path("lightning_logs/small-1")
     assert not (run_dir / "metrics.json").exists()
@@ -166,8 +186,7 @@ def test_a_loss_that_is_not_finite_stops_at_that_step_and_keeps_the_last_good_ch
 
 
 def test_a_resumed_run_whose_loss_is_not_finite_keeps_the_checkpoint_that_it_had(interruption: Any) -> None:
-    shutil.copytree(interruption.run_dir, "lightning_logs/small-1")
-    last = Path("lightning_logs/small-1/checkpoints/last.ckpt")
+    last = copy_run(interruption.run_dir) / "checkpoints/last.ckpt"
     before = last.read_bytes()
     answer = run_command("--resume", "--lr", "1e30")
     assert answer.code == 1
@@ -200,8 +219,6 @@ NO_SMALL_DISK = 77  # the exit code where the system lets no file system be moun
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
 def test_a_full_disk_is_told_in_a_line_and_what_was_saved_before_is_intact(run_dir: Path, working_folder: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a process that has used a GPU cannot be forked")
     disk = working_folder / "disk"
     disk.mkdir()
     checkpoint = (run_dir / "checkpoints/last.ckpt").stat().st_size

@@ -10,7 +10,6 @@ import pytest
 
 from .command_line import (
     SMALL,
-    Answer,
     assert_refused,
     checkpoint_of,
     config_of,
@@ -30,37 +29,25 @@ def interrupted(interruption: Interruption) -> Path:
     return copy_run(interruption.run_dir)
 
 
-def go_on_command(answer: Answer) -> list[str]:
-    """The words of the command that goes on, without the program's name."""
-    (line,) = [line for line in answer.err.splitlines() if "--resume" in line]
-    words = shlex.split(line)
-    return words[words.index("train") :]
-
-
 # ---- Ctrl-C
 
 
-def test_ctrl_c_ends_with_130_and_no_traceback(interruption: Interruption) -> None:
+def test_ctrl_c_ends_with_130_writes_the_checkpoint_of_that_moment_and_no_results(interruption: Interruption) -> None:
     assert interruption.answer.code == 130
     assert "Traceback" not in interruption.answer.err + interruption.answer.out
-
-
-def test_ctrl_c_writes_the_checkpoint_of_that_moment(interruption: Interruption) -> None:
     last = interruption.run_dir / "checkpoints/last.ckpt"
     assert last.stat().st_mtime_ns > interruption.signal_time
     assert 0 < checkpoint_of(last)["global_step"] < STEPS
-
-
-def test_ctrl_c_leaves_no_results_and_no_half_written_files(interruption: Interruption) -> None:
     left = files_of(interruption.run_dir)
+    assert "config.yaml" in left
     assert not left & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
     assert not {name for name in left if name.endswith((".part", ".tmp"))}
-    assert "config.yaml" in left
 
 
 def test_ctrl_c_prints_the_exact_command_to_go_on(interruption: Interruption, interrupted: Path) -> None:
-    words = go_on_command(interruption.answer)
-    assert words[-2:] == ["--resume", "lightning_logs/small-1"]
+    (line,) = [line for line in interruption.answer.err.splitlines() if "--resume" in line]
+    words = shlex.split(line)[-3:]
+    assert words == ["train", "--resume", "lightning_logs/small-1"]
     answer = run_command(*words)
     assert (answer.code, answer.err) == (0, "")
     assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}  # it goes on in the folder it resumes
@@ -77,14 +64,6 @@ def test_a_run_that_another_process_writes_is_refused_by_name(interruption: Inte
 
 
 # ---- which run
-
-
-def test_resume_without_a_path_goes_on_with_the_newest_run_and_flags_count(interrupted: Path) -> None:
-    answer = run_command("--resume", "--data.eval_batch_size", "123")
-    assert answer.code == 0, answer.err
-    assert "run lightning_logs/small-1" in answer.lines
-    assert config_of(interrupted)["data"]["eval_batch_size"] == 123
-    assert config_of(interrupted)["data"]["batch_size"] == 8
 
 
 def test_a_finished_run_is_named_as_finished_and_left_as_it_is(run_dir: Path) -> None:
@@ -113,10 +92,12 @@ def test_what_cannot_be_resumed_is_told(words: list[str], parts: list[str]) -> N
 
 def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> None:
     settings = ["--data.count", "1400", "--batch-size", "8", "--lr", "0.001", "--net", "lenet"]
-    answer = run_command(*SMALL, *settings, "--epochs", "1", "--resume")
+    answer = run_command(*SMALL, *settings, "--epochs", "1", "--data.eval_batch_size", "123", "--resume")  # the newest run
     assert answer.code == 0, answer.err
     assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}
     assert metrics_of(interrupted)["test"]["images"] == 280
+    data = config_of(interrupted)["data"]
+    assert (data["eval_batch_size"], data["batch_size"]) == (123, 8)  # flags count
 
 
 @pytest.mark.parametrize(
@@ -126,15 +107,23 @@ def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> 
 )
 def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrupted: Path, words: list[str]) -> None:
     before = contents_of(interrupted)
-    answer = run_command("--resume", *words)
-    assert answer.code == 2, answer.err
-    assert len(answer.error_lines) == 1
-    assert "Traceback" not in answer.err
+    assert_refused(run_command("--resume", *words), 2)
     after = contents_of(interrupted)
     assert {name: after[name] for name in after if name.endswith(".ckpt")} == {
         name: before[name] for name in before if name.endswith(".ckpt")
     }
     assert "metrics.json" not in after
+
+
+def test_a_run_of_an_older_version_with_data_chunk_is_tested_and_resumed(interrupted: Path) -> None:
+    config = interrupted / "config.yaml"
+    config.write_text(config.read_text().replace("data:\n", "data:\n  chunk: 0\n", 1))
+    assert_refused(run_command("--config", config), 2, "no setting is called data.chunk")
+    for words in (["test", "--ckpt_path", interrupted / "checkpoints/last.ckpt"], ["--resume", interrupted]):
+        answer = run_command(*words)
+        assert (answer.code, answer.err) == (0, "")
+    assert "chunk" not in config_of(interrupted)["data"]
+    assert metrics_of(interrupted)["test"]["images"] == 280
 
 
 # ---- damage

@@ -16,18 +16,14 @@ import cifar_lit
 from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, rows_of, run_command
 
 FILES = {
-    "config.yaml",
-    "checkpoints/best.ckpt",
-    "checkpoints/last.ckpt",
-    "model.safetensors",
-    "metrics.json",
-    "metrics.csv",
-    "predictions.csv",
-    "probabilities.npy",
-    "report.html",
-    "events.out.tfevents.*",
+    *("config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "model.safetensors", "metrics.json", "metrics.csv"),
+    *("predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*"),
 }
 CLASSES = ["circle", "square", "triangle", "star"]
+KEYS = {
+    "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
+    "train_seconds", "images_per_second", "val", "test", "versions",
+}  # fmt: skip
 
 
 def test_a_run_folder_holds_these_files_and_no_others(run_dir: Path) -> None:
@@ -36,13 +32,13 @@ def test_a_run_folder_holds_these_files_and_no_others(run_dir: Path) -> None:
 
 def test_runs_are_numbered_for_each_recipe() -> None:
     Path("other.yaml").write_text(Path("small.yaml").read_text())
-    (Path("lightning_logs") / "small-2").mkdir(parents=True)
+    Path("lightning_logs/small-2").mkdir(parents=True)
     for recipe in ("small.yaml", "other.yaml"):
         assert run_command("fit", "--recipe", recipe, "--epochs", "1").code == 0
     assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-2", "small-3", "other-1"}
 
 
-# ---- config.yaml
+# ---- config.yaml, checkpoints/
 
 
 def test_config_yaml_holds_every_setting(run_dir: Path) -> None:
@@ -50,54 +46,51 @@ def test_config_yaml_holds_every_setting(run_dir: Path) -> None:
     assert config["seed_everything"] == 3
     assert (config["trainer"]["max_epochs"], config["trainer"]["precision"]) == (2, "32-true")
     assert (config["model"]["net"], config["model"]["lr"], config["model"]["schedule"]) == ("lenet", 0.05, "cosine")
-    data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "batch_size": 32}
+    data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "batch_size": 32, "val_size": 40}
     assert data.items() <= config["data"].items()
-    assert config["data"]["val_size"] == 40
     assert {"optimizer", "momentum", "weight_decay"} <= config["model"].keys()  # which the recipe leaves to the defaults
 
 
-def test_config_yaml_is_enough_to_run_it_again_to_the_last_bit(run_dir: Path, same_run_again: Path) -> None:
+def test_config_yaml_is_enough_to_run_it_again_to_the_last_bit_and_byte(run_dir: Path, same_run_again: Path) -> None:
     first, second = metrics_of(run_dir), metrics_of(same_run_again)
     assert (first["val"], first["test"]) == (second["val"], second["test"])
     weights, weights_again = (checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"] for run in (run_dir, same_run_again))
     assert weights.keys() == weights_again.keys()
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    assert (run_dir / "model.safetensors").read_bytes() == (same_run_again / "model.safetensors").read_bytes()
 
 
-# ---- checkpoints/
-
-
-@pytest.mark.parametrize("name", ["best", "last"])
-def test_checkpoints_are_lightnings_and_hold_no_code(run_dir: Path, name: str) -> None:
-    checkpoint = checkpoint_of(run_dir / f"checkpoints/{name}.ckpt")  # which loads weights only
-    assert {"pytorch-lightning_version", "state_dict", "optimizer_states", "hyper_parameters"} <= checkpoint.keys()
-
-
-def test_best_is_of_the_epoch_that_validated_best_and_last_of_the_last(run_dir: Path) -> None:
+def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_that_validated_best(run_dir: Path) -> None:
+    best, last = (checkpoint_of(run_dir / f"checkpoints/{name}.ckpt") for name in ("best", "last"))  # loads weights only
+    for checkpoint in (best, last):
+        assert {"pytorch-lightning_version", "state_dict", "optimizer_states", "hyper_parameters"} <= checkpoint.keys()
     epochs = [row for row in rows_of(run_dir / "metrics.csv") if row["val/accuracy"]]
-    best = max(epochs, key=lambda row: float(row["val/accuracy"]))
-    assert checkpoint_of(run_dir / "checkpoints/best.ckpt")["epoch"] == int(best["epoch"])
-    assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["epoch"] == 1
-    assert metrics_of(run_dir)["val"]["accuracy"] == pytest.approx(float(best["val/accuracy"]), abs=1e-6)
-    assert metrics_of(run_dir)["val"]["loss"] == pytest.approx(float(best["val/loss"]), abs=1e-5)
+    row = max(epochs, key=lambda row: float(row["val/accuracy"]))
+    assert (best["epoch"], last["epoch"]) == (int(row["epoch"]), 1)
+    val = metrics_of(run_dir)["val"]
+    assert (val["accuracy"], val["loss"]) == pytest.approx((float(row["val/accuracy"]), float(row["val/loss"])), abs=1e-5)
 
 
 # ---- model.safetensors
 
 
-def test_model_safetensors_describes_itself(run_dir: Path) -> None:
+def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
     with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
         metadata = " ".join(f"{name} {value}" for name, value in file.metadata().items())
-        numbers = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
     data = config_of(run_dir)["data"]
     for fact in ("lenet", *CLASSES, "16", "3"):
         assert re.search(rf"\b{fact}\b", metadata), fact
     for value in (*data["mean"], *data["std"]):
         assert str(value) in metadata
-    assert numbers >= metrics_of(run_dir)["parameters"]
+    best = checkpoint_of(run_dir / "checkpoints/best.ckpt")["state_dict"].values()
+    trained = [tensor for tensor in best if tensor.dim() > 1]  # filters and matrices, whatever they are called
+    assert trained
+    for tensor in trained:
+        assert any(tensor.shape == other.shape and torch.equal(tensor, other) for other in tensors)
 
 
-def test_model_safetensors_alone_is_enough_to_predict(run_dir: Path, tmp_path: Path) -> None:
+def test_model_safetensors_alone_is_enough_to_predict_and_as_readable_as_its_neighbours(run_dir: Path, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere.safetensors"
     alone.write_bytes((run_dir / "model.safetensors").read_bytes())
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
@@ -105,59 +98,36 @@ def test_model_safetensors_alone_is_enough_to_predict(run_dir: Path, tmp_path: P
     assert list(from_file.classes) == CLASSES
     assert from_file(images).shape == (5, 4)
     assert torch.equal(from_file(images), from_run(images))
+    assert (run_dir / "model.safetensors").stat().st_mode == (run_dir / "metrics.json").stat().st_mode
 
 
-def test_model_safetensors_holds_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
-    best = checkpoint_of(run_dir / "checkpoints/best.ckpt")["state_dict"].values()
-    with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
-        kept = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
-    trained = [tensor for tensor in best if tensor.dim() > 1]  # filters and matrices, whatever they are called
-    assert trained
-    for tensor in trained:
-        assert any(tensor.shape == other.shape and torch.equal(tensor, other) for other in kept)
+# ---- metrics.json, metrics.csv, predictions.csv
 
 
-def test_the_same_run_gives_the_same_bytes(run_dir: Path, same_run_again: Path) -> None:
-    first, second = ((run / "model.safetensors").read_bytes() for run in (run_dir, same_run_again))
-    assert first == second
-
-
-def test_who_may_read_metrics_json_may_read_the_model(run_dir: Path) -> None:
-    modes = {name: oct((run_dir / name).stat().st_mode) for name in ("metrics.json", "model.safetensors")}
-    assert modes["model.safetensors"] == modes["metrics.json"]
-
-
-# ---- metrics.json
-
-KEYS = {
-    "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
-    "train_seconds", "images_per_second", "val", "test", "versions",
-}  # fmt: skip
-
-
-def test_metrics_json_has_its_keys(run_dir: Path) -> None:
-    metrics = metrics_of(run_dir)
-    assert metrics.keys() >= KEYS
-    assert metrics["val"].keys() >= {"accuracy", "loss"}
-    assert metrics["test"].keys() >= {"accuracy", "loss", "images", "per_class"}
+def refuse_constant(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
 
 
 def test_metrics_json_says_what_ran(run_dir: Path) -> None:
-    metrics = metrics_of(run_dir)
+    metrics = json.loads((run_dir / "metrics.json").read_text(), parse_constant=refuse_constant)
+    assert metrics.keys() >= KEYS
+    assert metrics["val"].keys() >= {"accuracy", "loss"}
+    assert metrics["test"].keys() >= {"accuracy", "loss", "images", "per_class"}
     facts = {
         "recipe": "small", "net": "lenet", "dataset": "shapes", "seed": 3, "epochs": 2, "accelerator": "cpu",
         "devices": 1, "precision": "32-true", "batch_size": 32,
     }  # fmt: skip
     assert {name: metrics[name] for name in facts} == facts
-    shapes = [tensor.numel() for tensor in checkpoint_of(run_dir / "checkpoints/last.ckpt")["state_dict"].values()]
-    assert 0 < metrics["parameters"] <= sum(shapes)
+    numbers = [tensor.numel() for tensor in checkpoint_of(run_dir / "checkpoints/last.ckpt")["state_dict"].values()]
+    assert 0 < metrics["parameters"] <= sum(numbers)
     assert torch.__version__.startswith(metrics["versions"]["torch"])
     assert "lightning" in metrics["versions"]
+    assert metrics["train_seconds"] > 0  # which includes validation; the rate does not
+    assert metrics["images_per_second"] * metrics["train_seconds"] >= 0.95 * 2 * 160
 
 
 def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_over_images(run_dir: Path) -> None:
-    test = metrics_of(run_dir)["test"]
-    rows = rows_of(run_dir / "predictions.csv")
+    test, rows = metrics_of(run_dir)["test"], rows_of(run_dir / "predictions.csv")
     assert test["images"] == len(rows) == 40
     assert test["accuracy"] == pytest.approx(sum(row["label"] == row["predicted"] for row in rows) / 40)
     assert list(test["per_class"]) == CLASSES
@@ -167,36 +137,11 @@ def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_ov
     assert 0.5 < test["loss"] < 3  # ln 4 = 1.39 before anything is learned; a sum over images would be 55
 
 
-def test_the_rate_leaves_validation_out_and_the_time_does_not(run_dir: Path) -> None:
-    metrics = metrics_of(run_dir)
-    images = 2 * 160
-    assert metrics["train_seconds"] > 0
-    assert metrics["images_per_second"] * metrics["train_seconds"] >= 0.95 * images
-
-
-# ---- metrics.csv, predictions.csv
-
-
-def test_metrics_csv_holds_the_curves(run_dir: Path) -> None:
-    rows = rows_of(run_dir / "metrics.csv")
-    for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"):
-        points = [(int(row["epoch"]), float(row[name])) for row in rows if row[name]]
-        assert {epoch for epoch, _ in points} == {0, 1}, name
-    (tested,) = [float(row["test/accuracy"]) for row in rows if row["test/accuracy"]]
-    assert tested == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
-
-
-def test_predictions_csv_has_every_test_image_once_with_label_and_prediction(run_dir: Path) -> None:
-    rows = rows_of(run_dir / "predictions.csv")
-    assert list(rows[0])[:4] == ["index", "label", "predicted", "probability"]
-    assert [int(row["index"]) for row in rows] == list(range(40))
-    assert {row["label"] for row in rows} == set(CLASSES)
-    assert {row["predicted"] for row in rows} <= set(CLASSES)
-
-
-def test_predictions_csv_has_the_probability_of_each_class(run_dir: Path) -> None:
+def test_predictions_csv_has_every_test_image_once_with_label_prediction_and_all_probabilities(run_dir: Path) -> None:
     rows = rows_of(run_dir / "predictions.csv")
     assert list(rows[0]) == ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in CLASSES)]
+    assert [int(row["index"]) for row in rows] == list(range(40))
+    assert {row["label"] for row in rows} == set(CLASSES)
     for row in rows:
         probabilities = {name: float(row[f"probability_{name}"]) for name in CLASSES}
         assert sum(probabilities.values()) == pytest.approx(1, abs=1e-4)
@@ -216,14 +161,15 @@ def test_report_html_is_about_the_run_and_loads_nothing_from_elsewhere(run_dir: 
     assert not re.search(r"""<link[^>]*href\s*=\s*["']?(https?:)?//""", page)
 
 
-def test_tensorboard_holds_curves_settings_and_images(run_dir: Path) -> None:
-    events = EventAccumulator(str(run_dir))
+def test_metrics_csv_and_tensorboard_hold_the_curves_and_tensorboard_settings_and_images(run_dir: Path) -> None:
+    rows, events = rows_of(run_dir / "metrics.csv"), EventAccumulator(str(run_dir))
     events.Reload()
-    curves = {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"}
-    assert set(events.Tags()["scalars"]) >= curves
+    for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        assert [step for step, _ in points] == ([10] if name.startswith("test/") else [5, 10]), name  # one for each epoch
+        assert [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] == points, name
+    assert points[-1][1] == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     assert events.Tags()["images"]
-    (tested,) = events.Scalars("test/accuracy")
-    assert tested.value == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     for fact in (b"lenet", b"shapes", b"small"):
         assert fact in settings
@@ -246,13 +192,6 @@ def test_an_evaluation_makes_a_run_folder_of_its_own(run_dir: Path, command: str
     assert metrics[part]["loss"] == pytest.approx(metrics_of(run_dir)[part]["loss"], abs=1e-5)
     assert metrics[other] is None
     assert config_of(own)["data"]["count"] == 200  # the settings are those of the run that is scored
-
-
-def test_metrics_json_is_plain_json_without_nan(run_dir: Path) -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    json.loads((run_dir / "metrics.json").read_text(), parse_constant=refuse)
 
 
 def test_without_validation_images_there_is_no_best_checkpoint_and_the_last_is_tested() -> None:
