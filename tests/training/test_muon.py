@@ -1,4 +1,4 @@
-"""Muon against torch's own, SGD and the definition: directions and rates; its decay and skipped steps are test_optimizers' and test_capture's."""
+"""Muon against torch's own, SGD and the definition; its decay is test_optimizers', and its skipped steps are test_capture's."""
 
 from typing import Any
 
