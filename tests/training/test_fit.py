@@ -20,31 +20,21 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.classifier import ImageClassifier
 
-MUONS_OWN = {"bias_lr": 1.0, "head_lr": 1.0, "whiten_epochs": 3.0, "rest_momentum": 0.9, "rescale_filters": False}
-
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"schedule": "linear"}, "schedule must be one of"),
         ({"final_lr": -0.1}, "final_lr is a fraction"),
-        ({"schedule_every": "batch"}, "schedule_every must be step or epoch"),
-        ({"schedule_every": "epoch", "schedule": "one_cycle"}, "schedule_every step"),
         ({"schedule_every": "epoch", "schedule": "cosine", "warmup_epochs": 1.0}, "schedule_every step"),
-        *(({"label_smoothing": value}, "label_smoothing must be in") for value in (-0.1, 1.0)),
-        *(({"ema_decay": value}, "ema_decay must be 0 for none or below 1") for value in (-0.5, 1.0)),
+        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
+        ({"ema_decay": 1.0}, "ema_decay must be 0 for none or below 1"),
         ({"width": 0.0}, "width"),
-        ({"num_classes": 0}, "class"),
-        ({"input_shape": [3, 4, 4]}, "cannot take 4×4"),
-        ({"lr": -1.0}, "above 0, not -1: set --lr"),
         ({"nesterov": True}, "nesterov needs model.momentum"),
         ({"momentum": 1.0}, "momentum must be 0 or more and below 1, not 1"),
         ({"weight_decay": -1e-3}, "weight_decay must be 0 or more"),
-        *(({name: value}, rf"{name} goes only with .* muon.* --model\.{name} \S+$") for name, value in MUONS_OWN.items()),
-        ({"optimizer": "muon", "bias_lr": 0.0}, "bias_lr must be above 0, or null"),
+        ({"bias_lr": 1.0}, r"bias_lr goes only with .* muon.* --model\.bias_lr \S+$"),
         ({"optimizer": "muon", "head_lr": float("nan")}, "head_lr must be above 0"),
-        ({"optimizer": "muon", "whiten_epochs": -1.0}, "whiten_epochs must be above 0"),
-        ({"optimizer": "muon", "rest_momentum": 1.0}, "rest_momentum must be 0 or more and below 1"),
         ({"optimizer": "muon", "weight_decay": 1.0}, "a share per step under muon, below 1"),
     ],
 )
@@ -52,7 +42,6 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
     with pytest.raises(UsageError, match=line) as refused:
         classifier(**settings)
     assert "\n" not in str(refused.value)
-    classifier(optimizer="muon", **MUONS_OWN)
 
 
 # ---- steps

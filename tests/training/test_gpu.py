@@ -10,7 +10,6 @@ from small_runs import BATCHES, assert_close, classifier, fitted, shapes_data, t
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import TrainLoader
-from cifar_lit.data.resolution import shrink
 from cifar_lit.training.checkpoint import read_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
@@ -101,8 +100,3 @@ def test_images_that_stay_on_the_host_come_in_page_locked_memory_and_train_the_s
     for model, placement in ((device, "device"), (host, "host")):
         fitted(model, shapes_data(crop=2, placement=placement), accelerator="gpu", max_epochs=6)
     assert_close(weights(host), weights(device), rtol=1e-3, atol=1e-4)
-
-
-def test_images_shrink_on_the_device_as_on_the_cpu() -> None:
-    images = torch.randint(0, 256, (9, 32, 32, 3), dtype=torch.uint8)
-    torch.testing.assert_close(shrink(images.cuda(), 24).cpu(), shrink(images, 24), rtol=0, atol=1e-3)

@@ -60,9 +60,9 @@ class Training:
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
         self.rows = Rows()  # of the latest run, also where it did not end
 
-    def run(self, *more: Callback, resume: Path | None = None, **settings: Any) -> Run:
-        """Trains to the end; settings: others of the model."""
-        own = {"net": "dropout", "momentum": 0.9, **self.settings, **settings}
+    def run(self, *more: Callback, resume: Path | None = None) -> Run:
+        """Trains to the end."""
+        own = {"net": "dropout", "momentum": 0.9, **self.settings}
         data = shapes_data(crop=2, flip="random", resolutions=own.pop("resolutions", {}))
         model, clock, (best, last) = classifier(**own), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
@@ -144,20 +144,6 @@ def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, caps
     Training(tmp_path, "sgd").stop(At(2, press(signal.SIGINT, signal.SIGINT)))
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err.count("once more to stop at once") == 1
-
-
-def test_a_resumed_run_uses_the_rate_that_is_given_but_cannot_change_its_optimizer_or_net(tmp_path: Path) -> None:
-    training = Training(tmp_path, "sgd")
-    training.stop(At(9, press(signal.SIGINT)))
-    for settings, line in (
-        ({"optimizer": "adamw", "lr": 0.01}, "was trained with sgd"),
-        ({"net": "lenet"}, "this run's net is dropout, not lenet"),
-        ({"num_classes": 12}, "this run's num_classes is 10, not 12"),
-    ):
-        with pytest.raises(UsageError, match=line):
-            training.run(resume=training.last, **settings)
-    training.run(resume=training.last, lr=0.002)
-    assert set(training.rows.of("lr").values()) == {0.002}
 
 
 # ---- checkpoints within epochs

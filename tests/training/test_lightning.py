@@ -1,6 +1,5 @@
 """What Lightning documents about callbacks, loggers, precision and Trainer flags holds for this model as for any other."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
-    RichProgressBar,
     StochasticWeightAveraging,
-    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -22,7 +19,6 @@ from small_runs import BATCHES, Rows, classifier, fitted, same, shapes_data, wei
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from cifar_lit.training.callbacks import LiveBar
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
 from cifar_lit.training.schedules import schedule_factor
 
@@ -76,24 +72,7 @@ def test_a_checkpoint_callback_of_ones_own_saves_every_so_many_steps(tmp_path: P
     assert done.global_step == 2 * BATCHES and same(weights(resumed), weights(whole))
 
 
-@pytest.mark.parametrize(("accumulate", "groups"), [(1, [1] * BATCHES), (4, [4, 3])])
-def test_the_hooks_of_a_step_are_called_in_their_order(accumulate: int, groups: list[int]) -> None:
-    calls: list[str] = []
-
-    def note(hook: str) -> Callable[..., None]:
-        return lambda *_: calls.append(hook)
-
-    names = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-    hooks = LambdaCallback(**{name: note(name) for name in names})
-    fitted(classifier(), shapes_data(), hooks, max_epochs=1, accumulate_grad_batches=accumulate)
-    expected: list[str] = []
-    for size in groups:
-        between = [names[1], names[2], names[4]] * size
-        expected += [names[0], *between[:-1], names[3], names[4]]
-    assert calls == expected
-
-
-def test_what_a_callback_does_to_gradients_takes_effect() -> None:
+def test_hooks_are_called_and_what_they_do_to_gradients_takes_effect() -> None:
     model, norms = classifier(), list[float]()
 
     def zero(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
@@ -103,22 +82,6 @@ def test_what_a_callback_does_to_gradients_takes_effect() -> None:
     fitted(model, shapes_data(), LambdaCallback(on_before_optimizer_step=zero), max_epochs=1)
     assert len(norms) == BATCHES and min(norms) > 0
     assert same(weights(model), weights(classifier()))
-
-
-@pytest.mark.parametrize("kind", [RichProgressBar, TQDMProgressBar, LiveBar])
-def test_a_bar_counts_every_batch(kind: Callable[[], Any]) -> None:
-    counts: list[tuple[float, float]] = []
-
-    def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        bar: Any = trainer.progress_bar_callback
-        if isinstance(bar, TQDMProgressBar):
-            counts.append((bar.train_progress_bar.n, bar.train_progress_bar.total))
-        else:
-            task = bar.progress.tasks[bar.train_progress_bar_id]
-            counts.append((task.completed, task.total))
-
-    fitted(classifier(), shapes_data(), kind(), LambdaCallback(on_train_epoch_end=look), enable_progress_bar=True)
-    assert counts == [(BATCHES, BATCHES)] * 2
 
 
 # ---- loggers and metrics

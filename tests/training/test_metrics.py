@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import prediction_table, write_predictions
-from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score, total_norm
+from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score
 
 LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))
@@ -72,12 +72,6 @@ def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
     empty = Evaluation(3).compute()
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
-
-
-def test_the_norm_is_of_all_numbers_together() -> None:
-    tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).bfloat16()]
-    flat = torch.cat([tensor.float().flatten() for tensor in tensors])
-    assert total_norm(tensors) == pytest.approx(float(flat.norm()), rel=1e-2)
 
 
 @pytest.mark.parametrize(

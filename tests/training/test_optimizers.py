@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import build_net
 from cifar_lit.plugins import allow_imports
 from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer, override_optimizer_settings, parameter_groups
 from cifar_lit.training.schedules import Schedule
@@ -87,19 +86,6 @@ def test_muons_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_t
         assert_close(dict(net.named_parameters()), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_found_inf_skips_leaves_no_trace_even_as_the_first(name: str) -> None:
-    nets = [Whitened() for _ in range(2)]
-    optimizers: list[Any] = [build_optimizer(net, name, 0.01, capturable=True, momentum=0.6) for net in nets]
-    for parameter in nets[0].parameters():
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    optimizers[0].found_inf = torch.tensor(1.0)
-    optimizers[0].step()
-    optimizers[0].found_inf = torch.tensor(0.0)
-    first, second = (train(optimizer, net, range(2)) for optimizer, net in zip(optimizers, nets, strict=True))
-    assert_close(first, second, rtol=1.3e-6, atol=1e-5)
-
-
 # ---- groups
 
 
@@ -126,14 +112,6 @@ def test_parameters_are_grouped_by_what_they_are_with_rates_of_their_own_and_emp
     assert [group["momentum"] for group in groups] == [0.6, 0.85, 0.85, 0.85]
     assert [group["orthogonal"] for group in groups] == [True, False, False, False]
     assert {group["lr"] for group in parameter_groups(Whitened(), "muon", 0.25)} == {0.25}
-
-
-def test_the_last_linear_layer_of_other_nets_is_muons_head() -> None:
-    model = build_net("tudui", channels=3, image_size=32, num_classes=10)
-    roles = names(model, "muon")
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim == 2]
-    assert roles["head"] == matrices[-1:]
-    assert sum(map(len, roles.values())) == len(list(model.parameters()))
 
 
 def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
