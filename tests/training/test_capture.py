@@ -134,8 +134,9 @@ class Device:
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Without TensorFloat32, so that what is compared is not the rounding of products."""
+    precision = torch.get_float32_matmul_precision()
     if request.param == "cpu":
         request.getfixturevalue("stand_in")
     elif not torch.cuda.is_available():
@@ -143,7 +144,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     else:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         torch.set_float32_matmul_precision("highest")
-    return Device(request.param, monkeypatch)
+    yield Device(request.param, monkeypatch)
+    torch.set_float32_matmul_precision(precision)
 
 
 # ---- the same training

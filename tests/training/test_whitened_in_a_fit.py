@@ -8,14 +8,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import best_and_last, classifier, fitted, same, shapes_data, trainer, weights
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from cifar_lit.data.augment import normalise
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import WeightAverage
@@ -83,15 +83,6 @@ def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:
         trainer(max_epochs=1).fit(classifier(**SMALL), loader)
 
 
-def views_by_hand(net: nn.Module, images: Tensor, views: str) -> Tensor:
-    """From the definition: each look at the images with its weight."""
-    looks = [(images, 0.5)]
-    if views == "full":
-        padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-        looks = [(images, 0.25), (padded[..., :-2, :-2], 0.125), (padded[..., 2:, 2:], 0.125)]
-    return torch.stack([weight * (net(look) + net(look.flip(3))) for look, weight in looks]).sum(0)
-
-
 def test_views_are_scored_beside_the_plain_images() -> None:
     trained, data, scored, plain_scores = classifier(**SMALL), shapes_data(eval_batch_size=50), [], set[float]()
     fitted(trained, data)
@@ -104,10 +95,10 @@ def test_views_are_scored_beside_the_plain_images() -> None:
         if views == "none":
             assert model.views_score is None
             continue
-        by_hand, labels = Evaluation(10), data.test_images.labels
+        evaluation, labels = Evaluation(10), data.test_images.labels
         with torch.no_grad():
-            by_hand.update(views_by_hand(model.net.eval(), normalised(data, data.test_images.images), views), labels)
-        score, expected = model.views_score, by_hand.compute()
+            evaluation.update(view_logits(model.net.eval(), normalised(data, data.test_images.images), views), labels)
+        score, expected = model.views_score, evaluation.compute()
         assert score is not None
         assert (score.accuracy, score.confusion, score.images) == (expected.accuracy, expected.confusion, 24)
         assert score.loss == pytest.approx(expected.loss, abs=2e-6) != model.score.loss
