@@ -1,4 +1,4 @@
-"""Trainings of a second or less in the test's own process, and a logger that remembers."""
+"""Trainings of a second or less in the test's own process, and what tests look at them with."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -40,28 +40,6 @@ class Rows(Logger):
         return {step: values[name] for step, values in self.rows if name in values}
 
 
-def shapes_data(**settings: Any) -> ImageData:
-    """100 drawn images to train on and 20 to validate on, in steps of 16 (the last of 4)."""
-    defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
-    return ImageData("shapes", **{**defaults, **settings})
-
-
-def broken_data(step: int, **settings: Any) -> ImageData:
-    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN."""
-    data = shapes_data(**settings)
-    prepared = data.on_after_batch_transfer
-
-    def broken(batch: Any, dataloader_idx: int) -> Any:
-        result = prepared(batch, dataloader_idx)
-        loader: Any = data._train_loader
-        if data.trainer.training and loader.epoch * len(loader) + loader.position - 1 == step:
-            result.images[0] = math.nan
-        return result
-
-    data.on_after_batch_transfer = broken  # type: ignore[method-assign]
-    return data
-
-
 class At(Callback):
     """Calls do(trainer, model) while the step of that number (from 1) runs, before its batch or after it."""
 
@@ -82,8 +60,41 @@ def stop_at(stop: OrderlyStop, step: int) -> At:
     return At(step, lambda *_: stop._receive(2, None))
 
 
-def pull_the_plug(*_: Any) -> None:
-    raise RuntimeError("pulled the plug")
+# ---- data, model, Trainer
+
+
+def shapes_data(**settings: Any) -> ImageData:
+    """100 drawn images to train on, 20 to validate on and 24 to test on, in steps of 16 (the last of 4)."""
+    defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
+    return ImageData("shapes", **{**defaults, **settings})
+
+
+def broken_data(step: int, **settings: Any) -> ImageData:
+    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN."""
+    data = shapes_data(**settings)
+    prepared = data.on_after_batch_transfer
+
+    def broken(batch: Any, dataloader_idx: int) -> Any:
+        result = prepared(batch, dataloader_idx)
+        loader: Any = data._train_loader
+        if data.trainer.training and loader.epoch * len(loader) + loader.position - 1 == step:
+            result.images[0] = math.nan
+        return result
+
+    data.on_after_batch_transfer = broken
+    return data
+
+
+def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
+    """A net whose weights show which random numbers were drawn, and whose buffers show which batches it saw."""
+    features = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4))
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
+
+
+def classifier(**settings: Any) -> ImageClassifier:
+    """LeNet for those images; its weights are always the same."""
+    torch.manual_seed(0)
+    return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], **settings})
 
 
 def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:
@@ -93,38 +104,28 @@ def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:
     return best, last
 
 
-def classifier(**settings: Any) -> ImageClassifier:
-    """LeNet for those images; its weights are always the same."""
-    torch.manual_seed(0)
-    return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], **settings})
-
-
 def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
-    """A quiet Trainer on one CPU process."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    """A quiet Trainer on one CPU process; it writes checkpoints where one of the callbacks does."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
-    plugins = [AtomicCheckpointIO()]
-    return pl.Trainer(**{**quiet, **fixed, "max_epochs": 2, "callbacks": list(callbacks), "plugins": plugins, **settings})
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    own = {"callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()], "enable_checkpointing": saves, "max_epochs": 2}
+    return pl.Trainer(**{**quiet, **fixed, **own, **settings})
 
 
-def fitted(
-    model: ImageClassifier, data: ImageData, *callbacks: Callback, resume: Path | None = None, **settings: Any
-) -> pl.Trainer:
+def fitted(model: pl.LightningModule, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any) -> pl.Trainer:
     """The Trainer after a fit of `model`, which goes on from the checkpoint `resume` if one is given."""
     done = trainer(*callbacks, **settings)
     done.fit(model, datamodule=data, ckpt_path=resume)
     return done
 
 
-def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """A net whose weights show which random numbers were drawn, and whose buffers show which batches it saw."""
-    features = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4))
-    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
+# ---- weights
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of a net's state."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """A copy of a net's state, on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
@@ -137,8 +138,3 @@ def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], r
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=name)
-
-
-def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The largest difference of a number in two states."""
-    return max(float((first[name] - tensor).abs().max()) for name, tensor in second.items())

@@ -1,5 +1,8 @@
-"""Time, random states, and the lines of each epoch."""
+"""Time, random states, the lines of each epoch, and what is told of a training that diverges."""
 
+import math
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,55 +10,46 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from small_runs import classifier, fitted, shapes_data
+from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import Clock, EpochLines, LiveBar, NoProfiler, RandomState
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that stands still until the test moves it."""
-    now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
-    return now
+from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
+from cifar_lit.training.checkpoint import read_checkpoint
 
 
 def batch(count: int, loss_weight: float = 1.0) -> Batch:
     return Batch(torch.zeros(count, 3, 2, 2), torch.zeros(count).long(), torch.zeros(count).long(), loss_weight)
 
 
-def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(time: SimpleNamespace) -> None:
-    clock: Any = Clock()
-    fit = SimpleNamespace(world_size=1)
-    clock.on_validation_start(fit, None)
-    time.seconds += 7
-    clock.on_validation_end(fit, None)
-    assert (clock.seconds, clock.training_seconds) == (0, 0)  # of a validation without a fit
+def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
+    fit: Any = SimpleNamespace(world_size=1)
 
     def pass_an_epoch(clock: Any) -> None:
-        time.seconds += 10
+        now.seconds += 10
         clock.on_train_batch_end(fit, None, None, batch(16), 0)
         clock.on_validation_start(fit, None)
-        time.seconds += 3
+        now.seconds += 3
         clock.on_validation_end(fit, None)
 
-    time.seconds += 5  # set-up
+    def state(clock: Clock) -> tuple[float, float, int]:
+        return clock.seconds, clock.training_seconds, clock.images
+
+    clock: Any = Clock()
+    now.seconds += 5  # set-up
     clock.on_train_start(fit, None)
     pass_an_epoch(clock)
-    assert (clock.seconds, clock.training_seconds, clock.images) == (13, 10, 16)
+    assert state(clock) == (13, 10, 16)
     saved = clock.state_dict()
-    pass_an_epoch(clock)
-    clock.on_train_end(fit, None)
-    time.seconds += 100  # the test
-    assert (clock.seconds, clock.training_seconds, clock.images) == (26, 20, 32)
-
     resumed: Any = Clock()
     resumed.load_state_dict(saved)
     resumed.on_train_start(fit, None)
     pass_an_epoch(resumed)
-    assert (resumed.seconds, resumed.training_seconds, resumed.images) == (26, 20, 32)
+    resumed.on_train_end(fit, None)
+    now.seconds += 100  # the test
+    assert state(resumed) == (26, 20, 32)
 
 
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
@@ -70,25 +64,27 @@ def test_the_clock_counts_the_global_batch_on_every_device_and_nothing_where_the
         assert clock.images == total
 
 
-class FakeStrategy:
+class Pair:
+    """The first of two devices; the other one's state is all sevens."""
+
+    world_size, global_rank = 2, 0
+
+    @property
+    def strategy(self) -> "Pair":
+        return self
+
     def reduce(self, rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
-        """As if the other of two devices had put its state, all sevens, into the second row."""
         rows[1] = 7
         return rows
 
 
 def test_each_device_gets_its_own_random_state_back() -> None:
-    own = torch.get_rng_state()
-    pair: Any = SimpleNamespace(world_size=2, global_rank=0, strategy=FakeStrategy())
-    model: Any = SimpleNamespace(device=own.device)
-    checkpoint: dict[str, Any] = {}
+    own, pair, checkpoint = torch.get_rng_state(), Pair(), dict[str, Any]()
+    model, restored = SimpleNamespace(device=own.device), RandomState()
     RandomState().on_save_checkpoint(pair, model, checkpoint)
     (states,) = checkpoint["random_state"]
-    assert torch.equal(states[0], own)
-    assert (states[1] == 7).all()
-
+    assert torch.equal(states[0], own) and (states[1] == 7).all()
     expected = torch.rand(3)
-    restored = RandomState()
     restored.on_load_checkpoint(pair, model, checkpoint)
     torch.manual_seed(99)
     restored.on_train_start(pair, model)
@@ -97,8 +93,7 @@ def test_each_device_gets_its_own_random_state_back() -> None:
 
 def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoint_and_the_device() -> None:
     def drawn(state: int, rank: int, world: int) -> list[float]:
-        device: Any = SimpleNamespace(world_size=world, global_rank=rank)
-        restored: Any = RandomState()
+        device, restored = SimpleNamespace(world_size=world, global_rank=rank), RandomState()
         restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})
         torch.rand(int(torch.randint(5, ())))  # whatever set-up has drawn
         restored.on_train_start(device, None)
@@ -111,7 +106,7 @@ def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoi
 
 
 @pytest.mark.parametrize("val_size", [20, 0])
-def test_each_epoch_is_one_line(capsys: pytest.CaptureFixture[str], val_size: int) -> None:
+def test_each_epoch_is_one_line_and_the_bar_shows_what_was_logged_last(capsys: Any, val_size: int) -> None:
     expected: list[str] = []
 
     def note(trainer: pl.Trainer, model: Any) -> None:
@@ -121,25 +116,59 @@ def test_each_epoch_is_one_line(capsys: pytest.CaptureFixture[str], val_size: in
             loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
             expected[-1] += f" · val loss {loss:.4f} accuracy {accuracy:.4f}"
 
-    callbacks = [clock := Clock(), EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
-    fitted(classifier(), shapes_data(val_size=val_size), *callbacks, max_epochs=3)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    model, bar, clock = classifier(), LiveBar(), Clock()
+    watchers = [bar, clock, EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
+    done = fitted(model, shapes_data(val_size=val_size), *watchers, max_epochs=3, enable_progress_bar=True)
+    out = capsys.readouterr().out
+    lines = [line.strip() for line in out.splitlines() if " s · " in line]
     for line, start in zip(lines, expected, strict=True):
-        assert line.startswith(start)
-        assert " s · " in line and line.endswith(" images/s")
+        assert line.startswith(start) and line.endswith(" images/s")
+    values = bar.get_metrics(done, model)
+    assert {"loss", "accuracy"} <= values.keys() and all(isinstance(value, float) for value in values.values())
 
 
-def test_the_live_bar_shows_what_was_logged_last(capsys: pytest.CaptureFixture[str]) -> None:
-    model, bar = classifier(), LiveBar()
-    done = fitted(model, shapes_data(), bar, max_epochs=2, enable_progress_bar=True, log_every_n_steps=3)
-    shown = bar.get_metrics(done, model)
-    assert {"loss", "accuracy"} <= shown.keys()
-    assert all(isinstance(value, float) for value in shown.values())
-    assert "epoch 2/2" in capsys.readouterr().out
+# ---- divergence
 
 
-def test_profiling_that_is_off_costs_one_context_manager() -> None:
-    profiler = NoProfiler()
-    with profiler.profile("one") as first, profiler.profile("another") as second:
-        assert first is second is None
-    assert profiler.profile("one") is profiler.profile("another")
+def blow_up(trainer: pl.Trainer, model: Any) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["lr"] = 30.0
+
+
+@pytest.mark.parametrize("diverges", [True, False])
+def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(diverges: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    watchers = [DivergenceWarning(), *([At(2, blow_up, after=True)] if diverges else [])]
+    with suppress(NotFiniteLoss):
+        fitted(classifier(), shapes_data(), *watchers, max_epochs=3, log_every_n_steps=1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
+    assert len(lines) == diverges
+    assert all("far above its start" in line and "lower --lr" in line for line in lines)
+
+
+def test_an_infinite_loss_is_not_finite_either() -> None:
+    """As of a class that the net rules out: the loss is no NaN, and the weights are finite."""
+    model: Any = classifier()
+    model.net[-1].bias.data[1:] = -3e38
+    with pytest.raises(NotFiniteLoss, match=r"^the loss is inf at step 0 of epoch 0$"):
+        fitted(model, shapes_data())
+
+
+def poison(trainer: pl.Trainer, model: Any) -> None:
+    """As a last update would that overflows: the loss before it was finite."""
+    next(model.net.parameters()).data[0, 0, 0, 0] = math.inf
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("validates", [True, False])
+def test_weights_that_overflow_with_the_last_step_of_an_epoch_reach_no_checkpoint(
+    tmp_path: Path, ema_decay: float, validates: bool
+) -> None:
+    best, last = best_and_last(tmp_path)
+    kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
+    with pytest.raises(NotFiniteLoss, match=r"no longer finite at step \d+ of epoch 1|the loss is"):
+        fitted(classifier(ema_decay=ema_decay), shapes_data(), At(2 * BATCHES, poison, after=True), *kept, **limits)
+    for path in tmp_path.glob("*.ckpt"):
+        checkpoint = read_checkpoint(path)
+        assert checkpoint["epoch"] == 0
+        assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+    assert (tmp_path / "last.ckpt").exists()

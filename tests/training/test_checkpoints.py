@@ -1,7 +1,6 @@
-"""Checkpoint files: whole or absent, read exactly as written or refused in one line, and never executed."""
+"""Checkpoint files: whole or absent, read exactly as written or refused in one line; hostile ones are in tests/security."""
 
 import os
-import pickle
 import random
 import re
 from collections import OrderedDict
@@ -11,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.cloud_io import _load
 from torch import Tensor
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import PART
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, read_checkpoint
 
 CONTENT: dict[str, Any] = {
@@ -41,21 +38,21 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_what_is_written_is_read_back_by_anyone_and_nothing_lies_beside_it(checkpoint: Path) -> None:
+def refusal(path: Path) -> str:
+    """The line with which a file is refused."""
+    with pytest.raises(Failure) as refused:
+        read_checkpoint(path)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_is_written_is_read_back_by_anyone_and_what_torch_wrote_too(checkpoint: Path) -> None:
     assert equal(AtomicCheckpointIO().load_checkpoint(checkpoint), CONTENT)
-    for contents in (torch.load(checkpoint, weights_only=True, mmap=True), _load(checkpoint)):
-        assert equal(contents, CONTENT)
+    assert equal(torch.load(checkpoint, weights_only=True, mmap=True), CONTENT)
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
-
-
-@pytest.mark.parametrize("as_zip", [True, False])
-def test_a_checkpoint_that_torch_wrote_loads(tmp_path: Path, as_zip: bool) -> None:
-    torch.save(CONTENT, tmp_path / "old.ckpt", _use_new_zipfile_serialization=as_zip)
-    assert equal(read_checkpoint(tmp_path / "old.ckpt"), CONTENT)
-
-
-def failing_save(*_: Any) -> None:
-    raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0\nmore of it")
+    for as_zip in (True, False):
+        torch.save(CONTENT, checkpoint, _use_new_zipfile_serialization=as_zip)
+        assert equal(read_checkpoint(checkpoint), CONTENT)
 
 
 def half_a_file(content: Any, file: Any) -> None:
@@ -63,21 +60,11 @@ def half_a_file(content: Any, file: Any) -> None:
     raise OSError(28, os.strerror(28))
 
 
-@pytest.mark.parametrize(
-    ("save", "reason"), [(failing_save, "unexpected pos"), (half_a_file, "No space left on device"), (torch.save, "")]
-)
-def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, save: Any, reason: str
-) -> None:
+def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = checkpoint.read_bytes()
-    if save is torch.save:
-        if not Path("/dev/full").exists():
-            pytest.skip("the system has no device that is always full")
-        checkpoint.with_name("last.ckpt" + PART).symlink_to("/dev/full")
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(Failure, match=f"cannot write .*last.ckpt: .*{reason}.*Free some space") as failed:
+    monkeypatch.setattr(torch, "save", half_a_file)
+    with pytest.raises(Failure, match=r"cannot write .*last.ckpt: .*No space left on device.*Free some space[^\n]*$"):
         AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
-    assert "\n" not in str(failed.value)
     assert checkpoint.read_bytes() == before
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
 
@@ -86,27 +73,25 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(
 
 
 def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> None:
-    """600 flipped bits, 30 other bytes, 10 zeroed stretches: what gets past lies where nothing is read, such as in dates."""
+    """300 flipped bits, 10 zeroed stretches: what gets past lies where nothing is read, such as in dates."""
     content, draw = checkpoint.read_bytes(), random.Random(1)
     refused = 0
-    for case in range(640):
-        damaged = bytearray(content)
-        place = draw.randrange(len(content))
-        if case < 600:
+    for case in range(310):
+        damaged, place = bytearray(content), draw.randrange(len(content))
+        if case < 300:
             damaged[place] ^= 1 << draw.randrange(8)
-        elif case < 630:
-            damaged[place] = (damaged[place] + draw.randrange(1, 256)) % 256
         else:
             damaged[place : place + 512] = bytes(len(content[place : place + 512]))
         checkpoint.write_bytes(bytes(damaged))
         try:
             assert equal(read_checkpoint(checkpoint), CONTENT), f"case {case}: byte {place}"
-        except Failure as refusal:
+        except Failure as failure:
             refused += 1
-            assert "\n" not in str(refusal)
-    assert refused > 450
-    checkpoint.write_bytes(content)
-    assert equal(read_checkpoint(checkpoint), CONTENT)
+            assert "\n" not in str(failure)
+    assert refused > 200
+    for kept in (1, 4, 100, *range(200, len(content), 300), len(content) - 22, len(content) - 1):
+        checkpoint.write_bytes(content[:kept])
+        assert "damaged" in refusal(checkpoint)
 
 
 def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
@@ -120,63 +105,20 @@ def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
             read_checkpoint(checkpoint)
 
 
-def test_a_checkpoint_that_is_cut_short_is_refused(checkpoint: Path) -> None:
-    content = checkpoint.read_bytes()
-    for kept in (1, 4, 100, *range(200, len(content), 150), len(content) - 22, len(content) - 1):
-        checkpoint.write_bytes(content[:kept])
-        with pytest.raises(DamagedCheckpoint, match="damaged") as failed:
-            read_checkpoint(checkpoint)
-        assert "\n" not in str(failed.value)
-
-
-NOISE = random.Random(0).randbytes(300)
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        *((content, "damaged") for content in (NOISE, b"hello, world\n" * 50, b"\x89PNG\r\n\x1a\n" + bytes(500))),
+        *((content, "damaged") for content in (b"hello, world\n" * 50, b"\x89PNG\r\n\x1a\n" + bytes(500))),
         (b"", "the file is empty"),
         *((content, "no Lightning checkpoint") for content in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3))),
+        (None, "there is no checkpoint"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Path, content: Any, line: str) -> None:
     path = tmp_path / "other"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    with pytest.raises(Failure, match=line) as failed:
-        read_checkpoint(path)
-    assert "execute code" not in str(failed.value)
-    assert "\n" not in str(failed.value)
-
-
-def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match=r"there is no checkpoint .*none\.ckpt"):
-        read_checkpoint(tmp_path / "none.ckpt")
-    with pytest.raises(Failure, match="damaged"):
-        read_checkpoint(tmp_path)
-
-
-# ---- code
-
-
-class Gadget:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch executed",)
-
-
-def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"state_dict": {}, "extra": Gadget()}, "zip.ckpt")
-    torch.save({"state_dict": {}, "extra": Gadget()}, "old.ckpt", _use_new_zipfile_serialization=False)
-    torch.save(torch.nn.Linear(2, 2), "module.ckpt")
-    Path("plain.ckpt").write_bytes(pickle.dumps(Gadget(), protocol=2))
-    for name in ("zip.ckpt", "old.ckpt", "module.ckpt", "plain.ckpt"):
-        with pytest.raises(Failure, match="would execute code"):
-            read_checkpoint(Path(name))
-    Path("new.ckpt").write_bytes(pickle.dumps(Gadget(), protocol=5))  # an instruction that torch does not read at all
-    with pytest.raises(Failure, match="no checkpoint"):
-        read_checkpoint(Path("new.ckpt"))
-    assert not Path("executed").exists()
+    if content is not None:
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    assert line in refusal(path)
+    assert "execute code" not in refusal(path)
+    assert "damaged" in refusal(tmp_path)

@@ -14,46 +14,36 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import prediction_table, write_predictions
-from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score, total_norm
+from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score
+
+LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def logits() -> Tensor:
-    return 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def labels() -> Tensor:
-    return torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))
-
-
-def evaluate(logits: Tensor, labels: Tensor, batch_size: int, classes: int = 7) -> Score:
-    evaluation = Evaluation(classes)
+def evaluate(logits: Tensor, labels: Tensor, batch_size: int) -> Score:
+    evaluation = Evaluation(7)
     for part, answers in zip(logits.split(batch_size), labels.split(batch_size), strict=True):
         evaluation.update(part, answers)
     return evaluation.compute()
 
 
-def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once(logits: Tensor, labels: Tensor) -> None:
-    score = evaluate(logits, labels, batch_size=64)
+def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once() -> None:
+    score = evaluate(LOGITS, LABELS, batch_size=64)
     assert score.images == 500
-    assert score.accuracy == pytest.approx(float(MulticlassAccuracy(7, average="micro")(logits, labels)), abs=1e-7)
-    assert score.per_class == pytest.approx(MulticlassAccuracy(7, average="none")(logits, labels).tolist(), abs=1e-7)
-    assert score.loss == pytest.approx(float(F.cross_entropy(logits.double(), labels)), abs=1e-6)
-    assert [sum(row) for row in score.confusion] == torch.bincount(labels, minlength=7).tolist()
+    assert score.accuracy == pytest.approx(float(MulticlassAccuracy(7, average="micro")(LOGITS, LABELS)), abs=1e-7)
+    assert score.per_class == pytest.approx(MulticlassAccuracy(7, average="none")(LOGITS, LABELS).tolist(), abs=1e-7)
+    assert score.loss == pytest.approx(float(F.cross_entropy(LOGITS.double(), LABELS)), abs=1e-6)
+    assert [sum(row) for row in score.confusion] == torch.bincount(LABELS, minlength=7).tolist()
     assert sum(score.confusion[i][i] for i in range(7)) == round(score.accuracy * 500)
 
 
-@pytest.mark.parametrize("batch_size", [1, 17, 500])
-def test_order_and_batches_do_not_change_the_last_digit(logits: Tensor, labels: Tensor, batch_size: int) -> None:
-    order = torch.randperm(500, generator=torch.Generator().manual_seed(batch_size))
-    assert evaluate(logits[order], labels[order], batch_size) == evaluate(logits, labels, 100)
-
-
-def test_padding_does_not_count(logits: Tensor, labels: Tensor) -> None:
-    padded = torch.cat([logits, torch.full((30, 7), 50.0)])
-    answers = torch.cat([labels, torch.full((30,), -1)])
-    assert evaluate(padded, answers, batch_size=53) == evaluate(logits, labels, batch_size=53)
+def test_neither_order_batches_nor_padding_changes_the_last_digit() -> None:
+    for batch_size in (1, 17, 500):
+        order = torch.randperm(500, generator=torch.Generator().manual_seed(batch_size))
+        assert evaluate(LOGITS[order], LABELS[order], batch_size) == evaluate(LOGITS, LABELS, 100)
+    padded, answers = torch.cat([LOGITS, torch.full((30, 7), 50.0)]), torch.cat([LABELS, torch.full((30,), -1)])
+    assert evaluate(padded, answers, 53) == evaluate(LOGITS, LABELS, 53)
+    assert evaluate(LOGITS.bfloat16(), LABELS, 100) == evaluate(LOGITS.bfloat16().float(), LABELS, 100)
 
 
 @pytest.mark.parametrize(
@@ -76,23 +66,12 @@ def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
 
 
-def test_a_class_without_images_has_no_accuracy_and_no_images_no_score(logits: Tensor) -> None:
-    score = evaluate(logits, torch.zeros(500, dtype=torch.int64), batch_size=100)
+def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None:
+    score = evaluate(LOGITS, torch.zeros_like(LABELS), batch_size=100)
     assert score.per_class[0] == score.accuracy
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
     empty = Evaluation(3).compute()
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
-
-
-def test_logits_of_half_precision_are_scored_in_full(logits: Tensor, labels: Tensor) -> None:
-    half = logits.bfloat16()
-    assert evaluate(half, labels, 100) == evaluate(half.float(), labels, 100)
-
-
-def test_the_norm_is_of_all_numbers_together() -> None:
-    tensors = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).bfloat16()]
-    flat = torch.cat([tensor.float().flatten() for tensor in tensors])
-    assert total_norm(tensors) == pytest.approx(float(flat.norm()), rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +84,23 @@ def test_the_first_loss_that_is_not_finite_is_remembered_with_its_place(losses: 
     assert (int(running.non_finite), int(running.finite_steps)) == (finite_steps < len(losses), finite_steps)
 
 
+def test_a_score_of_an_older_or_newer_version_is_read() -> None:
+    score = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})
+    values = score._asdict()
+    assert Score.from_dict(values) == score
+    assert Score.from_dict({**values, "calibration": 0.1}) == score
+    assert Score.from_dict({name: value for name, value in values.items() if name != "metrics"}) == score._replace(metrics={})
+    for missing in (None, {}, {"accuracy": 0.5}, {name: value for name, value in values.items() if name != "loss"}):
+        assert Score.from_dict(missing) is None
+    assert score.scalars("val") == {"val/loss": 1.25, "val/accuracy": 0.5, "val/top5": 1.0}
+
+
 # ---- predictions
 
 
 def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -> None:
     collector, logits = PredictionCollector(), torch.randn(6, 3)
     collector.update(logits[[4, 1, 0]], torch.tensor([2, 1, 0]), torch.tensor([4, 1, 0]))
-    assert collector.logits[0].dtype == torch.float32
     collector.update(logits[[0, 0]], torch.tensor([-1, -1]), torch.tensor([0, 0]))
     collector.update(logits[[5, 2]].bfloat16(), torch.tensor([0, 2]), torch.tensor([5, 2]))
     predictions = collector.compute()
@@ -127,7 +116,7 @@ def test_the_likeliest_class_is_the_one_that_is_counted_even_where_float32_would
     assert collector.logits[0].data_ptr() == logits.data_ptr()  # only noted, so that the device is not waited for
 
 
-def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none() -> None:
+def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path: Path) -> None:
     model, data = classifier(), shapes_data(count=100, eval_batch_size=7)
     done = fitted(model, data, max_epochs=1)
     assert model.predictions is None and model._collector.logits == []
@@ -137,16 +126,11 @@ def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none() -> Non
     hits = model.predictions["probabilities"].argmax(1) == model.predictions["labels"]
     assert float(hits.double().mean()) == pytest.approx(model.score.accuracy)
 
-
-def test_a_set_of_one_image_has_predictions_of_one_row(tmp_path: Path) -> None:
-    model, data = classifier(), shapes_data(count=10)
     whole = data.test_images
-    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)
+    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)  # of which torchmetrics makes scalars
     trainer().test(model, datamodule=data, verbose=False)
-    assert model.predictions is not None
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
-    assert table.probability.shape == (1,)
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
 
 

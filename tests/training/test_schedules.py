@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from small_runs import Rows, classifier, fitted, shapes_data
@@ -15,27 +12,36 @@ def optimizer(lr: float = 1.0) -> SGD:
     return SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def rates(schedule: LRScheduler, steps: int) -> list[float]:
-    """The learning rate before each step and after the last."""
-    values = [float(schedule.get_last_lr()[0])]
-    for _ in range(steps):
+def whitened() -> SGD:
+    """Two groups with rates of their own, the second with the whitening's role."""
+    others, whitening = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
+    groups = [{"params": others, "lr": 2.0}, {"params": whitening, "lr": 3.0, "role": "whitening"}]
+    return SGD(groups, lr=1.0, fused=True)
+
+
+def all_rates(schedule: LRScheduler, steps: int) -> list[list[float]]:
+    """The learning rates of the groups before each step and after the last."""
+    values = []
+    for _ in range(steps + 1):
+        values.append([float(rate) for rate in schedule.get_last_lr()])
         schedule.optimizer.step()
         schedule.step()
-        values.append(float(schedule.get_last_lr()[0]))
     return values
 
 
-def test_cosine_is_torchs_cosine_annealing() -> None:
+def rates(schedule: LRScheduler, steps: int) -> list[float]:
+    return [first for first, *_ in all_rates(schedule, steps)]
+
+
+def test_each_schedule_is_torchs_with_a_rise_in_a_straight_line() -> None:
     ours = Schedule(optimizer(0.3), "cosine", 40, final=0.1)
     assert rates(ours, 40) == pytest.approx(rates(CosineAnnealingLR(optimizer(0.3), 40, eta_min=0.03), 40))
-
-
-def test_triangular_is_torchs_linear_fall_after_a_rise_in_a_straight_line() -> None:
     ours = Schedule(optimizer(0.3), "triangular", 25, final=0.2)
     theirs = LinearLR(optimizer(0.3), start_factor=1.0, end_factor=0.2, total_iters=25)
     assert rates(ours, 25) == pytest.approx(rates(theirs, 25))
     risen = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
     assert risen == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx([1, 1.5, 2, 2, 2, 2, 2])
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (25, 0.25)])
@@ -48,108 +54,58 @@ def test_one_cycle_is_torchs_with_the_same_rise(warmup: float, share: float) -> 
     assert ours == pytest.approx(rates(theirs, 100), abs=1e-9)
 
 
-def test_a_constant_rate_may_be_warmed_up() -> None:
-    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx([1, 1.5, 2, 2, 2, 2, 2])
-
-
-@pytest.mark.parametrize("name", ["cosine", "one_cycle", "triangular"])
-@pytest.mark.parametrize("final", [0.0, 0.05, 1.0])
-def test_the_rate_peaks_at_one_and_ends_and_stays_at_the_final_factor(name: str, final: float) -> None:
-    factors = [schedule_factor(name, done, 50, 10, final) for done in range(60)]
-    assert max(factors) == 1.0 == factors[10]
-    assert factors[50:] == pytest.approx([final] * 10)
-    assert min(factors) >= final
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("final", [0.0, 0.05])
-def test_first_and_last_step_have_the_ends_of_the_schedule_and_no_rate_is_below_zero(name: str, final: float) -> None:
-    found = rates(Schedule(optimizer(2.0), name, 7, warmup=2, final=final), 12)
-    assert found[0] == pytest.approx(2 * final)
-    assert found[2] == 2.0
-    assert found[7:] == pytest.approx([2.0 if name == "constant" else 2 * final] * 6)
-    assert min(found) >= 0
-
-
-def whitened(kind: Callable[[float], Any] = float) -> SGD:
-    """Two groups with rates of their own, the second with the whitening's role."""
-    others, whitening = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
-    return SGD(
-        [{"params": others, "lr": kind(2.0)}, {"params": whitening, "lr": kind(3.0), "role": "whitening"}], lr=1.0, fused=True
-    )
+@pytest.mark.parametrize("final", [0.0, 0.05, 1.0])
+def test_the_rate_peaks_after_the_warm_up_and_ends_and_stays_at_the_final_one(name: str, final: float) -> None:
+    values = rates(Schedule(optimizer(2.0), name, 7, warmup=2, final=final), 12)
+    assert max(values) == values[2] == 2.0
+    assert values[0] == pytest.approx(2 * final)
+    assert values[7:] == pytest.approx([2.0 if name == "constant" else 2 * final] * 6)
+    assert min(values) >= 2 * final
 
 
 @pytest.mark.parametrize("end", [4, 2.5, 20, None])
 def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float | None) -> None:
-    schedule = Schedule(whitened(), "cosine", 8, warmup=2, whitening=end)
-    found = []
-    for _ in range(11):
-        found.append([float(rate) for rate in schedule.get_last_lr()])
-        schedule.optimizer.step()
-        schedule.step()
-    assert [first for first, _ in found] == pytest.approx([2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)])
-    own = [1.5 * first for first, _ in found] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
-    assert [second for _, second in found] == pytest.approx(own)
+    values = all_rates(Schedule(whitened(), "cosine", 8, warmup=2, whitening=end), 10)
+    others = [2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)]
+    whitening = [1.5 * rate for rate in others] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
+    assert [first for first, _ in values] == pytest.approx(others)
+    assert [second for _, second in values] == pytest.approx(whitening)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
 def test_the_settings_of_a_model_are_in_epochs_however_often_the_rate_changes(every: str) -> None:
     settings = {"schedule": "triangular", "schedule_every": every, "warmup_epochs": 0.0, "final_lr": 0.0, "whiten_epochs": 17 / 7}
-    schedule, total = schedule_from(whitened(), settings, 35, 7), 35 if every == "step" else 5
-    for done in range(total):
-        expected = [2 * (1 - done / total), max(0.0, 3 * (1 - done / (17 if every == "step" else 17 / 7)))]
-        assert schedule.get_last_lr() == pytest.approx(expected)
-        schedule.optimizer.step()
-        schedule.step()
+    total, end = (35, 17) if every == "step" else (5, 17 / 7)
+    for done, values in enumerate(all_rates(schedule_from(whitened(), settings, 35, 7), total)):
+        assert values == pytest.approx([2 * (1 - done / total), max(0.0, 3 * (1 - done / end))])
 
 
-def test_rates_in_tensors_are_written_in_place_and_are_those_of_numbers() -> None:
-    tensors, numbers = whitened(torch.tensor), whitened()
-    own = [group["lr"] for group in tensors.param_groups]
-    schedules = [Schedule(each, "triangular", 6, warmup=2, final=0.1, whitening=3) for each in (tensors, numbers)]
-    for _ in range(8):
-        for schedule in schedules:
-            schedule.optimizer.step()
-            schedule.step()
-        assert [float(rate) for rate in own] == pytest.approx(schedules[1].get_last_lr())
-        assert all(group["lr"] is rate for group, rate in zip(tensors.param_groups, own, strict=True))
-    assert [group["initial_lr"] for group in tensors.param_groups] == [2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "line"),
-    [
-        *(("cosine", {"warmup": warmup}, r"lower model\.warmup_epochs") for warmup in (-1, 10, 11)),
-        ("cosine", {"whitening": 3}, "whiten_epochs null"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(name: str, settings: dict[str, float], line: str) -> None:
-    with pytest.raises(UsageError, match=line):
-        Schedule(optimizer(), name, 10, **settings)  # type: ignore[arg-type]
+def test_settings_that_cannot_be_meant_are_refused() -> None:
+    for settings, line in (
+        ({"warmup": -1}, r"lower model\.warmup_epochs"),
+        ({"warmup": 10}, "lower"),
+        ({"whitening": 3}, "null"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            Schedule(optimizer(), "cosine", 10, **settings)
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (2, 6)])
 def test_in_a_fit_the_rate_spans_all_optimizer_steps_and_changes_at_each(accumulate: int, steps: int) -> None:
-    rows = Rows()
-    model = classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
-    settings: dict[str, Any] = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulate}
-    done = fitted(model, shapes_data(val_size=24), logger=rows, **settings)  # 96 images: 6 batches an epoch
+    rows, model = Rows(), classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
+    data = shapes_data(val_size=24)  # 96 images: 6 batches an epoch
+    done = fitted(model, data, logger=rows, log_every_n_steps=1, accumulate_grad_batches=accumulate)
     assert done.global_step == steps
     expected = {step: 0.1 * schedule_factor("triangular", step, steps, steps / 4, 0) for step in range(1, steps + 1)}
     assert rows.of("lr") == pytest.approx(expected)
 
 
 def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
-    rows = Rows()
     used: list[float] = []
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
-    model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
-    fitted(model, shapes_data(val_size=24), logger=rows, log_every_n_steps=1, max_epochs=4)
+    model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])
+    done = fitted(model, shapes_data(val_size=24), max_epochs=4)
     by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
-    assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-def test_a_warm_up_as_long_as_the_training_is_refused_before_it_starts() -> None:
-    with pytest.raises(UsageError, match=r"lower model\.warmup_epochs"):
-        fitted(classifier(schedule="cosine", warmup_epochs=2), shapes_data())
+    assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
