@@ -117,9 +117,9 @@ def test_data_that_have_moved_are_found_where_one_says(model: Path) -> None:
         (None, [], "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie", 2),
         ("dataset: shapes, colour: red", [], "bare/config.yaml has data settings of another version (…): give --dataset", 1),
         (None, ["--dataset", "folder", "--data-dir", "others"], "the data have other classes than the net (2: a, c; 2: a, b): "
-         "name its own with --dataset and --data-dir", 1),
+         "name its own with --data-dir", 1),
         ("dataset: folder, root: large", [], "the data are images of 3×20×20, the net takes 3×16×16: "
-         "name its own with --dataset and --data-dir", 1),
+         "name its own with --data-dir", 1),
         (None, ["--device", "cuba"], "this machine has no device 'cuba': it has cpu…. Did you mean cuda? auto takes …", 2),
     ],
 )  # fmt: skip

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import matches, metrics_of, refused, typed
 from filelock import FileLock
 
 from cifar_lit.files import PART
-from cifar_lit.runs.run_folder import RunLock
 from cifar_lit.training.checkpoint import read_checkpoint
 
 
@@ -63,9 +63,9 @@ def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_ha
 
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
-    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunLock"
+    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunFolder"
     # a lock that nothing refers to is given back
-    hold = f"{imports}; lock = RunLock(Path({str(unfinished)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
+    hold = f"{imports}; run = RunFolder(Path(), '', Path({str(unfinished)!r})); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         line = f"cifar-lit: process {other.pid} on {socket.gethostname()} is writing …small-1: wait until it ends, or …"
@@ -78,13 +78,13 @@ def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_ki
 def test_a_run_that_came_to_its_end_while_this_one_started_is_not_run_again(
     unfinished: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire = RunLock.acquire
+    acquire = FileLock.acquire
 
-    def late(lock: RunLock) -> None:
+    def late(lock: FileLock, **kept: Any) -> Any:
         shutil.copy(run / "metrics.json", unfinished / "metrics.json")
-        acquire(lock)
+        return acquire(lock, **kept)
 
-    monkeypatch.setattr(RunLock, "acquire", late)
+    monkeypatch.setattr(FileLock, "acquire", late)
     refused(typed("--resume"), "cifar-lit: …small-1 is finished: its results are in …", 2)
     assert not list(unfinished.glob(".*"))
 

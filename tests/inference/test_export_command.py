@@ -93,10 +93,10 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     export([str(run), "--to", "safetensors", "--out", "copy.safetensors", "--data-dir", str(moved)])
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
     others = write_images(Path("others"), ("cat", "dog"))
-    with pytest.raises(Failure, match="classes of folder are not those of the net"):
+    with pytest.raises(Failure, match="the data have other classes than the net"):
         export([str(run), "--to", "onnx", "--data-dir", str(others)])
     large = write_images(Path("large"), sort_classes(run), size=24)
-    with pytest.raises(Failure, match=r"are 3×24×24, not 3×16×16 as the net takes"):
+    with pytest.raises(Failure, match="the data are images of 3×24×24, the net takes 3×16×16"):
         export([str(run), "--to", "onnx", "--data-dir", str(large)])
     assert not list(run.glob("model.onnx*"))
 
