@@ -55,15 +55,7 @@ def _keep(path: Path, previous: Path) -> None:
     try:
         second.hardlink_to(path)
     except OSError:  # a file system where a file has one name only
-        second = path
+        path.replace(previous)
+        return
     second.replace(previous)
-    if second != path:
-        second.unlink(missing_ok=True)  # a rename between two names of the same file does nothing at all
-
-
-def remove_partial_files(folder: Path) -> list[Path]:
-    """Removes what killed processes left half written in and below `folder`; nobody may be writing there."""
-    partials = sorted(folder.rglob(f"*{PART}"))
-    for partial in partials:
-        partial.unlink(missing_ok=True)
-    return partials
+    second.unlink(missing_ok=True)  # a rename between two names of the same file does nothing at all

@@ -85,13 +85,13 @@ def open_page(browser: Browser) -> Iterator[Open]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(15_000)
-        found = Opened(page)
-        page.on("console", lambda message: found.errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: found.errors.append(str(error)))
-        page.on("request", lambda asked: found.requests.append(asked.url))
+        opening = Opened(page)
+        page.on("console", lambda message: opening.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: opening.errors.append(str(error)))
+        page.on("request", lambda request: opening.requests.append(request.url))
         page.goto(url)
-        del found.requests[0]
-        return found
+        del opening.requests[0]
+        return opening
 
     yield opened
     for context in contexts:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_lit.files import PART, atomic_write, remove_partial_files
+from cifar_lit.files import PART, atomic_write
 
 
 def names(folder: Path) -> list[str]:
@@ -81,12 +81,3 @@ def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path
     monkeypatch.setattr(os, "fsync", noted)
     write(tmp_path / "a", "text")
     assert synced == [("a" + PART, False), (tmp_path.name, True)]
-
-
-def test_only_what_our_writes_left_behind_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    for name in ("a" + PART, "inner/last.ckpt" + PART, "a.part", "b.tmp", "inner/last.ckpt"):
-        (tmp_path / name).write_text("")
-    assert [path.name for path in remove_partial_files(tmp_path)] == ["a" + PART, "last.ckpt" + PART]
-    assert names(tmp_path) == ["a.part", "b.tmp", "inner"]
-    assert names(tmp_path / "inner") == ["last.ckpt"]

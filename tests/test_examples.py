@@ -74,9 +74,9 @@ def test_its_srun_line_is_a_training_that_our_command_line_takes(sbatch: str) ->
     (line,) = re.findall(r"^srun (?:.*\\\n)*.*", sbatch, flags=re.MULTILINE)
     before, _, ours = line.removeprefix("srun ").replace("\\\n", "").partition(" cifar-lit ")
     assert {word.removeprefix("--").partition("=")[0] for word in shlex.split(before)} == SRUN
-    found = settings(shlex.split(ours))
-    assert found["checkpoint_every"] == "10m"
-    assert found["logs"].endswith("/runs") and found["data"]["root"].endswith("/data")
+    config = settings(shlex.split(ours))
+    assert config["checkpoint_every"] == "10m"
+    assert config["logs"].endswith("/runs") and config["data"]["root"].endswith("/data")
 
 
 # ---- Kubernetes
@@ -115,6 +115,6 @@ def test_its_pods_have_what_a_training_needs_and_find_their_run_again(job: dict[
     assert label == "metadata.labels['training.kubeflow.org/job-name']"
     assert all(isinstance(variable.get("value", ""), str) for variable in named.values())
     assert container["command"][:3] == ["torchrun", "-m", "cifar_lit"]
-    found = settings([*container["command"][3:], *container["args"]])
-    for folder in (found["logs"], found["data"]["root"]):
+    config = settings([*container["command"][3:], *container["args"]])
+    for folder in (config["logs"], config["data"]["root"]):
         assert folder.startswith(f"{mounts['training']}/")

@@ -19,14 +19,15 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save
 
 from cifar_lit.cli import flags
 from cifar_lit.data.cache import read_index
 from cifar_lit.data.decode import decode
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs import model_file as weights
 from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.model_file import FORMAT, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.training.checkpoint import describe_net, read_checkpoint
 
@@ -38,15 +39,8 @@ fuzzed = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-CARD = {
-    "net": "lenet",
-    "width": 0.5,
-    "input_shape": [1, 16, 16],
-    "classes": ["a", "b"],
-    "mean": [0.5],
-    "std": [0.5],
-    "options": {},
-}
+CARD = {"net": "lenet", "width": 0.5, "input_shape": [1, 16, 16], "classes": ["a", "b"], "mean": [0.5], "std": [0.5]}
+NET = build_net("lenet", channels=1, image_size=16, num_classes=2, width=0.5)
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=9),
@@ -85,112 +79,84 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(data)
 
 
-def net() -> torch.nn.Module:
-    return build_net("lenet", channels=1, image_size=16, num_classes=2, width=0.5)
+def model_file(card: dict[str, Any]) -> bytes:
+    return save(NET.state_dict(), {"format": FORMAT, "card": json.dumps(card)})
 
 
-def model_file() -> bytes:
-    from safetensors.torch import save
-
-    return save(dict(net().state_dict()), {"format": weights.FORMAT, "card": json.dumps(CARD)})
-
-
-def checkpoint_file(zipped: bool = True) -> bytes:
+def checkpoint_file(zipped: bool = True, **values: Any) -> bytes:
     file = io.BytesIO()
-    contents = {"state_dict": net().state_dict(), "epoch": 1, "global_step": 2, "hyper_parameters": {"net": "lenet"}}
+    contents = {"state_dict": NET.state_dict(), "epoch": 1, "global_step": 2, "hyper_parameters": {"net": "lenet"}, **values}
     torch.save(contents, file, _use_new_zipfile_serialization=zipped)
     return file.getvalue()
 
 
-def image_file(kind: str) -> bytes:
-    file = io.BytesIO()
-    Image.linear_gradient("L").resize((16, 16)).convert("RGB").save(file, kind)
-    return file.getvalue()
-
-
-@given(damaged(model_file()))
-@fuzzed
-def test_a_damaged_model_gives_a_net_or_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    found = one_line(lambda: weights.load_model_file(tmp_path))
-    if found is not None:
-        assert found(torch.zeros(1, 1, 16, 16, dtype=torch.uint8)).isfinite().all()
-
-
-HEADER = struct.unpack("<Q", model_file()[:8])[0]
-
-
-@given(st.dictionaries(st.sampled_from([*CARD, "options", "novelty", "more"]), plain, max_size=4))
-@fuzzed
-def test_a_card_of_any_values_gives_a_net_that_answers_or_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
-    from safetensors.torch import save
-
-    content = save(dict(net().state_dict()), {"format": weights.FORMAT, "card": json.dumps({**CARD, **values})})
-    (tmp_path / "model.safetensors").write_bytes(content)
-    found = one_line(lambda: weights.load_model_file(tmp_path))
-    if found is not None:
-        assert found(torch.zeros(1, 1, 16, 16, dtype=torch.uint8)).shape == (1, 2)
-
-
-@given(damaged(model_file()[8 : 8 + HEADER]))
-@fuzzed
-def test_a_damaged_header_with_its_true_length_gives_a_net_or_one_line(tmp_path: Path, header: bytes) -> None:
-    content = len(header).to_bytes(8, "little") + header + model_file()[8 + HEADER :]
-    (tmp_path / "model.safetensors").write_bytes(content)
-    one_line(lambda: weights.load_model_file(tmp_path))
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-@given(data=st.data())
-@fuzzed
-def test_a_damaged_checkpoint_gives_tensors_by_name_or_one_line(tmp_path: Path, zipped: bool, data: st.DataObject) -> None:
-    path = tmp_path / "last.ckpt"
-    path.write_bytes(data.draw(damaged(checkpoint_file(zipped))))
-    found = one_line(lambda: read_checkpoint(path))
-    if found is not None:
-        assert all(isinstance(tensor, torch.Tensor) for tensor in found["state_dict"].values())
-
-
-def pickle_of(container: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(container)) as parts:
-        return parts.read("archive/data.pkl")
-
-
-@given(damaged(pickle_of(checkpoint_file())))
-@fuzzed
-def test_a_damaged_pickle_in_a_whole_container_gives_one_line_or_values(tmp_path: Path, pickled: bytes) -> None:
-    path = tmp_path / "last.ckpt"
-    with zipfile.ZipFile(io.BytesIO(checkpoint_file())) as genuine, zipfile.ZipFile(path, "w") as container:
-        for name in genuine.namelist():
-            container.writestr(name, pickled if name.endswith("data.pkl") else genuine.read(name))
-    one_line(lambda: read_checkpoint(path))
-
-
-@given(st.dictionaries(st.sampled_from(["epoch", "global_step", "hyper_parameters", "loops", "cifar_lit", "state_dict"]), plain))
-@fuzzed
-def test_a_checkpoint_of_any_values_is_described_or_refused(tmp_path: Path, values: dict[str, Any]) -> None:
-    torch.save({"state_dict": net().state_dict(), **values}, tmp_path / "last.ckpt")
-    found = one_line(lambda: read_checkpoint(tmp_path / "last.ckpt"))
-    if found is not None:
-        assert len(describe_net(found.get("hyper_parameters", {}))) < 300
+MODEL, CHECKPOINT = model_file(CARD), checkpoint_file()
+HEADER = 8 + struct.unpack("<Q", MODEL[:8])[0]
 
 
 @given(
-    plain
-    | st.text()
-    | st.binary()
-    | damaged(b"trainer: {max_epochs: 3, callbacks: [&a {class_path: os.system}, *a]}\nmodel:\n  lr: 1\n")
+    damaged(MODEL)
+    | damaged(MODEL[8:HEADER]).map(lambda header: struct.pack("<Q", len(header)) + header + MODEL[HEADER:])
+    | st.dictionaries(st.sampled_from([*CARD, "options", "novelty", "more"]), plain, max_size=4).map(
+        lambda values: model_file({**CARD, **values})
+    )
 )
 @fuzzed
-def test_any_configuration_is_text_of_plain_values_or_one_line(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "own.yaml"
-    encoded = (
-        content
-        if isinstance(content, bytes)
-        else (content if isinstance(content, str) else json.dumps(content)).encode(errors="surrogatepass")
-    )
-    path.write_bytes(encoded)
-    one_line(lambda: plain_values(path))
+def test_a_damaged_model_and_one_with_any_card_give_a_net_that_answers_or_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    loaded = one_line(lambda: load_model_file(tmp_path))
+    if loaded is not None:
+        assert loaded(torch.zeros(1, 1, 16, 16, dtype=torch.uint8)).shape == (1, 2)
+
+
+def repacked(pickled: bytes) -> bytes:
+    """A checkpoint with another pickle, in a whole container."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(CHECKPOINT)) as genuine, zipfile.ZipFile(file, "w") as container:
+        for name in genuine.namelist():
+            container.writestr(name, pickled if name.endswith("data.pkl") else genuine.read(name))
+    return file.getvalue()
+
+
+PARTS = ["epoch", "global_step", "hyper_parameters", "loops", "cifar_lit", "state_dict"]
+
+
+@given(
+    damaged(CHECKPOINT)
+    | damaged(checkpoint_file(zipped=False))
+    | damaged(zipfile.ZipFile(io.BytesIO(CHECKPOINT)).read("archive/data.pkl")).map(repacked)
+    | st.dictionaries(st.sampled_from(PARTS), plain).map(lambda values: checkpoint_file(**values))
+)
+@fuzzed
+def test_a_damaged_checkpoint_and_one_of_any_values_give_tensors_by_name_or_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "last.ckpt").write_bytes(content)
+    contents = one_line(lambda: read_checkpoint(tmp_path / "last.ckpt"))
+    if contents is not None:
+        assert all(isinstance(tensor, torch.Tensor) for tensor in contents["state_dict"].values())
+        assert len(describe_net(contents.get("hyper_parameters", {}))) < 300
+
+
+as_json = plain.map(lambda value: json.dumps(value).encode())
+CONFIG = b"trainer: {max_epochs: 3, callbacks: [&a {class_path: os.system}, *a]}\nmodel:\n  lr: 1\n"
+INDEX = json.dumps({"format": 1, "shape": [1, 2, 2, 3], "files": [["a.png", 3, 4]], "bad": {}, "data": "images.u8"}).encode()
+
+
+@given(
+    as_json
+    | st.binary()
+    | st.text().map(lambda text: text.encode(errors="surrogatepass"))
+    | st.integers(1, 3000).map(lambda depth: b"[" * depth)
+    | damaged(CONFIG)
+    | damaged(INDEX)
+)
+@fuzzed
+def test_any_configuration_metrics_and_index_of_a_cache_are_read_or_answered_in_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "images.u8").write_bytes(bytes(12))
+    for name in ("own.yaml", "metrics.json", "index.json"):
+        (tmp_path / name).write_bytes(content)
+    one_line(lambda: plain_values(tmp_path / "own.yaml"))
+    assert isinstance(read_metrics(tmp_path), dict)
+    read_index(tmp_path)
 
 
 @given(
@@ -206,28 +172,18 @@ def test_any_words_are_sorted_or_answered(words: list[str]) -> None:
     one_line(lambda: flags.parse("train", words))
 
 
+def image_file(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((16, 16)).convert("RGB").save(file, kind)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
 @given(data=st.data())
 @fuzzed
 def test_a_damaged_image_gives_pixels_or_one_line(kind: str, data: st.DataObject) -> None:
     content = data.draw(damaged(image_file(kind)))
-    found = one_line(lambda: decode(io.BytesIO(content), (8, 8), 3))
-    assert found is None or found.shape == (8, 8, 3)
+    pixels = one_line(lambda: decode(io.BytesIO(content), (8, 8), 3))
+    assert pixels is None or pixels.shape == (8, 8, 3)
 
 
-INDEX = json.dumps({"shape": [1, 2, 2, 3], "files": [["a.png", 3, 4]], "bad": {}, "data": "images.u8"}).encode()
-
-
-@given(st.binary() | damaged(INDEX) | plain.map(lambda value: json.dumps(value).encode()))
-@fuzzed
-def test_any_index_of_a_cache_is_one_or_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "images.u8").write_bytes(bytes(12))
-    (tmp_path / "index.json").write_bytes(content)
-    read_index(tmp_path)
-
-
-@given(st.binary() | plain.map(lambda value: json.dumps(value).encode()) | st.integers(1, 60_000).map(lambda n: b"[" * n))
-@fuzzed
-def test_any_metrics_are_read_or_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "metrics.json").write_bytes(content)
-    assert isinstance(read_metrics(tmp_path), dict)

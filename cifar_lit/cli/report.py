@@ -9,7 +9,7 @@ from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.files import write_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import load
-from cifar_lit.runs.report import inspected_content, render
+from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path
 
@@ -37,7 +37,7 @@ def report(words: list[str]) -> None:
     run = run if run.is_dir() else run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
-    write_text(out, render(inspected_content(run, data, classifier.logits_and_embeddings, device)))
+    write_text(out, inspected_page(run, data, classifier.logits_and_embeddings, device))
     print(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())

@@ -6,15 +6,16 @@ import glob
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from itertools import combinations, compress, cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics, read_rows
+from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
@@ -53,10 +54,7 @@ Z95 = 1.959964  # the standard normal lies within ± this with probability 0.95
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a fraction of `count` independent images of which `right` were right; count at least 1.
-
-    Wilson's score interval (1927), which stays within 0 … 1 and holds its confidence near both ends.
-    """
+    """Wilson's (1927) 95 % interval of a fraction of `count` independent images, at least one, of which `right` were right."""
     share, square = right / count, Z95**2 / count
     middle = (share + square / 2) / (1 + square)
     half = Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
@@ -78,44 +76,42 @@ def mcnemar(first: int, second: int) -> McNemar:
     exact: the two-sided probability of a split at least as uneven as this, if each of these images fell to either with
     probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself; it is less cautious and
     recommended for accuracies (Fagerland, Lydersen and Laake, BMC Medical Research Methodology 13:91, 2013).
-    Both in whole numbers, so that they hold for any count.
     """
     count, least = first + second, min(first, second)
-    term = below = 1  # binomial coefficients: of `least`, and their sum up to it
+    term = below = 1  # binomial coefficients, in whole numbers for any count: of `least`, and their sum up to it
     for place in range(1, least + 1):
         term = term * (count - place + 1) // place
         below += term
-    if first == second:
-        return McNemar(first, second, 1.0, (2**count * 2 - term) / (2**count * 2) if count else 1.0)
-    return McNemar(first, second, 2 * below / 2**count, (2 * below - term) / 2**count)
+    exact, itself = min(1.0, 2 * below / 2**count), term / 2**count if count else 0.0
+    return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
 
 
 # ---- What a run's folder says.
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
-RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", ".lock")
+RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run.
 
-    name: as the user would type it. settings: of config.yaml by dotted name, plain values; without those of places. metrics:
-    of metrics.json. curves: the rows of metrics.csv by column. note: why figures are missing, empty when none are.
+    name: as the user would type it. settings: of config.yaml by dotted name, without those of places. metrics: of metrics.json.
+    note: why figures are missing, empty when none are.
     """
 
     path: Path
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    curves: list[dict[str, float]] = field(default_factory=list)
     note: str = ""
 
     @property
     def test(self) -> dict[str, Any]:
-        """The test's figures, empty where there was none."""
-        return tested_figures(self.metrics)
+        """The test's part of metrics.json, empty where there was none."""
+        test = self.metrics.get("test")
+        return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
 
     @property
     def recipe(self) -> str:
@@ -137,18 +133,13 @@ class RunRecord:
         val = val if isinstance(val, dict) else {}
         low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
         figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
-        figures |= {"val_accuracy": val.get("accuracy")}
+        figures["val_accuracy"] = val.get("accuracy")
         figures |= {name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")}
         for prefix, scores in (("", test), ("val_", val)):
-            further = {name: value for name, value in scores.items() if name not in ("accuracy", "loss", "images")}
-            figures |= {prefix + name: value for name, value in further.items() if isinstance(value, int | float)}
+            for name, value in scores.items():
+                if name not in ("accuracy", "loss", "images") and isinstance(value, int | float):
+                    figures[prefix + name] = value
         return figures
-
-
-def tested_figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The test's part of metrics.json, empty where it has none."""
-    test = metrics.get("test")
-    return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -184,48 +175,47 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 def read_run(path: Path) -> RunRecord:
     """What a folder says; what is wrong with it is in the record's `note`, never raised."""
-    metrics = read_metrics(path)
     try:
         config = plain_values(path / "config.yaml")
     except UsageError:
         config = None
-    settings = flattened(config) if isinstance(config, dict) else {}
+    settings = _flattened(config) if isinstance(config, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}
-    note = "" if tested_figures(metrics) else "no test"
-    if metrics and not settings:
-        note = "its config.yaml is missing or damaged"
-    elif not metrics and (path / "metrics.json").exists():
+    record = RunRecord(path, display_path(path), settings, read_metrics(path))
+    if record.metrics:
+        note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
+    elif (path / "metrics.json").exists():
         note = "damaged: metrics.json cannot be read"
-    elif not metrics and not settings:
+    elif not settings:
         note = "broken: neither config.yaml nor metrics.json"
-    elif not metrics:  # a running process holds .lock, and one that was killed leaves it
-        note = "still running, or killed" if (path / ".lock").exists() else "did not end"
-    return RunRecord(path, display_path(path), settings, metrics, read_curves(path), note)
+    else:  # a running process holds the lock, and one that was killed leaves it
+        note = "still running, or killed" if (path / LOCK).exists() else "did not end"
+    return replace(record, note=note)
 
 
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted name; lists stay values."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         nested = isinstance(value, Mapping) and value
-        flat |= flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        flat |= _flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 
-# ---- Settings and groups.
+# ---- Settings, groups and pairs.
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
     """The settings that are not the same in all runs that have any, with each run's value as text; – where it has none."""
-    known = [run.settings for run in runs if run.settings]
-    names = dict.fromkeys(name for settings in known for name in settings)
-    different = [name for name in names if len({setting_text(settings, name) for settings in known}) > 1]
-    return {name: [setting_text(run.settings, name) for run in runs] for name in different}
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    texts = {name: [_setting_text(run, name) for run in runs] for name in names}
+    known = [bool(run.settings) for run in runs]
+    return {name: values for name, values in texts.items() if len(set(compress(values, known))) > 1}
 
 
-def setting_text(settings: Mapping[str, Any], name: str) -> str:
+def _setting_text(run: RunRecord, name: str) -> str:
     """A setting's value as one would type it."""
-    value = settings.get(name, "–")
+    value = run.settings.get(name, "–")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -233,28 +223,31 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Tested runs of one recipe and the same settings but for the seed, taken together.
 
     Of each group: `recipe`, `settings` (those that differ between groups, as texts), `runs` (names), `seeds`, and of
-    `accuracy` and `train_seconds` number, mean, deviation and the mean's 95 % interval, as `mean_interval` gives them.
+    `accuracy` and `train_seconds` what `mean_interval` gives.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe")]
     members: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in tested:
-        members.setdefault((run.recipe, *(setting_text(run.settings, name) for name in names)), []).append(run)
+        members.setdefault((run.recipe, *(_setting_text(run, name) for name in names)), []).append(run)
     summaries = []
     for (recipe, *texts), group in members.items():
         seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
-        summary = {"recipe": recipe, "settings": dict(zip(names, texts, strict=True))}
-        summary |= {"runs": [run.name for run in group], "seeds": [run.seed for run in group]}
-        summary["accuracy"] = mean_interval([run.test["accuracy"] for run in group])
-        summaries.append({**summary, "train_seconds": mean_interval(seconds) if seconds else None})
+        summaries.append(
+            {
+                "recipe": recipe,
+                "settings": dict(zip(names, texts, strict=True)),
+                "runs": [run.name for run in group],
+                "seeds": [run.seed for run in group],
+                "accuracy": mean_interval([run.test["accuracy"] for run in group]),
+                "train_seconds": mean_interval(seconds) if seconds else None,
+            }
+        )
     return summaries
 
 
-# ---- Pairs.
-
-
-def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
-    """Labels of the test images in order, and whether each was named right; None where predictions.csv does not say.
+def _right_answers(run: RunRecord) -> list[bool] | None:
+    """Whether each test image in order was named right; None where predictions.csv does not say.
 
     It must have a row for each test image of metrics.json, or it is of another test.
     """
@@ -262,9 +255,8 @@ def right_answers(run: RunRecord) -> tuple[list[str], list[bool]] | None:
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
     except (KeyError, ValueError):
         return None
-    if not rows or [index for index, _, _ in rows] != list(range(run.test.get("images", 0))):
-        return None
-    return [label for _, label, _ in rows], [label == predicted for _, label, predicted in rows]
+    whole = rows and [index for index, _, _ in rows] == list(range(run.test.get("images", 0)))
+    return [label == predicted for _, label, predicted in rows] if whole else None
 
 
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -276,7 +268,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     if len(tested) < 2:
         return [], []
     reasons = []
-    answers = {run.name: both for run in tested if run.test.get("fingerprint") and (both := right_answers(run))}
+    answers = {run.name: right for run in tested if run.test.get("fingerprint") and (right := _right_answers(run))}
     if missing := [run.name for run in tested if run.name not in answers]:
         reasons.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
     usable = [run for run in tested if run.name in answers]
@@ -289,11 +281,9 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
         reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
     tests = []
     for first, second in chosen:
-        (labels, right), (other_labels, other_right) = answers[first.name], answers[second.name]
-        if first.test["fingerprint"] == second.test["fingerprint"] and labels == other_labels:
-            only_first = sum(one and not other for one, other in zip(right, other_right, strict=True))
-            only_second = only_first + sum(other_right) - sum(right)
-            tests.append((first.name, second.name, mcnemar(only_first, only_second)))
+        if first.test["fingerprint"] == second.test["fingerprint"]:
+            counts = Counter(zip(answers[first.name], answers[second.name], strict=False))
+            tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, reasons
 
 
@@ -306,18 +296,6 @@ STYLES = ("-", "--", ":", "-.")  # one for each time the colours have been gone 
 SIDE, ROW = 4.6, 3.1  # inches of one panel
 
 
-def curve(run: RunRecord, name: str) -> tuple[list[float], list[float]]:
-    """Epochs that have ended, and the values of one column after each; metrics.csv counts epochs from 0."""
-    rows = [row for row in run.curves if "epoch" in row and name in row]
-    return [row["epoch"] + 1 for row in rows], [row[name] for row in rows]
-
-
-def seconds_per_epoch(run: RunRecord) -> float | None:
-    """The mean over the training, None where it is not known."""
-    seconds, epochs = run.metrics.get("train_seconds"), run.metrics.get("epochs")
-    return seconds / epochs if seconds and epochs else None
-
-
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     """Draws accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
 
@@ -326,35 +304,34 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     """
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(labels))
-    part = next((part for part in ("val", "train") if any(curve(run, f"{part}/accuracy")[0] for run in runs)), None)
-    if part is None:
+    curves = [[row for row in read_curves(run.path) if "epoch" in row] for run in runs]
+    parts = [part for part in ("val", "train") if any(f"{part}/accuracy" in row for rows in curves for row in rows)]
+    if not parts:
         raise ValueError("none of these runs has a curve yet")
-    timed = any(seconds_per_epoch(run) for run in runs)
-    columns = min(len(names), 3 if timed else 2)
-    height = 2 * ROW + 0.22 * -(-len(names) // columns) + 0.2
-    figure = Figure(figsize=(SIDE * (1 + timed), height), dpi=150, layout="constrained")
-    grid = figure.subplots(2, 1 + timed, sharex="col", sharey="row", squeeze=False)
+    times = [(run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs]  # seconds per epoch
+    styles = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
+    panels = 2 if any(times) else 1
+    columns = min(len(styles), 1 + panels)
+    height = 2 * ROW + 0.22 * -(-len(styles) // columns) + 0.2
+    figure = Figure(figsize=(SIDE * panels, height), dpi=150, layout="constrained")
+    grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
     lines: dict[str, Any] = {}
-    for panels, name, scale in ((grid[0], f"{part}/accuracy", 100.0), (grid[1], "train/loss", 1.0)):
-        for run, label in zip(runs, labels, strict=True):
-            epochs, values = curve(run, name)
-            place = names.index(label)
-            style = {
-                "color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[place // len(COLOURS) % len(STYLES)],
-                "linewidth": 1.4, "marker": "o" if len(epochs) == 1 else None, "markersize": 4,
-            }  # fmt: skip
-            for axes, unit in zip(panels, (1.0, seconds_per_epoch(run)), strict=False):
-                if unit and epochs:
-                    points = [epoch * unit for epoch in epochs], [scale * value for value in values]
-                    lines.setdefault(label, axes.plot(*points, **style)[0])
+    for row, name, scale in zip(grid, (f"{parts[0]}/accuracy", "train/loss"), (100.0, 1.0), strict=True):
+        for rows, label, seconds in zip(curves, labels, times, strict=True):
+            points = [(values["epoch"] + 1, scale * values[name]) for values in rows if name in values]  # epochs that have ended
+            style, colour = styles[label]
+            for axes, unit in zip(row, (1.0, seconds), strict=False):
+                if unit and points:
+                    x, y = [unit * epoch for epoch, _ in points], [value for _, value in points]
+                    marker = "o" if len(points) == 1 else None
+                    drawn = axes.plot(x, y, linestyle=style, color=colour, linewidth=1.4, marker=marker, markersize=4)
+                    lines.setdefault(label, drawn[0])
     for axes in grid.flat:
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(color="#999999", labelcolor="#333333")
-    grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[part])
+    grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[parts[0]])
     grid[1][0].set_ylabel("training loss")
     for axes, text in zip(grid[1], ("epochs", "seconds of training (at each run's mean epoch)"), strict=False):
         axes.set_xlabel(text)

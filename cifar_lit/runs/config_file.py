@@ -13,7 +13,6 @@ MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
 MAX_VALUES = 20_000  # with aliases written out
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")}
-_GROUPS = ("trainer", "model", "data")
 
 
 def plain_values(file: Path) -> Any:
@@ -33,28 +32,23 @@ def plain_text(file: Path) -> str:
             raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
         text = content.decode()
         root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None:
-            _count(file, root, {}, 0)
-            _check_groups(file, root)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ", or no text in UTF-8"
         raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
-    except (yaml.YAMLError, UnicodeDecodeError):  # characters that no text has
-        raise UsageError(f"{file} is not valid YAML: it is no text in UTF-8") from None
     except RecursionError:
         raise UsageError(f"{file} was not read: it is nested too deep") from None
-    return text
-
-
-def _check_groups(file: Path, root: yaml.Node) -> None:
+    if root is None:
+        return text
+    _count(file, root, {}, 0)
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{file} must hold settings by name (trainer:, model:, data:), not just text or a list")
     for key, value in root.value:
-        if key.value in _GROUPS and not isinstance(value, yaml.MappingNode):
+        if key.value in ("trainer", "model", "data") and not isinstance(value, yaml.MappingNode):
             raise UsageError(f"{file}: {key.value} must hold settings by name, not {str(value.value)[:40]!r}")
+    return text
 
 
 def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> int:

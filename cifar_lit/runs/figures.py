@@ -15,7 +15,6 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -59,10 +58,8 @@ class Bin(NamedTuple):
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
     figure, axes = _chart()
-    filled = [part for part in bins if part.images]
-    axes.bar([part.low for part in filled], [part.accuracy for part in filled], 1 / len(bins), align="edge", color=FIRST,
-             edgecolor="none", alpha=0.75, label="accuracy of the bin")  # fmt: skip
-    means = [part.confidence for part in filled]
+    lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib leaves NaN out
+    axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy of the bin")
     axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="its mean probability")
     axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
@@ -71,10 +68,8 @@ def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
 
 
 def _chart() -> tuple[Figure, Any]:
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
-    figure.patch.set_visible(False)
-    axes.patch.set_visible(False)
+    figure = Figure(figsize=SIZE, layout="constrained", facecolor="none")
+    axes = figure.subplots(subplot_kw={"facecolor": "none"})
     axes.grid(color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -87,21 +82,16 @@ def _chart() -> tuple[Figure, Any]:
 def _svg(figure: Figure, name: str, label: str) -> str:
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
-    head = re.search(r'^.*?<svg[^>]*(viewBox="[^"]+")[^>]*>', text, flags=re.DOTALL)
-    assert head is not None
-    text = f'<svg {head[1]} role="img" aria-label="{escape(label)}">{text[head.end() :]}'
-    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"font: [^;\"]*?([\d.]+px)[^;\"]*", r"font-size: \1", text)  # the page's font; how it is told depends on
-    text = re.sub(r"font-family: [^;\"]*;?", "", text)  # matplotlib's version
-    return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], re.sub(r"\s*\n\s*", "\n", text))
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = re.sub(r"^.*?<svg", f'<svg role="img" aria-label="{escape(label)}"', file.getvalue(), count=1, flags=re.DOTALL)
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # other charts of the page have the same names
+    return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], text)
 
 
 # ---- Images of a set as small pictures.
 
 GALLERY_SIZE = 24  # images
-THUMBNAIL_PIXELS = 96  # pixels a side of what is shown; CIFAR's are scaled up by whole numbers, so that their pixels are seen
+THUMBNAIL_PIXELS = 96  # pixels a side of what is shown
 
 
 class Picture(NamedTuple):
@@ -112,26 +102,15 @@ class Picture(NamedTuple):
     lines: Sequence[str]
 
 
-def thumbnail(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> Image.Image:
-    """A picture of uint8 (H, W, C) whose longer side is at most `largest`; small ones grow by a whole number."""
-    picture = _picture(image)
-    if max(picture.size) <= largest:
-        return ImageOps.scale(picture, largest // max(picture.size), Image.Resampling.NEAREST)
-    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
-    return picture
-
-
 def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
     """The address that holds a picture of uint8 (H, W, C) itself.
 
-    Up to half of `largest` pixels a side as they are, in a PNG; larger ones scaled to `largest` as a JPEG.
+    Up to half of `largest` pixels a side as they are, in a PNG; others at most `largest` as a JPEG.
     """
-    file = BytesIO()
-    kind = "png" if max(image.shape[:2]) <= largest // 2 else "jpeg"
-    if kind == "png":
-        _picture(image).save(file, "PNG", optimize=True)
-    else:
-        thumbnail(image, largest).save(file, "JPEG", quality=85)
+    file, picture = BytesIO(), _picture(image)
+    kind = "png" if max(picture.size) <= largest // 2 else "jpeg"
+    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+    picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
 
 
@@ -147,11 +126,12 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
     # matplotlib's own font has far more letters than Pillow's
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
-        top, middle = place // columns * height, place % columns * pitch + pitch // 2
-        picture = thumbnail(image)
-        sheet.paste(picture, (middle - picture.width // 2, top))
+        top, left = place // columns * height, place % columns * pitch + 12
+        smaller = max(image.shape[:2]) < cell
+        method = Image.Resampling.NEAREST if smaller else Image.Resampling.LANCZOS  # CIFAR's pixels are to be seen
+        sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
         text = "\n".join(_short(line, 20) for line in lines)
-        draw.multiline_text((middle, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2)
+        draw.multiline_text((left + cell // 2, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2)
     if not captions:
         draw.text((sheet.width / 2, sheet.height / 2), "none", "black", font, anchor="mm")
     return pil_to_tensor(sheet)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -17,47 +16,29 @@ from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 TESTS_AT_ONCE = 256  # compared with all training images
 
 
-class Suspects(NamedTuple):
-    """Images whose label a net rejects, each (M,): rows and classes int64, and bool whether confident learning counts it."""
+class Pair(NamedTuple):
+    """A test image beside the training image that is like it."""
 
-    rows: Tensor
-    suggested: Tensor
-    label_probability: Tensor
-    suggested_probability: Tensor
-    counted: Tensor
+    test: Picture
+    train: Picture
+    lines: Sequence[str]
 
 
-def suspected_labels(probabilities: Tensor, labels: Tensor) -> Suspects:
-    """The images of which another class is likelier than the label, by how far it outweighs the label.
+class Findings(NamedTuple):
+    """What a look at the training images found.
 
-    Confident learning counts those whose likelier class has at least the mean probability that the images of that label have
-    for it, and ranks them likewise (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in
-    Dataset Labels, JAIR 70, 2021). It asks for probabilities from a net that has not seen the label (cross-validation): from
-    one that was trained on it, many errors stay hidden.
-
-    probabilities: float (N, classes). labels: int64 (N,).
-    """
-    classes = probabilities.shape[1]
-    own = probabilities.gather(1, labels[:, None])[:, 0]
-    best, suggested = probabilities.max(1)
-    thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
-    rows = (best > own).nonzero()[:, 0]
-    rows = rows[(own[rows] - best[rows]).argsort(stable=True)]
-    counted = best[rows] >= thresholds[suggested[rows]]  # false for a class without images, which has no mean
-    return Suspects(rows, suggested[rows], own[rows], best[rows], counted)
-
-
-def exact_twins(train: Tensor, test: Tensor) -> Tensor:
-    """For each test image the row of the first training image of the same pixels, -1 where there is none: int64 (tests,).
-
-    train, test: uint8 (N, H, W, C).
+    suspects: those whose label the net is most against, of `rejected` in all, of which confident learning counts `confident`.
+    pairs: the test images most like a training image. twins: test images that are one, pixel by pixel; contrary: of other label.
     """
 
-    def pixels_hash(image: Tensor) -> bytes:
-        return blake2b(image.numpy().tobytes(), digest_size=16).digest()
-
-    rows = {pixels_hash(image): row for row, image in reversed(list(enumerate(train)))}
-    return torch.tensor([rows.get(pixels_hash(image), -1) for image in test], dtype=torch.int64)
+    train_images: int
+    test_images: int
+    suspects: Sequence[Picture]
+    rejected: int
+    confident: int
+    pairs: Sequence[Pair]
+    twins: int
+    contrary: int
 
 
 def nearest_embeddings(train: Tensor, test: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
@@ -77,69 +58,51 @@ def nearest_embeddings(train: Tensor, test: Tensor, advance: Callable[[int], Non
     return torch.cat([best for best, _ in nearest]), torch.cat([rows for _, rows in nearest])
 
 
-def pixel_difference(first: Tensor, second: Tensor) -> float:
-    """The root mean square difference of two images uint8 (H, W, C) in 0 … 255: as they are, or mirrored where that is less."""
-    return min(float((first.float() - other.float()).square().mean().sqrt()) for other in (second, second.flip(1)))
-
-
-# ---- The same as pictures of a page.
-
-
-class Pair(NamedTuple):
-    """A test image beside the training image that is like it."""
-
-    test: Picture
-    train: Picture
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a look at the training images found.
-
-    suspects: those whose label the net is most against, of `rejected` in all, of which confident learning counts `confident`.
-    pairs: the test images most like a training image. twins: test images that are one, pixel by pixel; contrary: of other label.
-    """
-
-    train_images: int
-    test_images: int
-    suspects: Sequence[Picture]
-    rejected: int
-    confident: int
-    pairs: Sequence[Pair]
-    twins: int
-    contrary: int
-
-
 def inspect_labels(
     train: ImageSet, test: ImageSet, held_out: set[int], probabilities: Tensor, nearest: tuple[Tensor, Tensor]
 ) -> Findings:
     """Suspected labels among the training images, and what the test images repeat of them.
 
+    Suspected are those of which another class is likelier than the label, by how far it outweighs the label. Confident learning
+    counts those whose likelier class has at least the mean probability that the images of that label have for it (C. Northcutt,
+    L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 70, 2021). It asks for
+    probabilities from a net that has not seen the label; from one that was trained on it, many errors stay hidden.
+
     held_out: rows of the training images that were validated on. probabilities: (N, classes) of the training images.
     nearest: what `nearest_embeddings` gives.
     """
-    suspects = suspected_labels(probabilities, train.labels)
-    pictures = []
-    for row, other, own, best in zip(*(values[:GALLERY_SIZE].tolist() for values in suspects[:4]), strict=True):
-        label, suggested = train.classes[int(train.labels[row])], train.classes[other]
-        alt = f"Training image {row}: labelled {label} with probability {own:.2f}, taken for {suggested} with {best:.2f}"
-        lines = (f"label {label} {own:.3f}", f"said {suggested} {best:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
-        pictures.append(Picture(data_uri(train.images[row]), alt, lines))
-    twins = exact_twins(train.images, test.images)
+    labels, classes = train.labels, probabilities.shape[1]
+    own = probabilities.gather(1, labels[:, None])[:, 0]
+    best, suggested = probabilities.max(1)
+    means = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
+    rejected = (best > own).nonzero()[:, 0]
+    confident = int((best >= means[suggested])[rejected].sum())  # none for a class without images, which has no mean
+    suspects = []
+    for row in rejected[(own - best)[rejected].argsort(stable=True)][:GALLERY_SIZE].tolist():
+        label, other, of_label, of_other = train.classes[labels[row]], train.classes[suggested[row]], own[row], best[row]
+        alt = f"Training image {row}: labelled {label} with probability {of_label:.2f}, taken for {other} with {of_other:.2f}"
+        lines = (f"label {label} {of_label:.3f}", f"said {other} {of_other:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
+        suspects.append(Picture(data_uri(train.images[row]), alt, lines))
+
+    first = {_digest(image): row for row, image in reversed(list(enumerate(train.images)))}
+    twins = torch.tensor([first.get(_digest(image), -1) for image in test.images])
     repeated, (cosines, rows) = twins >= 0, nearest
-    ranked = cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)[: int((~repeated).sum())]
+    others = min(int((~repeated).sum()), GALLERY_SIZE)
     pairs = []
-    for place in ranked[:GALLERY_SIZE].tolist():
-        row = int(rows[place])
-        difference = pixel_difference(test.images[place], train.images[row])
+    for place in cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)[:others]:
+        row = rows[place]
+        image, other_image = test.images[place].float(), train.images[row].float()
+        difference = min(float((image - side).square().mean().sqrt()) for side in (other_image, other_image.flip(1)))
         likeness = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
-        pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), likeness))
-    rejected, confident, twin_count = len(suspects.rows), int(suspects.counted.sum()), int(repeated.sum())
-    contrary = int((train.labels[twins[repeated]] != test.labels[repeated]).sum())
-    return Findings(len(train), len(test), pictures, rejected, confident, pairs, twin_count, contrary)
+        pairs.append(Pair(_labelled("Test", test, int(place)), _labelled("Training", train, int(row)), likeness))
+    contrary = int((labels[twins[repeated]] != test.labels[repeated]).sum())
+    return Findings(len(train), len(test), suspects, len(rejected), confident, pairs, int(repeated.sum()), contrary)
+
+
+def _digest(image: Tensor) -> bytes:
+    return sha256(image.numpy().tobytes()).digest()
 
 
 def _labelled(what: str, images: ImageSet, row: int) -> Picture:
-    label = images.classes[int(images.labels[row])]
+    label = images.classes[images.labels[row]]
     return Picture(data_uri(images.images[row]), f"{what} image {row}: {label}", (f"{what[:5].lower()} {row}", label))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -40,23 +39,21 @@ class CurveFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Appends a row; a value of a new name makes a column of its own."""
-        path = self._run.path / "metrics.csv"
-        row = {**metrics, "step": step}
+        path, row = self._run.path / "metrics.csv", {**metrics, "step": step}
         if row.keys() <= set(self._columns):
-            self._write(path, "a", [row])
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
             rows = [kept for kept in rows if int(kept.get("step", 0)) <= self._resumed_step]
             rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
         self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
-        header = dict(zip(self._columns, self._columns, strict=True))
-        with atomic_write(path) as partial:  # a kill in the middle would take the earlier curves with it
-            self._write(partial, "w", [header, *rows, row])
-
-    def _write(self, path: Path, mode: str, rows: list[dict[str, Any]]) -> None:
-        with path.open(mode, newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns).writerows(rows)
+        # a kill in the middle would take the earlier curves with it
+        with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows([*rows, row])
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -121,11 +122,14 @@ def load_model_file(path: str | Path) -> LoadedNet:
     """
     file = weights_file(path)
     try:
-        check_header_length(file)
+        with file.open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+        if length > min(MAX_HEADER, max(file.stat().st_size - 8, 0)):
+            raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, Any] = opened.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise Failure(f"{file} holds no {FORMAT!r} model: its metadata do not say how to build the net")
+                raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
@@ -134,14 +138,12 @@ def load_model_file(path: str | Path) -> LoadedNet:
             raise InvalidFileError("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
         net = build_loaded_net(card, weights, novelty)
-        if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values() if tensor.is_floating_point()):
+        if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
             raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
-    except InvalidFileError as error:
+    except (InvalidFileError, SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: of torch, where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
-    except (SafetensorError, OSError, RuntimeError) as error:  # of torch, where it maps the file
-        raise Failure(f"{file} is damaged ({error}): copy or train it again") from None
     return net
 
 
@@ -153,21 +155,10 @@ MAX_CHANNELS = 64
 MAX_WIDTH = 1000.0  # times the hidden widths
 MAX_CLASSES = 100_000
 MAX_NAME = 300  # characters of a class or a net
-MAX_EXTRA = 1 << 28  # bytes of all tensors that are not the net's
+MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-
-Claim = tuple[str, tuple[int, ...]]  # a tensor's dtype as safetensors writes it ("F32"), and its shape
-
-
-def check_header_length(file: Path) -> None:
-    """Raises InvalidFileError when the first eight bytes claim a header that is longer than the file, or than any of ours."""
-    with file.open("rb") as opened:
-        claimed = int.from_bytes(opened.read(8), "little")
-    if claimed > min(MAX_HEADER, max(file.stat().st_size - 8, 0)):
-        raise InvalidFileError(f"its header claims {claimed:,} bytes")
 
 
 def card_values(text: str) -> dict[str, Any]:
@@ -180,8 +171,7 @@ def card_values(text: str) -> dict[str, Any]:
         raise InvalidFileError("its card does not say how to build its net")
     for name, check in _CHECKS.items():
         if name in values and not check(values[name]):
-            shown = json.dumps(values[name])
-            raise InvalidFileError(f"its {name} cannot be {shown if len(shown) < 60 else shown[:60] + '…'}")
+            raise InvalidFileError(f"its {name} cannot be {json.dumps(values[name])[:60]}")
     channels = values.get("input_shape", [None])[0]
     for name in ("mean", "std"):
         if channels and len(values.get(name, range(channels))) != channels:
@@ -189,31 +179,34 @@ def card_values(text: str) -> dict[str, Any]:
     return values
 
 
-def check_tensors(claims: Mapping[str, Claim], card: ModelCard) -> None:
-    """Raises InvalidFileError unless `claims` are those of the card's net, or of novelty; the net is not given memory."""
+def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
+    """Raises InvalidFileError unless `claims` are those of the card's net, or of novelty; the net is not given memory.
+
+    claims: each tensor's dtype, as safetensors writes it ("F32"), and its shape.
+    """
     try:
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
-    extra = {name: claim for name, claim in claims.items() if name not in expected}
-    fitting = all(name in claims and _fits(tensor, claims[name]) for name, tensor in expected.items())
-    if not fitting or not all(name.startswith(NOVELTY) for name in extra):
+    further = {name: shape for name, (_, shape) in claims.items() if name not in expected}
+    fitting = all(name in claims and _fits(tensor, *claims[name]) for name, tensor in expected.items())
+    if not fitting or not all(name.startswith(NOVELTY) for name in further):
         raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
-    if sum(_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in extra.values()) > MAX_EXTRA:
-        raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA >> 20} MiB")
+    if sum(map(math.prod, further.values())) > MAX_EXTRA:
+        raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA:,} values")
 
 
-def _fits(tensor: Tensor, claim: Claim) -> bool:
-    dtype, shape = claim
+def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
     right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
-    return right and tuple(tensor.shape) == tuple(shape)
+    return right and tuple(tensor.shape) == shape
 
 
 def _number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # which NaN is not, nor an integer beyond all floats
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_number, value))
 
 
 def _name(value: Any) -> bool:
@@ -221,13 +214,9 @@ def _name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
 
 
-def _sides(value: Any) -> bool:
+def _shape(value: Any) -> bool:
     whole = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
     return whole and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_number, value))
 
 
 def _plain(value: Any, depth: int = 0) -> bool:
@@ -241,7 +230,7 @@ def _plain(value: Any, depth: int = 0) -> bool:
 _CHECKS = {
     "net": _name,
     "width": lambda value: _number(value) and 0 < value <= MAX_WIDTH,
-    "input_shape": _sides,
+    "input_shape": _shape,
     "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(_name, value)),
     "mean": _numbers,
     "std": lambda value: _numbers(value) and min(value, default=0) > 0,

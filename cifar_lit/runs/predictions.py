@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -20,13 +20,9 @@ from cifar_lit.runs.run_folder import read_rows
 ROWS_AT_ONCE = 4096  # of the set, as Python numbers
 
 # ---- Of a data set: `index,label,predicted,probability`, and the probability of every class in the order of the labels.
-#
-# In files of before, the columns behind `probability` are those of the next likeliest classes. What reads them here needs the
-# first four only.
 
 
-@dataclass(frozen=True)
-class PredictionTable:
+class PredictionTable(NamedTuple):
     """The predictions for N images.
 
     indices: rows of their set; labels, predicted: classes by number; all int64 (N,). probability: of the predicted class,
@@ -37,9 +33,6 @@ class PredictionTable:
     labels: Tensor
     predicted: Tensor
     probability: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     @property
     def hits(self) -> Tensor:
@@ -67,16 +60,15 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
     return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
 
-def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapping[str, Tensor]]) -> int:
+def write_predictions(path: Path, classes: Sequence[str], batches: Sequence[Mapping[str, Tensor]]) -> int:
     """Writes a row an image of a data set, in the order of the set, and beside it all probabilities as `probabilities.npy`.
 
     The array is float32 (N, classes), of the same rows; the table has six digits of them. Returns the number of rows.
 
     batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
     """
-    gathered = list(batches)
     columns = ("indices", "labels", "probabilities")
-    indices, labels, probabilities = (torch.cat([batch[name] for batch in gathered]) for name in columns)
+    indices, labels, probabilities = (torch.cat([batch[name] for batch in batches]) for name in columns)
     order = indices.argsort(stable=True)
     digits = ",".join(["%.6f"] * len(classes))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
@@ -93,16 +85,23 @@ def write_predictions(path: Path, classes: Sequence[str], batches: Iterable[Mapp
 
 
 def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
-    """The table in a `predictions.csv`; None when there is none, or it is of other classes or not whole."""
+    """The table in a `predictions.csv`; None when there is none, or it is of other classes or not whole.
+
+    Only the first four columns are looked at: in files of before, the others are of the next likeliest classes.
+    """
     number = {name: place for place, name in enumerate(classes)}
-    rows = read_rows(path)
     try:
-        indices = torch.tensor([int(row["index"]) for row in rows])
-        labels, predicted = (torch.tensor([number[row[column]] for row in rows]) for column in ("label", "predicted"))
-        probability = torch.tensor([float(row["probability"]) for row in rows], dtype=torch.float64)
+        rows = [
+            (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
+            for row in read_rows(path)
+        ]
     except (ValueError, KeyError):
         return None
-    return PredictionTable(indices, labels, predicted, probability) if rows else None
+    if not rows:
+        return None
+    *whole, probability = zip(*rows, strict=True)
+    indices, labels, predicted = map(torch.tensor, whole)
+    return PredictionTable(indices, labels, predicted, torch.tensor(probability, dtype=torch.float64))
 
 
 def fingerprint(images: Tensor, labels: Tensor) -> str:
@@ -138,8 +137,7 @@ class Row:
     def values(self, top: int) -> dict[str, Any]:
         """The row by column, None where it has nothing; probabilities and distances with six digits."""
         values: dict[str, Any] = {"index": self.index, "label": None}
-        for rank in range(1, top + 1):
-            name, probability = self.top[rank - 1] if rank <= len(self.top) else (None, None)
+        for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
             values["predicted" if rank == 1 else f"class_{rank}"] = name
             values["probability" if rank == 1 else f"probability_{rank}"] = probability
         values |= {"path": self.path, "novelty": self.novelty, "unlike": self.unlike, "error": self.error}
@@ -155,9 +153,8 @@ class CsvRows:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Adds rows."""
-        words: dict[bool | None, str] = {True: "yes", False: "no"}
         for row in rows:
-            values = {**row.values(self._top), "unlike": words.get(row.unlike)}
+            values = {**row.values(self._top), "unlike": {True: "yes", False: "no", None: None}[row.unlike]}
             self._writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in values.values())
 
 
@@ -169,5 +166,4 @@ class JsonRows:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Adds rows."""
-        for row in rows:
-            self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII: a path may hold what is no text
+        self._file.writelines(json.dumps(row.values(self._top)) + "\n" for row in rows)  # ASCII: a path may hold what is no text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,46 +31,8 @@ TITLES = {"lr": "learning rate", "weight_norm": "weight norm"}
 Look = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images (B, C, H, W) to logits (B, classes) and embeddings (B, features)
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a page is about.
-
-    images: the test set, uint8 (N, H, W, C). metrics, config, curves: of metrics.json, config.yaml and metrics.csv, as far as
-    there are any. commands: what they do, and what to type. findings: None where the training images were not looked at.
-    """
-
-    title: str
-    classes: Sequence[str]
-    predictions: PredictionTable
-    images: Tensor
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    config: str = ""
-    curves: Sequence[Mapping[str, float]] = ()
-    commands: Sequence[tuple[str, str]] = ()
-    findings: Findings | None = None
-
-
-# ---- From a run to a page's content.
-
-
-def run_content(run: Path, metrics: Mapping[str, Any], data: ImageData, predictions: PredictionTable) -> Content:
-    """A page's content without a look at the training images."""
-    config = run / "config.yaml"
-    commands = []
-    if config.is_file():
-        commands.append(("The training and its test", f"cifar-lit train --config {shlex.quote(display_path(config))}"))
-    checkpoints = (run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
-    if checkpoint := next(filter(Path.is_file, checkpoints), None):
-        commands.append(("The test alone", f"cifar-lit test --ckpt_path {shlex.quote(display_path(checkpoint))}"))
-    again = f"cifar-lit report {shlex.quote(display_path(run))}"
-    commands.append(("The page anew, with suspected labels and duplicates", again))
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
-    images = data.test_images.images
-    return Content(run.absolute().name, data.classes, predictions, images, metrics, text, read_curves(run), commands)
-
-
-def inspected_content(run: Path, data: ImageData, look: Look, device: str) -> Content:
-    """All that a page tells, from the run's own figures where these test images are those that it was tested on.
+def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
+    """The page with a look at the training images, of the run's own figures where it was tested on these test images.
 
     look: the run's net. device: where to compare the images' embeddings.
     """
@@ -91,7 +52,7 @@ def inspected_content(run: Path, data: ImageData, look: Look, device: str) -> Co
         cosines, rows = nearest_embeddings(known.to(device), embeddings.to(device), advance)
     held_out = set(data.split[1].tolist())
     findings = inspect_labels(train, test, held_out, logits.softmax(1), (cosines.cpu(), rows.cpu()))
-    return replace(run_content(run, metrics, data, predictions), findings=findings)
+    return render(run, metrics, data, predictions, findings)
 
 
 def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
@@ -105,36 +66,53 @@ def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]
     return torch.cat(logits), torch.cat(embeddings)
 
 
-# ---- From the content to HTML.
+def render(
+    run: Path, metrics: Mapping[str, Any], data: ImageData, predictions: PredictionTable, findings: Findings | None = None
+) -> str:
+    """The page as HTML. Every name in it is escaped: of classes, and of whatever else comes from outside.
 
-
-def render(content: Content) -> str:
-    """The page as HTML. Every name in it is escaped: of classes, and of whatever else comes from outside."""
-    predictions, classes = content.predictions, content.classes
+    metrics: of metrics.json. predictions: of the test images. findings: None where the training images were not looked at.
+    """
+    classes = data.classes
     matrix = predictions.confusion(len(classes))
     bins = reliability(predictions.probability, predictions.hits)
     error = expected_calibration_error(bins)
-    page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
-                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    right, matrix_uri = int(predictions.hits.sum()), None
+    matrix_uri = None
     if len(classes) > MAX_TABLE_CLASSES:
         matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
+    config = run / "config.yaml"
+    again = {
+        "The training and its test": ("train --config", [config]),
+        "The test alone": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
+        "The page anew, with suspected labels and duplicates": ("report", [run]),
+    }
+    commands = []
+    for what, (command, places) in again.items():
+        if place := next(filter(Path.exists, places), None):
+            commands.append((what, f"cifar-lit {command} {shlex.quote(display_path(place))}"))
+    page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
+                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
-        content=content,
-        right=right,
-        accuracy=right / len(predictions),
-        summary=summary(content.metrics),
-        charts=charts(content.curves),
+        title=run.absolute().name,
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        commands=commands,
+        metrics=metrics,
+        classes=classes,
+        findings=findings,
+        images=len(predictions.labels),
+        right=int(predictions.hits.sum()),
+        summary=_summary(metrics),
+        charts=_charts(read_curves(run)),
         matrix=matrix.tolist(),
         matrix_uri=matrix_uri,
         predicted_counts=matrix.sum(0).tolist(),
-        confused=most_confused(matrix, classes),
+        confused=_most_confused(matrix, classes),
         bins=bins,
         error=error,
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram("reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"),
-        mistakes=pictures(content, predictions.confident_mistakes(GALLERY_SIZE)),
-        doubtful=pictures(content, predictions.doubtful_hits(GALLERY_SIZE)),
+        mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
+        doubtful=_pictures(data, predictions, predictions.doubtful_hits(GALLERY_SIZE)),
     )
 
 
@@ -159,17 +137,15 @@ def expected_calibration_error(bins: Sequence[Bin]) -> float:
     return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)
 
 
-def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Facts of metrics.json by name, those that are there, with all figures of the test and the validation."""
-    facts = []
-    for name in ("recipe", "net", "parameters", "dataset", "epochs", "batch_size", "seed", "precision"):
-        value = metrics.get(name)
-        if value is not None:
-            facts.append((name.replace("_", " "), f"{value:,}" if isinstance(value, int) and name != "seed" else str(value)))
-    devices = metrics.get("devices", 1)
-    forms = (("accelerator", "trained on", f"{devices} × {{}}"), ("train_seconds", "training took", "{:,.1f} s"),
-             ("images_per_second", "images a second", "{:,.0f}"))  # fmt: skip
-    facts += [(what, form.format(metrics[name])) for name, what, form in forms if metrics.get(name)]
+    forms = {
+        "recipe": "{}", "net": "{}", "parameters": "{:,}", "dataset": "{}", "epochs": "{:,}", "batch_size": "{:,}",
+        "seed": "{}", "precision": "{}", "accelerator": f"{metrics.get('devices', 1)} × {{}}", "train_seconds": "{:,.1f} s",
+        "images_per_second": "{:,.0f}",
+    }  # fmt: skip
+    known = [name for name in forms if metrics.get(name) is not None]
+    facts = [(name.replace("_", " "), forms[name].format(metrics[name])) for name in known]
     for part, what in (("test", "test"), ("val", "validation")):
         for name, value in (metrics.get(part) or {}).items():
             headline = name == "images" or (part, name) == ("test", "accuracy")
@@ -180,7 +156,7 @@ def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """Names and charts of all that a training logged more than once."""
     logged: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in FIRST_CHARTS}
     for row in curves:
@@ -196,20 +172,16 @@ def charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
             ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
             last = ", ".join(f"{part} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
             title = TITLES.get(name, name)
-            label = f"{title.capitalize()} over training steps: {last}"
-            drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, label)))
+            drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}")))
     return drawn
 
 
-def most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:
+def _most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:
     """Label, predicted class, images and their fraction of the label's, for the pairs that are confused most often."""
-    wrong = matrix.clone().fill_diagonal_(0)
-    pairs = []
-    for place in wrong.flatten().argsort(descending=True, stable=True)[:most].tolist():
-        label, predicted = divmod(place, len(classes))
-        if images := int(wrong[label, predicted]):
-            pairs.append((classes[label], classes[predicted], images, images / int(matrix[label].sum())))
-    return pairs
+    wrong, totals = matrix.clone().fill_diagonal_(0), matrix.sum(1)
+    places = wrong.flatten().argsort(descending=True, stable=True)[:most]
+    cells = [(*divmod(place, len(classes)), int(wrong.flatten()[place])) for place in places.tolist()]
+    return [(classes[row], classes[column], images, images / int(totals[row])) for row, column, images in cells if images]
 
 
 def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -222,8 +194,7 @@ def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> 
     return lines
 
 
-def pictures(content: Content, places: Tensor) -> list[Picture]:
-    """The test images at these places of the predictions."""
-    images = content.images[content.predictions.indices[places]]
-    lines = captions(content.predictions, places, content.classes)
+def _pictures(data: ImageData, table: PredictionTable, places: Tensor) -> list[Picture]:
+    images = data.test_images.images[table.indices[places]]
+    lines = captions(table, places, data.classes)
     return [Picture(data_uri(image), f"Test image: {', '.join(line)}", line) for image, line in zip(images, lines, strict=True)]

@@ -19,7 +19,7 @@ from cifar_lit.files import write_text
 from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
-from cifar_lit.runs.report import captions, render, run_content
+from cifar_lit.runs.report import captions, render
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
@@ -51,13 +51,13 @@ def metrics_of(
 ) -> dict[str, Any]:
     """The contents of metrics.json. clock: of the training, None where there was none."""
     kind = trainer.strategy.root_device.type
-    return {
+    metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
         "net": model.hparams["net"],
         "dataset": data.dataset,
         "seed": settings.get("seed_everything"),
         "epochs": trainer.current_epoch if clock else None,
-        "accelerator": {"cuda": "gpu"}.get(kind, kind),
+        "accelerator": "gpu" if kind == "cuda" else kind,
         "devices": trainer.world_size,
         "precision": str(trainer.precision),
         "batch_size": data.batch_size,
@@ -65,18 +65,16 @@ def metrics_of(
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
         "val": {"accuracy": val.accuracy, "loss": val.loss, **val.metrics} if val else None,
-        "test": _test_entry(test, data, model) if test else None,
+        "test": None,
         "versions": versions(),
     }
-
-
-def _test_entry(score: Score, data: ImageData, model: ImageClassifier) -> dict[str, Any]:
-    per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, score.per_class, strict=True)}
-    entry: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss, "images": score.images}
-    entry |= {**score.metrics, "per_class": per_class}
-    if views := model.views_score:
-        entry["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
-    return {**entry, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
+    if test:
+        per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
+        scores = {"accuracy": test.accuracy, "loss": test.loss, "images": test.images, **test.metrics, "per_class": per_class}
+        if views := model.views_score:
+            scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+        metrics["test"] = {**scores, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
+    return metrics
 
 
 def versions() -> dict[str, str]:
@@ -117,8 +115,9 @@ def draw_for_tensorboard(
         if predictions is not None and (stage == "test" or test is None):
             table = prediction_table(predictions)
             images = (data.test_images if stage == "test" else data.train_images).images
-            for name in ("confident_mistakes", "doubtful_hits"):
-                places = getattr(table, name)(GALLERY_SIZE)
+            galleries = {"confident_mistakes": table.confident_mistakes, "doubtful_hits": table.doubtful_hits}
+            for name, choose in galleries.items():
+                places = choose(GALLERY_SIZE)
                 picture = gallery(images[table.indices[places]], captions(table, places, data.classes))
                 board.log_images(f"{stage}/{name}", picture, step)
     board.save()
@@ -126,4 +125,4 @@ def draw_for_tensorboard(
 
 def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
     """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
-    write_text(run / "report.html", render(run_content(run, metrics, data, prediction_table(predictions))))
+    write_text(run / "report.html", render(run, metrics, data, prediction_table(predictions)))

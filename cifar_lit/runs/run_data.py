@@ -25,14 +25,16 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 
     dataset: another than config.yaml names, needed where there is none. data_dir: where it lies, if not where it was.
     """
-    values = plain_values(run / "config.yaml") if not dataset and (run / "config.yaml").is_file() else None
-    settings = values.get("data") if isinstance(values, dict) else None
     if dataset:
-        settings = {"dataset": dataset}
-        if dataset in ("shapes", "folder") and card.input_shape[1] == card.input_shape[2]:
-            settings |= {"image_size": card.input_shape[1], "channels": card.input_shape[0]}
+        settings: Any = {"dataset": dataset}
+        channels, height, width = card.input_shape
+        if dataset in ("shapes", "folder") and height == width:
+            settings |= {"image_size": height, "channels": channels}
         if dataset == "shapes":
             settings["num_classes"] = len(card.classes)
+    else:
+        config = plain_values(run / "config.yaml") if (run / "config.yaml").is_file() else None
+        settings = config.get("data") if isinstance(config, dict) else None
     return {**settings, **({"root": data_dir} if data_dir else {})} if isinstance(settings, dict) and settings else {}
 
 
@@ -50,19 +52,19 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
     try:
         data = ImageData(**settings)
     except TypeError as error:
-        config = display_path(run / "config.yaml")
-        raise Failure(f"{config} has data settings of another version ({error}): give --dataset") from None
-    if data.classes != tuple(card.classes):
-        own, other = (f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (data.classes, card.classes))
-        raise Failure(f"the data have other classes than the net ({own}; {other}): name its own with --dataset and --data-dir")
-    if data.input_shape != card.input_shape:
-        shape, fitting = _shape_text(data.input_shape), _shape_text(card.input_shape)
-        raise Failure(f"the data are images of {shape}, the net takes {fitting}: name its own with --dataset and --data-dir")
+        raise Failure(f"{name}/config.yaml has data settings of another version ({error}): give --dataset") from None
+    _check_fit(card, data.classes, data.input_shape)
     return data
 
 
-def _shape_text(shape: list[int]) -> str:
-    return "×".join(map(str, shape))
+def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
+    remedy = "name its own with --data-dir"
+    if list(classes) != card.classes:
+        own, other = (f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes))
+        raise Failure(f"the data have other classes than the net ({own}; {other}): {remedy}")
+    if shape != card.input_shape:
+        own, other = ("×".join(map(str, sides)) for sides in (shape, card.input_shape))
+        raise Failure(f"the data are images of {own}, the net takes {other}: {remedy}")
 
 
 class RunImages(NamedTuple):
@@ -92,22 +94,17 @@ class RunData:
 
         Raises UsageError or Failure when they are not to be had or do not fit the net.
         """
-        root, card = self.settings.root, self.card
+        where = f" {self.settings.root}" if self.settings.root else ""
         if not at_hand(self.dataset, self.settings):
-            where = f" in {root}" if root else ""
+            place = f" in{where}" if where else ""
             raise Failure(
-                f"the images of {self.dataset} that it was trained on are not here{where}: name their place with --data-dir"
+                f"the images of {self.dataset} that it was trained on are not here{place}: name their place with --data-dir"
             )
         source = load_images(self.dataset, self.settings, train)
-        if (shape := source.input_shape) != card.input_shape:
-            sizes = f"{_shape_text(shape)}, not {_shape_text(card.input_shape)}"
-            raise Failure(f"the images of {self.dataset} are {sizes} as the net takes: name others with --data-dir")
-        if list(source.classes) != card.classes:
-            raise Failure(f"the classes of {self.dataset} are not those of the net: name its images with --data-dir")
+        _check_fit(self.card, source.classes, source.input_shape)
         count = min(count or len(source), len(source))
         places = torch.arange(count) * len(source) // count
-        where = f" {root}" if root and self.dataset == "folder" else ""
-        what = f"{count:,} {'training' if train else 'test'} images of {self.dataset}{where}"
+        what = f"{count:,} {'training' if train else 'test'} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
         return RunImages(source.images[places].permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
 
     def load_or_draw(self, count: int) -> RunImages:

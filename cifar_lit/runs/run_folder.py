@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import remove_partial_files, write_text
+from cifar_lit.files import PART, write_text
 
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
@@ -24,72 +24,13 @@ PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
 
 
-class Owner(NamedTuple):
-    """The process that writes a run folder, or was killed while writing it."""
-
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-def owner_of(run: Path) -> Owner | None:
-    """Who writes a run folder, or was killed while writing it; None after an orderly end."""
-    try:
-        record = json.loads((run / OWNER).read_text())
-        return Owner(int(record["pid"]), str(record["host"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-class RunLock:
-    """The lock of a run folder, held from `acquire` to `release`.
+class RunFolder:
+    """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind, and locked from then on.
 
     The lock is filelock's, which the system takes back when the process ends. Beside it lies a record of who holds it, which
     filelock's own file cannot say: whoever tries to lock it empties it.
-    """
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._lock = FileLock(run / LOCK, thread_local=False)
-
-    def acquire(self) -> None:
-        """Takes the lock, after a killed process too; says so where that one ran on another machine.
-
-        Raises Failure when the folder is being written (with the owner's process and host), or cannot be locked.
-        """
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            owner = owner_of(self._run) or "another process"
-            raise Failure(f"{owner} is writing {self._run}: wait until it ends, or start a new run without --resume") from None
-        except PermissionError:
-            raise
-        except OSError as error:
-            raise Failure(f"cannot lock {self._run}: {error.strerror}. Choose another place with --logs DIR.") from None
-        try:
-            before, host = owner_of(self._run), socket.gethostname()
-            if before and before.host != host:  # lost with its machine, or of a file system that shares no locks
-                print(f"{self._run} was left by {before}; going on with it", file=sys.stderr)
-            write_text(self._run / OWNER, json.dumps({"pid": os.getpid(), "host": host}) + "\n")
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def release(self) -> None:
-        """Gives the lock back and removes its traces; without a lock nothing happens."""
-        if self._lock.is_locked:
-            (self._run / OWNER).unlink(missing_ok=True)
-            with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it
-                (self._run / LOCK).unlink(missing_ok=True)  # stays
-            self._lock.release()
-
-
-class RunFolder:
-    """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind.
-
-    Raises Failure when the folder cannot be written, or another process is writing it.
+    Raises Failure when the folder cannot be written, or another process (which is named) is writing it.
 
     Args:
         logs: The folder of all runs.
@@ -101,9 +42,9 @@ class RunFolder:
 
     def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
         self.logs, self.name, self.resumed = logs, name, path is not None
-        self._path: Path | None = None
-        self._lock: RunLock | None = None
         self._first, self._job = first, job
+        self._path: Path | None = None
+        self._lock: FileLock | None = None
         if path is not None and first:
             self._hold(path)
 
@@ -128,9 +69,11 @@ class RunFolder:
             self._path = path
 
     def _claim(self) -> Path:
+        form = re.compile(re.escape(self.name) + r"-(\d+)")
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            number = 1 + max((run_number(path, self.name) for path in self.logs.iterdir()), default=0)
+            matches = (form.fullmatch(path.name) for path in self.logs.iterdir())
+            number = 1 + max((int(match[1]) for match in matches if match), default=0)
             while True:
                 path = self.logs / f"{self.name}-{number}"
                 try:
@@ -142,15 +85,42 @@ class RunFolder:
             raise Failure(f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR.") from None
 
     def _hold(self, path: Path) -> None:
-        lock = RunLock(path)
-        lock.acquire()
+        """Locks the folder, after a killed process too; says so where that one ran on another machine."""
+        lock = FileLock(path / LOCK, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            owner = owner_of(path) or "another process"
+            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume") from None
+        except OSError as error:
+            raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
         self._lock, self._path = lock, path
-        remove_partial_files(path)  # of a process that was killed while it wrote
+        try:
+            before, host = owner_of(path), socket.gethostname()
+            if before and not before.endswith(f" on {host}"):  # lost with its machine, or of a file system that shares no locks
+                print(f"{path} was left by {before}; going on with it", file=sys.stderr)
+            write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
+            for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
+                partial.unlink()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
-        """Lets other processes go on with the folder."""
-        if self._lock is not None:
+        """Lets other processes go on with the folder; the lock's traces go with it."""
+        if self._lock is not None and self._path is not None and self._lock.is_locked:
+            (self._path / OWNER).unlink(missing_ok=True)
+            with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it
+                (self._path / LOCK).unlink(missing_ok=True)  # stays
             self._lock.release()
+
+
+def owner_of(run: Path) -> str | None:
+    """Who writes a run folder, or was killed while writing it: `process 41 on node-7`; None after an orderly end."""
+    with suppress(OSError, UnicodeDecodeError):
+        record = (run / OWNER).read_text(encoding="utf-8").strip()
+        return record if re.fullmatch(r"process \d+ on [\w.-]+", record) else None
+    return None
 
 
 def display_path(path: Path) -> str:
@@ -159,10 +129,7 @@ def display_path(path: Path) -> str:
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
-def run_number(path: Path, name: str) -> int:
-    """The number of a run folder called `<name>-<number>`, 0 for anything else."""
-    match = re.fullmatch(re.escape(name) + r"-(\d+)", path.name)
-    return int(match[1]) if match else 0
+# ---- Which run, and whether it can go on.
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -176,12 +143,13 @@ def find_resumable(logs: Path, name: str | None) -> Path:
 
     name: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
     """
-    path = Path(name).expanduser() if name is not None else None
-    if path is None:
+    if name is None:
         runs = [place.parent for place in logs.glob("*/checkpoints") if (place.parent / "config.yaml").is_file()]
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
         path = max(runs, key=_started)
+    else:
+        path = Path(name).expanduser()
     checkpoint = _newest_checkpoint(path) if path.is_dir() else path
     if not checkpoint.is_file():
         place = display_path(checkpoint)
@@ -204,9 +172,8 @@ def runs_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[P
     """The trainings in `logs` whose record of a job `belongs` takes, if finished or fit to be gone on with; newest first."""
     runs = []
     for record in logs.glob(f"*/{JOB}"):
-        run = record.parent
+        run, job = record.parent, _read_json(record)
         with suppress(OSError):  # gone meanwhile
-            job = _read_json(record)
             if job and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
                 runs.append((_started(run), run))
     return [run for _, run in sorted(runs, reverse=True)]
@@ -223,6 +190,9 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
     if is_finished(run, needs_test):
         results = display_path(run / "metrics.json")
         raise UsageError(f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume.")
+
+
+# ---- What a run left.
 
 
 def weights_file(path: str | Path) -> Path:

@@ -110,12 +110,12 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
 
     refuse(2, "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
     refuse(2, "this machine has no device 'cuba': it has cpu", "--device", "cuba")
-    line = "the data have other classes than the net (2: a, c; 2: a, b): name its own with --dataset and --data-dir"
+    line = "the data have other classes than the net (2: a, c; 2: a, b): name its own with --data-dir"
     refuse(1, line, "--dataset", "folder", "--data-dir", "others")
     Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}")
     refuse(1, "bare/config.yaml has data settings of another version (")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}")
-    refuse(1, "the data are images of 3×20×20, the net takes 3×16×16: name its own with --dataset and --data-dir")
+    refuse(1, "the data are images of 3×20×20, the net takes 3×16×16: name its own with --data-dir")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
     refuse(2, "images does not exist: --data-dir must name a folder with ")
     assert run_command("report", "bare", "--data-dir", "elsewhere").code == 0

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
+from filelock import FileLock
 
 from cifar_lit.files import PART
-from cifar_lit.runs.run_folder import RunLock
 from cifar_lit.training.checkpoint import read_checkpoint
 
 
@@ -65,9 +66,9 @@ def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_ha
 
 
 def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
-    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunLock"
+    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunFolder"
     # a lock that nothing refers to is given back
-    hold = f"{imports}; lock = RunLock(Path({str(unfinished)!r})); lock.acquire(); print('held', flush=True); time.sleep(60)"
+    hold = f"{imports}; run = RunFolder(Path(), '', Path({str(unfinished)!r})); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         assert_refused(run_command("--resume"), 1, f"process {other.pid} on {socket.gethostname()} is writing ", "small-1: wait")
@@ -79,12 +80,12 @@ def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_ki
 def test_a_run_that_came_to_its_end_while_this_one_started_is_not_run_again(
     unfinished: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire = RunLock.acquire
+    acquire = FileLock.acquire
 
-    def acquire_late(lock: RunLock) -> None:
+    def acquire_late(lock: FileLock, **kept: Any) -> Any:
         shutil.copy(run_dir / "metrics.json", unfinished / "metrics.json")
-        acquire(lock)
+        return acquire(lock, **kept)
 
-    monkeypatch.setattr(RunLock, "acquire", acquire_late)
+    monkeypatch.setattr(FileLock, "acquire", acquire_late)
     assert_refused(run_command("--resume"), 2, f"{unfinished} is finished: its results are in ")
     assert not list(unfinished.glob(".*"))

@@ -41,11 +41,8 @@ def test_a_data_set() -> None:
     PAGE.follow(PAGE.section("A data set"))
     run = Path("lightning_logs/tudui-1")
     metrics = metrics_of(run)
-    assert (metrics["dataset"], metrics["test"]["images"], list(metrics["test"]["per_class"])) == (
-        "my_data.stripes",
-        200,
-        ["across", "down"],
-    )
+    assert (metrics["dataset"], metrics["test"]["images"]) == ("my_data.stripes", 200)
+    assert list(metrics["test"]["per_class"]) == ["across", "down"]
     assert "across" in (run / "report.html").read_text()
     assert cifar_lit.load("stripes.safetensors").classes == ("across", "down")
 
@@ -93,17 +90,12 @@ def test_a_metric() -> None:
         assert [float(row[f"{part}/top2"]) for row in rows_of(RUN / "metrics.csv") if row[f"{part}/top2"]] == [
             pytest.approx(metrics[part]["top2"])
         ]
-    assert {"val/top2", "test/top2"} <= scalars(RUN)
+    events = EventAccumulator(str(RUN))
+    events.Reload()
+    assert {"val/top2", "test/top2"} <= set(events.Tags()["scalars"])
     assert "top2" in (RUN / "report.html").read_text()
     assert any(line.startswith("test margin 0.") for line in own.lines)
     assert 0 < metrics_of(Path("lightning_logs/quickstart-2"))["test"]["margin"] < 1
-
-
-def scalars(run_dir: Path) -> set[str]:
-    """The names of TensorBoard's curves in a run folder."""
-    events = EventAccumulator(str(run_dir))
-    events.Reload()
-    return set(events.Tags()["scalars"])
 
 
 def test_an_optimizer() -> None:

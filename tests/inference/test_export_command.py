@@ -66,8 +66,8 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
     others, large = write_images(Path("others"), ["cat", "dog"]), write_images(Path("large"), card.classes, size=24)
     for root, text in (
-        (others, "classes of folder are not those of the net"),
-        (large, "are 3×24×24, not 3×16×16 as the net takes"),
+        (others, "the data have other classes than the net"),
+        (large, "the data are images of 3×24×24, the net takes 3×16×16"),
     ):
         with pytest.raises(Failure, match=text):
             export([str(run), "--to", "onnx", "--data-dir", str(root)])

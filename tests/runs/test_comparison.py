@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_runs import made_run
-from PIL import Image
+import torch
+import yaml
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import (
     RunRecord,
-    curve,
     differing,
     find_runs,
     groups,
@@ -21,12 +22,16 @@ from cifar_lit.runs.compare import (
     pairs,
     plot_curves,
     read_run,
-    seconds_per_epoch,
     wilson_interval,
 )
+from cifar_lit.runs.predictions import write_predictions
 
 MOSTLY = [True] * 8 + [False] * 2
 HALF = [True] * 5 + [False] * 5
+CURVES = (
+    "epoch,step,lr,train/loss,train/accuracy,val/loss,val/accuracy,test/loss,test/accuracy\n"
+    "0,10,0.1,1.5,0.4,1.4,0.45,,\n1,20,0.05,1.0,0.6,1.1,0.5,,\n2,20,,,,,,0.5,0.5\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +39,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def made_run(
+    name: str, right: Sequence[bool] | None = None, seed: int = 0, fingerprint: str | None = "f1", **model: Any
+) -> RunRecord:
+    """A run folder of the recipe `small`; right: for each test image, whether it is named right; None for a run without test."""
+    path = Path(name)
+    path.mkdir(parents=True)
+    settings = {"seed_everything": seed, "trainer": {"max_epochs": 2}, "model": {"net": "lenet", "lr": 0.1, **model}}
+    (path / "config.yaml").write_text(yaml.safe_dump({**settings, "recipe": "small", "logs": str(path.parent)}))
+    test = None
+    if right is not None:
+        test = {"accuracy": sum(right) / len(right), "loss": 0.5, "images": len(right), "fingerprint": fingerprint}
+        labels = torch.arange(len(right)) % 2
+        named = torch.where(torch.tensor(right), labels, 1 - labels)
+        batch = {"indices": torch.arange(len(right)), "labels": labels, "probabilities": torch.eye(2)[named]}
+        write_predictions(path / "predictions.csv", ("cat", "dog"), [batch])
+    metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test}
+    (path / "metrics.json").write_text(json.dumps({**metrics, "val": {"accuracy": 0.5, "loss": 1.0}}))
+    (path / "metrics.csv").write_text(CURVES)
+    return read_run(path)
+
+
 def test_runs_are_found_by_folder_pattern_and_logs_each_once_in_order_of_number() -> None:
     for name in ("small-1", "small-2", "small-10", "other-1"):
-        made_run(Path("logs") / name)
+        made_run(f"logs/{name}")
     assert [str(path) for path in find_runs(["logs"])] == ["logs/other-1", "logs/small-1", "logs/small-2", "logs/small-10"]
     assert [path.name for path in find_runs(["logs/small-*", "logs/small-1/"])] == ["small-1", "small-2", "small-10"]
     for name, reason in (("logs/none-*", r"there is no logs/none-\*"), ("logs/small-1/config.yaml", "is a file")):
@@ -45,49 +71,42 @@ def test_runs_are_found_by_folder_pattern_and_logs_each_once_in_order_of_number(
 
 
 def test_only_settings_that_differ_are_named_without_those_of_places() -> None:
-    runs = [read_run(made_run(Path(f"{place}/small-1"), lr=lr, widths=[8, 16])) for place, lr in (("a", 0.1), ("b", 0.2))]
+    runs = [made_run(f"{place}/small-1", lr=lr, widths=[8, 16]) for place, lr in (("a", 0.1), ("b", 0.2))]
     assert differing(runs) == {"model.lr": ["0.1", "0.2"]}
-    more = read_run(made_run(Path("c/small-1"), seed=4, widths=[8]))
+    more = made_run("c/small-1", seed=4, widths=[8])
     assert differing([runs[0], more]) == {"seed_everything": ["0", "4"], "model.widths": ["[8, 16]", "[8]"]}
-    assert differing([runs[0], read_run(made_run(Path("d/small-1")))]) == {"model.widths": ["[8, 16]", "–"]}
-    assert differing(runs[:1]) == {}
+    unknown = RunRecord(Path("none"), "none")  # does not count, but has its place
+    assert differing([runs[0], unknown, made_run("d/small-1")]) == {"model.widths": ["[8, 16]", "–", "–"]}
 
 
 def test_runs_without_their_figures_say_why() -> None:
-    assert read_run(made_run(Path("a"), MOSTLY)).note == ""
-    assert read_run(made_run(Path("b"))).note == "no test"
-    running = made_run(Path("c"))
+    assert made_run("a", MOSTLY).note == ""
+    assert made_run("b").note == "no test"
+    running = made_run("c").path
     (running / "metrics.json").unlink()
     assert read_run(running).note == "did not end"
     (running / ".lock").touch()
-    with (running / "metrics.csv").open("a") as file:
-        file.write("2,30,0.0,0.x")  # the row that is being written
-    record = read_run(running)
-    assert record.note == "still running, or killed"
-    assert [row.get("train/loss") for row in record.curves] == [1.5, 1.0, None]
+    assert read_run(running).note == "still running, or killed"
     (running / "metrics.json").write_text('{"recipe":')
     assert read_run(running).note == "damaged: metrics.json cannot be read"
-    Path("empty").mkdir()
-    assert read_run(Path("empty")).note == "broken: neither config.yaml nor metrics.json"
-    (made_run(Path("d"), MOSTLY) / "config.yaml").write_text("a: [")
+    (running / "empty").mkdir()
+    assert read_run(running / "empty").note == "broken: neither config.yaml nor metrics.json"
+    (made_run("d", MOSTLY).path / "config.yaml").write_text("a: [")
     assert read_run(Path("d")).note == "its config.yaml is missing or damaged"
 
 
 def test_whatever_a_test_or_a_validation_counted_is_among_the_figures() -> None:
-    run = made_run(Path("a"), HALF)
-    metrics = json.loads((run / "metrics.json").read_text())
-    metrics["test"] |= {"top5": 0.99, "per_class": {"cat": 0.5}}
-    metrics["val"] |= {"f1": 0.25}
-    (run / "metrics.json").write_text(json.dumps(metrics))
-    figures = read_run(run).figures
-    assert list(figures)[-3:] == ["epochs", "top5", "val_f1"]
-    assert [figures[name] for name in ("accuracy", "val_accuracy", "top5", "val_f1")] == [0.5, 0.5, 0.99, 0.25]
+    run = made_run("a", HALF)
+    run.metrics["test"] |= {"top5": 0.99, "per_class": {"cat": 0.5}}
+    run.metrics["val"] |= {"f1": 0.25}
+    assert list(run.figures)[-3:] == ["epochs", "top5", "val_f1"]
+    assert [run.figures[name] for name in ("accuracy", "val_accuracy", "top5", "val_f1")] == [0.5, 0.5, 0.99, 0.25]
 
 
 def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
-    runs = [read_run(made_run(Path(f"small-{seed}"), [True] * (6 + seed) + [False] * (4 - seed), seed=seed)) for seed in range(3)]
-    runs.append(read_run(made_run(Path("small-7"), HALF, lr=0.5)))
-    runs.append(read_run(made_run(Path("small-8"), lr=0.7)))  # not tested: neither a member nor a difference
+    runs = [made_run(f"small-{seed}", [True] * (6 + seed) + [False] * (4 - seed), seed) for seed in range(3)]
+    runs.append(made_run("small-7", HALF, lr=0.5))
+    runs.append(made_run("small-8", lr=0.7))  # not tested: neither a member nor a difference
     seeds, other = groups(runs)
     assert (seeds["settings"], other["settings"], seeds["seeds"]) == ({"model.lr": "0.1"}, {"model.lr": "0.5"}, [0, 1, 2])
     accuracy = seeds["accuracy"]
@@ -97,31 +116,22 @@ def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
     assert (other["accuracy"]["n"], other["accuracy"]["std"]) == (1, None)
 
 
-def test_pairs_count_the_images_that_only_one_has_right() -> None:
-    first = read_run(made_run(Path("a"), [True, True, True, False, True, False]))
-    second = read_run(made_run(Path("b"), [True, False, False, True, False, False]))
-    ((one, other, test),), lines = pairs([first, second])
-    assert (one, other, test.first, test.second, lines) == ("a", "b", 3, 1, [])
-    assert test.exact == pytest.approx(10 / 16)
-
-
-def test_runs_of_other_or_unknown_test_images_are_left_out_with_a_line() -> None:
-    a, b = (read_run(made_run(Path(name), MOSTLY)) for name in "ab")
-    other = read_run(made_run(Path("c"), HALF, fingerprint="f2"))
-    tests, lines = pairs([a, b, other])
-    assert [(first, second) for first, second, _ in tests] == [("a", "b")]
+def test_pairs_count_the_images_that_only_one_has_right_and_leave_out_other_test_images() -> None:
+    first, second = made_run("a", [True, True, True, False, True, False]), made_run("b", [True, False, False, True, False, False])
+    assert pairs([first, second]) == ([("a", "b", (3, 1, pytest.approx(10 / 16), pytest.approx(6 / 16)))], [])
+    other = made_run("c", HALF, fingerprint="f2")
+    tests, lines = pairs([first, second, other])
+    assert [names for *names, _ in tests] == [["a", "b"]]
     assert lines == ["runs that were tested on other images than each other are not tested against each other"]
-    old = read_run(made_run(Path("d"), HALF, fingerprint=None))
-    cut = read_run(made_run(Path("e"), HALF))
+    old, cut = made_run("d", HALF, fingerprint=None), made_run("e", HALF)
     rows = (cut.path / "predictions.csv").read_text().splitlines(keepends=True)
     (cut.path / "predictions.csv").write_text("".join(rows[:-1]))
-    assert pairs([a, old, cut]) == (
-        [], ["not tested against the others image by image, for want of a whole predictions.csv: d, e"]
-    )  # fmt: skip
+    reason = "not tested against the others image by image, for want of a whole predictions.csv: d, e"
+    assert pairs([first, old, cut]) == ([], [reason])
 
 
 def test_many_runs_are_each_tested_against_the_best() -> None:
-    runs = [read_run(made_run(Path(f"small-{count}"), [True] * count + [False] * (10 - count))) for count in range(1, 8)]
+    runs = [made_run(f"small-{count}", [True] * count + [False] * (10 - count)) for count in range(1, 8)]
     tests, (line,) = pairs(runs)
     assert [first for first, _, _ in tests] == ["small-7"] * 6
     assert line.startswith("small-7 was chosen as the best on these same images")
@@ -143,20 +153,17 @@ def test_wilsons_interval_is_that_of_worked_examples(right: int, count: int, int
     assert wilson_interval(right, count) == pytest.approx(interval, abs=1e-4)
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 3), (2, 7), (9, 1), (5, 6)])
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (3, 3), (2, 7), (9, 1), (5, 6)])
 def test_mcnemars_p_is_the_share_of_all_ways_to_split(first: int, second: int) -> None:
     """Every way in which the images could have fallen to the one or the other, counted."""
-    count = first + second
-    splits = [sum(way) for way in product((0, 1), repeat=count)]
-    as_much = sum(abs(2 * split - count) >= abs(first - second) for split in splits) / len(splits)
-    itself = sum(split == min(first, second) for split in splits) / len(splits)  # its mirror image counts too unless it is even
-    test = mcnemar(first, second)
-    assert test.exact == pytest.approx(as_much)
-    assert test.mid == pytest.approx(as_much - (itself / 2 if first == second and count else 0 if not count else itself))
-    assert mcnemar(second, first)[2:] == test[2:]
+    splits = [sum(way) for way in product((0, 1), repeat=first + second)]
+    as_much = sum(abs(2 * split - first - second) >= abs(first - second) for split in splits) / len(splits)
+    itself = sum(split in (first, second) for split in splits) / len(splits)
+    assert mcnemar(first, second)[2:] == mcnemar(second, first)[2:] == pytest.approx((as_much, as_much - itself / 2))
 
 
-def test_mcnemar_holds_for_many_images() -> None:
+def test_mcnemar_holds_for_no_images_and_for_many() -> None:
+    assert mcnemar(0, 0) == (0, 0, 1.0, 1.0)
     assert mcnemar(2600, 2400).mid == pytest.approx(0.00468, abs=2e-4)  # the normal's: z = 200 / sqrt(5000) = 2.828
     assert 0 < mcnemar(500, 100).exact < 1e-50
 
@@ -164,27 +171,26 @@ def test_mcnemar_holds_for_many_images() -> None:
 # ---- the picture of several runs' curves
 
 
-def test_ten_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kept: figures.append(self))
-    runs = [read_run(made_run(Path(f"small-{number}"))) for number in range(10)]
-    assert curve(runs[0], "val/accuracy") == ([1.0, 2.0], [0.45, 0.5])  # epochs that have ended
-    assert (seconds_per_epoch(runs[0]), seconds_per_epoch(RunRecord(Path("none"), "none"))) == (5.0, None)
-    plot_curves(runs, [run.path.name for run in runs], Path("a.png"))
+    runs = [made_run(f"small-{number}") for number in range(10)]
+    plot_curves(runs, [run.name for run in runs], Path("a.png"))
     plot_curves(runs, ["one"] * 5 + ["other"] * 5, Path("b.png"))
     assert [len(axes.get_lines()) for axes in figures[0].axes] == [10] * 4
-    assert len({(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].get_lines()}) == 10
+    lines = figures[0].axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 10
+    assert (list(lines[0].get_xdata()), list(lines[0].get_ydata())) == ([1, 2], [45, 50])
+    assert list(figures[0].axes[1].get_lines()[0].get_xdata()) == [5, 10]  # seconds
     assert figures[0].axes[0].get_ylabel() == "validation accuracy, %"
     assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["one", "other"]
 
-
-def test_without_times_and_validation_there_is_one_column_of_training_curves() -> None:
-    rows = read_run(made_run(Path("b"))).curves
-    curves = [{name: value for name, value in row.items() if name != "val/accuracy"} for row in rows]
-    plot_curves([RunRecord(Path("a"), "a", curves=curves)], ["a"], Path("a.png"))
-    with Image.open("a.png") as image:
-        assert (image.format, image.width < 1000) == ("PNG", True)
+    untimed = RunRecord(Path("b"), "b")
+    Path("b").mkdir()
     with pytest.raises(ValueError, match="none of these runs has a curve"):
-        plot_curves([RunRecord(Path("a"), "a")], ["a"], Path("b.png"))
+        plot_curves([untimed], ["b"], Path("c.png"))
+    Path("b/metrics.csv").write_text(CURVES.replace("val/accuracy", "other"))
+    plot_curves([untimed], ["b"], Path("c.png"))
+    assert [axes.get_ylabel() for axes in figures[2].axes] == ["training accuracy, %", "training loss"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves
-from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.runs.run_folder import RunFolder, read_rows
 
 
 @pytest.fixture
@@ -19,12 +18,6 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
     folder = RunFolder(tmp_path / "logs", "fast")
     yield folder
     folder.release()
-
-
-def rows(run: RunFolder) -> list[dict[str, str]]:
-    """The values of each row."""
-    with (run.path / "metrics.csv").open(newline="") as file:
-        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def header(run: RunFolder) -> list[str]:
@@ -39,34 +32,28 @@ def test_each_moment_of_logging_is_a_row_and_each_name_a_column(run: RunFolder) 
     curves.log_metrics({"val/loss": 2.25, "val/top5": 0.75, "epoch": 0, "a, b": 1.0}, 60)
     curves.log_metrics({"lr-SGD": 0.5, "val/top5": 1.0}, 70)
     assert header(run)[: len(COLUMNS) + 1] == [*COLUMNS, "val/top5"]
-    assert rows(run) == [
+    assert read_rows(run.path / "metrics.csv") == [
         {"epoch": "0", "step": "50", "lr": "0.1", "train/loss": "2.5"},
         {"epoch": "0", "step": "60", "val/loss": "2.25", "val/top5": "0.75", "a, b": "1.0"},
         {"step": "70", "val/top5": "1.0", "lr-SGD": "0.5"},
     ]
 
 
-def test_a_resumed_run_keeps_its_rows_and_columns_up_to_the_resumed_step(run: RunFolder) -> None:
-    first = CurveFile(run)
+def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and_one_that_was_cut_short(run: RunFolder) -> None:
+    first, file = CurveFile(run, resumed_step=3), run.path / "metrics.csv"  # without earlier curves
     for step in (5, 12, 15, 20):
-        first.log_metrics({"train/loss": step / 7, "train/top5": 0.5}, step)
-    kept = rows(run)[:2]
+        first.log_metrics({"train/loss": step / 4, "train/top5": 0.5}, step)
+    first.log_metrics({"test/loss": 0.5}, 12)
+    with file.open("a") as opened:
+        opened.write("0,1")  # of step 13
+    rows = read_rows(file)
     resumed = CurveFile(run, resumed_step=12)
-    assert len(rows(run)) == 4  # nothing is dropped before there is something new
+    assert read_rows(file) == rows  # nothing is dropped before there is something new
     resumed.log_metrics({"train/loss": 1.0}, 15)
     resumed.log_metrics({"train/loss": 0.5, "val/f1": 0.25}, 20)
-    found = [{"step": "15", "train/loss": "1.0"}, {"step": "20", "train/loss": "0.5", "val/f1": "0.25"}]
-    assert rows(run) == [*kept, *found]
+    later = [{"step": "15", "train/loss": "1.0"}, {"step": "20", "train/loss": "0.5", "val/f1": "0.25"}]
+    assert read_rows(file) == [*rows[:2], *later]
     assert header(run) == [*COLUMNS, "train/top5", "val/f1"]
-
-
-def test_what_a_kill_cut_short_and_the_rows_of_a_test_that_is_made_again_go(run: RunFolder) -> None:
-    CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.5}, 12)  # without earlier curves
-    CurveFile(run, resumed_step=12).log_metrics({"test/top5": 0.5}, 12)
-    with (run.path / "metrics.csv").open("a") as file:
-        file.write("0,1")  # of step 13
-    CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.0}, 13)
-    assert [(row["step"], row["train/loss"]) for row in rows(run)] == [("12", "1.5"), ("13", "1.0")]
 
 
 @pytest.mark.parametrize("resumed_step", [12, None])
@@ -111,11 +98,9 @@ def test_tensorboard_gets_scalars_hparams_and_images_straight_in_the_run_folder(
 
 
 def test_tensorboard_forgets_what_came_after_the_resumed_step(run: RunFolder) -> None:
-    before = TensorBoardCurves(run, {})
-    for step in (10, 20, 30):
-        before.log_metrics({"val/loss": float(step)}, step)
-    before.save()
-    after = TensorBoardCurves(run, {"lr": 0.1}, resumed_step=20)
-    after.log_metrics({"val/loss": 99.0}, 30)
-    after.save()
+    for resumed_step, points in ((None, {10: 10.0, 20: 20.0, 30: 30.0}), (20, {30: 99.0})):
+        board = TensorBoardCurves(run, {"lr": 0.1}, resumed_step)
+        for step, value in points.items():
+            board.log_metrics({"val/loss": value}, step)
+        board.save()
     assert [(event.step, event.value) for event in read_events(run).Scalars("val/loss")] == [(10, 10.0), (20, 20.0), (30, 99.0)]

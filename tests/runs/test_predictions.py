@@ -11,24 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.runs.predictions import (
-    CsvRows,
-    JsonRows,
-    Row,
-    fingerprint,
-    prediction_table,
-    read_predictions,
-    write_predictions,
-)
+from cifar_lit.runs.predictions import CsvRows, JsonRows, Row, fingerprint, prediction_table, read_predictions, write_predictions
 
 CLASSES = ("a, b", 'quo"ted', "日本")
 PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])
 PREDICTIONS = {"indices": torch.arange(4), "labels": torch.tensor([0, 0, 2, 1]), "probabilities": PROBABILITIES}
-# Of before all probabilities were written.
-OLD = 'index,label,predicted,probability,class_2,probability_2\n0,日本,日本,0.750000,"a, b",0.250000\n'
 
 
-def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set(tmp_path: Path) -> None:
+def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_is_read_again(tmp_path: Path) -> None:
     later, earlier = ({name: values[rows] for name, values in PREDICTIONS.items()} for rows in ([3, 2], [1, 0]))
     assert write_predictions(tmp_path / "predictions.csv", CLASSES, [later, earlier]) == 4
     assert (tmp_path / "predictions.csv").read_text().splitlines() == [
@@ -41,36 +31,29 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set(tmp_
     array = np.load(tmp_path / "probabilities.npy")
     assert array.dtype == np.float32
     assert np.array_equal(array, PROBABILITIES.numpy())
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["predictions.csv", "probabilities.npy"]
-
-
-def test_what_was_written_is_read_again_and_a_file_of_before_too(tmp_path: Path) -> None:
-    write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS])
     table, expected = read_predictions(tmp_path / "predictions.csv", CLASSES), prediction_table(PREDICTIONS)
     assert table is not None
     for name in ("indices", "labels", "predicted"):
         assert torch.equal(getattr(table, name), getattr(expected, name))
     torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
-    (tmp_path / "predictions.csv").write_text(OLD)
-    table = read_predictions(tmp_path / "predictions.csv", CLASSES)
-    assert table is not None
-    assert (table.labels.tolist(), table.predicted.tolist(), table.probability.tolist()) == ([2], [2], [0.75])
+    write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # of a net that has diverged
 
 
 HEAD = "index,label,predicted,probability\n"
-OTHERS = (None, "", HEAD, f"{HEAD}0,dog,cat,0.5\n", "index,label\n0,日本\n", f"{HEAD}0,日本,日本,\n", "\x00\x00")
 
 
-@pytest.mark.parametrize("text", OTHERS)
-def test_rows_of_another_kind_are_none(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "predictions.csv").write_text(text)
-    assert read_predictions(tmp_path / "predictions.csv", CLASSES) is None
-
-
-def test_a_net_that_has_diverged_has_predictions_too(tmp_path: Path) -> None:
-    write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
-    assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")
+@pytest.mark.parametrize(
+    "text", ["", HEAD, f"{HEAD}0,dog,cat,0.5\n", "index,label\n0,日本\n", f"{HEAD}0,日本,日本,\n", "\x00\x00"]
+)
+def test_rows_of_another_kind_are_none_and_those_of_before_are_read(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "predictions.csv"
+    file.write_text(text)
+    assert read_predictions(file, CLASSES) is None
+    file.write_text('index,label,predicted,probability,class_2,probability_2\n0,日本,日本,0.750000,"a, b",0.250000\n')
+    table = read_predictions(file, CLASSES)
+    assert table is not None
+    assert (table.labels.tolist(), table.predicted.tolist(), table.probability.tolist()) == ([2], [2], [0.75])
 
 
 def test_a_table_counts_labels_down_and_ranks_mistakes_by_certainty_and_hits_by_doubt() -> None:

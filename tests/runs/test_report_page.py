@@ -2,117 +2,88 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from browser import Open
 
+from cifar_lit.runs.figures import Picture
 from cifar_lit.runs.label_errors import Findings, Pair
 from cifar_lit.runs.predictions import PredictionTable, prediction_table
-from cifar_lit.runs.report import (
-    Content,
-    Picture,
-    charts,
-    expected_calibration_error,
-    most_confused,
-    reliability,
-    render,
-    summary,
-)
+from cifar_lit.runs.report import expected_calibration_error, reliability, render
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-CURVES = [
-    {"step": float(step), "train/loss": 2 / step, "lr": 0.1, "val/accuracy": 1 - 1 / step, f"val/{HOSTILE}": 1.0}
-    for step in (1, 2, 3)
-]
+URI = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+METRICS = {
+    "recipe": HOSTILE, "net": "lenet", "parameters": 7000, "seed": 7000, "train_seconds": 61.3, "accelerator": "gpu",
+    "devices": 2, "val": {"accuracy": 1.0, "f1": 0.75}, "versions": {"torch": "2"},
+    "test": {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99,
+             "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
+}  # fmt: skip
+CURVES = f"step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTILE}\n1,0,2,0.1,0.2,3,,,1\n2,1,1,0.1,0.2,2,4,1,1\n"
 
 
-def content(classes: int = 10, images: int = 300, side: int = 32) -> Content:
+def data_of(classes: list[str], images: int, side: int) -> Any:
     generator = torch.Generator().manual_seed(0)
-    names = [HOSTILE, "a & b", "_" * 60, *(f"class {number}" for number in range(3, classes))][:classes]
-    labels = torch.randint(0, classes, (images,), generator=generator)
-    logits = torch.randn(images, classes, generator=generator) + 3 * torch.nn.functional.one_hot(labels, classes)
-    predictions = {"indices": torch.arange(images), "labels": labels, "probabilities": logits.double().softmax(1)}
     pixels = torch.randint(0, 256, (images, side, side, 3), dtype=torch.uint8, generator=generator)
-    uri = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
-    picture = Picture(uri, f"one of {HOSTILE}", (f"label {HOSTILE}", "no. 1"))
-    findings = Findings(
-        1000, images, [picture] * 24, 30, 12, [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24, 2, 1
-    )
-    metrics = {"recipe": HOSTILE, "net": "lenet", "parameters": 1234, "seed": 0, "train_seconds": 61.3, "accelerator": "gpu",
-               "devices": 2, "test": {"loss": 0.5, "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
-               "val": None, "versions": {"torch": "2"}}  # fmt: skip
-    commands = [("The page anew", f"cifar-lit report '{HOSTILE}'")]
-    config = f"root: {HOSTILE}\n" + "long: " + "word " * 100
-    return Content(f"run {HOSTILE}", names, prediction_table(predictions), pixels, metrics, config, CURVES, commands, findings)
+    return SimpleNamespace(classes=classes, test_images=SimpleNamespace(images=pixels))
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    return render(content())
+def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
+    """A page with everything that it can have, as hostile as it comes."""
+    run = folder / f"run {HOSTILE}"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"root: {HOSTILE}\n" + "long: " + "word " * 100)
+    (run / "metrics.csv").write_text(CURVES)
+    names = [HOSTILE, "a & b", "_" * 60, *(f"class {number}" for number in range(3, classes))][:classes]
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, classes, (300,), generator=generator)
+    logits = torch.randn(300, classes, generator=generator) + 3 * torch.nn.functional.one_hot(labels, classes)
+    predictions = {"indices": torch.arange(300), "labels": labels, "probabilities": logits.double().softmax(1)}
+    picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "no. 1"))
+    twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
+    findings = Findings(1000, 300, [picture] * 24, 30, 12, twins, 2, 1)
+    return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
 
 
-@pytest.fixture
-def address(page: str, tmp_path: Path) -> str:
-    (tmp_path / "report.html").write_text(page)
-    return (tmp_path / "report.html").as_uri()
-
-
-def test_what_comes_from_outside_is_escaped_wherever_it_stands(page: str) -> None:
-    assert HOSTILE not in page
+def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(tmp_path: Path) -> None:
+    page = page_of(tmp_path)
+    assert HOSTILE not in page and "<script" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 10
-    assert "<script" not in page
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*", page)
+    facts = dict(re.findall(r"<div><dt>([^<]*)</dt><dd>([^<]*)</dd></div>", page))
+    assert facts.items() >= {
+        "parameters": "7,000", "seed": "7000", "accelerator": "2 × gpu", "train seconds": "61.3 s", "test loss": "0.2500",
+        "test top5": "0.9900", "test accuracy with mirror views": "0.9000", "validation accuracy": "1.0000",
+        "validation f1": "0.7500", "torch": "2",
+    }.items()  # fmt: skip
+    titles = ["loss", "learning rate", "lr-SGD", json.dumps(HOSTILE)[1:-1].replace("<", "&lt;").replace(">", "&gt;")]
+    assert re.findall("<figcaption>([^<]*)", page) == titles  # all that was logged more than once
+    assert "Loss over training steps: train ends at 1, val ends at 2, test ends at 4" in page
+    assert all(f">{part}</text>" in page for part in ("train", "val", "test"))
+    assert "config.yaml&#39;</pre>" in page and "cifar-lit report" in page
 
 
-def test_a_bare_model_that_has_diverged_has_a_page_too_which_says_what_was_not_looked_at() -> None:
-    made = content(2)
-    broken = replace(made.predictions, probability=torch.full_like(made.predictions.probability, torch.nan))
-    page = render(Content("x", ["a", "b"], broken, made.images))
-    assert page.count("Not looked for yet") == 2
-    assert 'id="curves"' not in page
-    assert "the training has diverged" in page
-
-
-def test_all_that_was_logged_more_than_once_is_charted_and_that_of_one_name_together() -> None:
-    rows = [
-        {"step": step, "lr-SGD": 0.1, "train/top5": 0.5, "val/top5": 0.6, "val/loss": 1.0, "weight_norm": 3.0}
-        for step in (1.0, 2.0)
-    ]
-    drawn = dict(charts([*rows, {"step": 2.0, "test/top5": 0.7, "test/once": 1.0}]))
-    assert list(drawn) == ["loss", "weight norm", "lr-SGD", "top5"]
-    assert all(f">{part}</text>" in drawn["top5"] for part in ("train", "val", "test"))
-    assert "Top5 over training steps: train ends at 0.5, val ends at 0.6, test ends at 0.7" in drawn["top5"]
-
-
-def test_all_figures_of_the_test_and_the_validation_are_in_the_summary() -> None:
-    views = {"views": "mirror", "accuracy": 0.9, "loss": 0.4}
-    test = {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99, "tta": views}
-    assert summary({"test": test, "val": {"accuracy": 1.0, "f1": 0.75}, "seed": 7000, "parameters": 7000}) == [
-        ("parameters", "7,000"), ("seed", "7000"), ("test loss", "0.2500"), ("test top5", "0.9900"),
-        ("test accuracy with mirror views", "0.9000"), ("validation accuracy", "1.0000"), ("validation f1", "0.7500"),
-    ]  # fmt: skip
-
-
-def test_precision_recall_and_f1_are_those_of_the_matrix() -> None:
+def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(tmp_path: Path) -> None:
     labels, predicted = torch.tensor([0] * 10 + [1] * 10), torch.tensor([0] * 8 + [1] * 2 + [0] * 4 + [1] * 6)
-    table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), 0.9).double())
-    page = render(Content("x", ["a", "b", "none"], table, torch.zeros(20, 8, 8, 3, dtype=torch.uint8)))
-    rows = dict(re.findall(r'<tr><th scope="row">(\w+)</th>((?:<td>[^<]*</td>)+)</tr>', page))
-    cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows.items()}
+    table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), torch.nan).double())
+    page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
+    cells = {name: re.findall("<td>([^<]*)", row) for name, row in re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)}
     assert cells["a"] == [f"{8 / 12:.4f}", "0.8000", f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}", "10", "12", "8"]
     assert cells["b"][3:] == ["10", "8", "6"]
     assert cells["none"] == ["–", "–", "–", "0", "0", "0"]
-
-
-def test_the_pairs_most_confused_come_first_and_hits_are_none() -> None:
-    confused = most_confused(torch.tensor([[8, 2, 0], [4, 6, 0], [0, 0, 9]]), ["a", "b", "c"])
-    assert confused == [("b", "a", 4, 0.4), ("a", "b", 2, 0.2)]
+    confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
+    assert confused == [("b", "a", "4", "40.0 %"), ("a", "b", "2", "20.0 %")]
+    assert page.count("Not looked for yet") == 2
+    assert 'id="curves"' not in page
+    assert "the training has diverged" in page
 
 
 # ---- calibration
@@ -122,38 +93,19 @@ def test_a_bin_holds_the_probabilities_up_to_its_upper_end() -> None:
     probability = torch.tensor([0.0, 0.2, 0.2000001, 0.5, 1.0], dtype=torch.float64)
     bins = reliability(probability, torch.tensor([True, False, True, True, True]), bins=5)
     assert [part.images for part in bins] == [2, 1, 1, 0, 1]
-    assert bins[0].accuracy == 0.5
-    assert bins[0].confidence == pytest.approx(0.1)
+    assert (bins[0].accuracy, bins[0].confidence) == (0.5, pytest.approx(0.1))
     assert math.isnan(bins[3].accuracy)
 
 
-def test_the_error_is_the_mean_distance_over_fifteen_bins_weighted_by_the_images_of_each(page: str) -> None:
+def test_the_error_is_the_mean_distance_over_fifteen_bins_weighted_by_the_images_of_each() -> None:
     probability = torch.tensor([0.9, 0.9, 0.9, 0.61, 0.69], dtype=torch.float64)  # the last two share one of ten bins
     bins = reliability(probability, torch.tensor([True, True, False, False, True]))
     assert len(bins) == 15
-    assert "over 15 bins of equal width" in page
     by_hand = 3 / 5 * abs(2 / 3 - 0.9) + 1 / 5 * 0.61 + 1 / 5 * 0.31
     assert expected_calibration_error(bins) == pytest.approx(by_hand)
-    probability = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    hits = torch.rand(200_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) < probability
-    assert expected_calibration_error(reliability(probability, hits)) < 0.01  # it is right as often as it says
 
 
 # ---- in a browser
-
-
-@pytest.mark.parametrize(("classes", "side", "scheme"), [(2, 32, "dark"), (10, 28, "light"), (100, 224, "dark")])
-def test_it_is_small_fits_a_phone_and_asks_for_nothing(
-    open_page: Open, tmp_path: Path, classes: int, side: int, scheme: str
-) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(render(content(classes, side=side)))
-    assert page.stat().st_size < 2_500_000
-    opened = open_page(page.as_uri(), width=400, scheme=scheme)
-    assert (opened.overflow, opened.errors, opened.requests, opened.unloaded, opened.nameless) == (0, [], [], [], [])
-    opened.page.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
-    assert opened.overflow == 0
-
 
 CONTRAST = """() => {
   const number = text => text.match(/[\\d.]+/g).map(Number);
@@ -178,19 +130,22 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_stands_out_from_its_ground(open_page: Open, address: str, scheme: str) -> None:
-    opened = open_page(address, scheme=scheme)
-    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == (
-        "rgb(255, 255, 255)" if scheme == "light" else "rgb(18, 22, 27)"
-    )
-    assert opened.page.evaluate(CONTRAST) == []
-
-
-def test_the_keyboard_reaches_the_results_first_and_every_box_and_headings_go_down_one_level_at_a_time(
-    open_page: Open, address: str
+@pytest.mark.parametrize(
+    ("classes", "side", "scheme", "ground"), [(10, 28, "light", "rgb(255, 255, 255)"), (100, 224, "dark", "rgb(18, 22, 27)")]
+)
+def test_it_is_small_fits_a_phone_is_read_in_any_light_and_by_keyboard_and_asks_for_nothing(
+    open_page: Open, tmp_path: Path, classes: int, side: int, scheme: str, ground: str
 ) -> None:
-    page = open_page(address, width=400).page
+    file = tmp_path / "report.html"
+    file.write_text(page_of(tmp_path, classes, side))
+    assert file.stat().st_size < 2_500_000
+    opened = open_page(file.as_uri(), width=400, scheme=scheme)
+    assert (opened.overflow, opened.errors, opened.requests, opened.unloaded, opened.nameless) == (0, [], [], [], [])
+    page = opened.page
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fontFamily").startswith("system-ui")
+
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the results"
     assert page.locator(".skip").bounding_box()["x"] >= 0  # type: ignore[index]
@@ -203,3 +158,5 @@ def test_the_keyboard_reaches_the_results_first_and_every_box_and_headings_go_do
     levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(one => Number(one.tagName[1]))")
     assert (levels[0], levels.count(1)) == (1, 1)
     assert all(after - before <= 1 for before, after in pairwise(levels))
+    page.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+    assert opened.overflow == 0

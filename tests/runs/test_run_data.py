@@ -22,16 +22,15 @@ def stripes(settings: SourceSettings, train: bool) -> ImageSet:
     return ImageSet(images, torch.arange(count) % 2, ("a", "b"))
 
 
-@pytest.mark.parametrize("name", ["config", "flag"])
-def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "stripes", Source(stripes))
-    if name == "config":
-        (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
-        sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)
-        assert sample.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8]  # evenly spread
-        assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
-    data = run_image_data(tmp_path, CARD, dataset="stripes" if name == "flag" else None)
-    assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
+    named = run_image_data(tmp_path, CARD, dataset="stripes")
+    (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
+    sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)
+    assert sample.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8]  # evenly spread
+    assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
+    for data in (named, run_image_data(tmp_path, CARD)):
+        assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
 
 
 def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:

@@ -8,46 +8,30 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import PART
 from cifar_lit.runs.run_folder import (
     OWNER,
     RunFolder,
-    RunLock,
     check_unfinished,
     display_path,
     find_resumable,
     owner_of,
     read_curves,
     read_metrics,
-    run_number,
     run_of,
 )
 
-# ---- numbers
 
-
-def test_runs_are_numbered_by_recipe_above_the_highest_there_is(tmp_path: Path) -> None:
-    names = [RunFolder(tmp_path / "logs", name).path.name for name in ("fast", "fast", "lenet", "fast")]
-    assert names == ["fast-1", "fast-2", "lenet-1", "fast-3"]
-    for name in ("fast-7", "fast-old", "faster-9", "fast-8-copy"):
-        (tmp_path / "logs" / name).mkdir()
-    assert RunFolder(tmp_path / "logs", "fast").path.name == "fast-8"
-
-
-@pytest.mark.parametrize(
-    ("folder", "name", "number"),
-    [("a-12", "a", 12), ("a-b-3", "a", 0), ("a-", "a", 0), ("a-1x", "a", 0), ("a", "a", 0), ("a+b.c-4", "a+b.c", 4),
-     ("aab!c-4", "a+b.c", 0)],
-)  # fmt: skip
-def test_only_a_recipes_name_and_digits_make_a_run_number(folder: str, name: str, number: int) -> None:
-    assert run_number(Path("logs") / folder, name) == number
-
-
-def test_fifty_threads_that_start_together_get_fifty_folders(tmp_path: Path) -> None:
+def test_runs_are_numbered_by_recipe_above_the_highest_there_is_and_threads_get_folders_of_their_own(tmp_path: Path) -> None:
+    for name in ("a+b-7", "a+b-old", "a+bc-9", "a+b-8-copy", "aab-20", "a+b", "a+b-"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+    assert [RunFolder(tmp_path / "logs", name).path.name for name in ("a+b", "c", "a+b")] == ["a+b-8", "c-1", "a+b-9"]
     with ThreadPoolExecutor(50) as pool:
         paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").path, range(50)))
     assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 51))
@@ -59,22 +43,12 @@ def test_nothing_is_made_before_the_first_process_looks_and_the_others_follow_it
     assert other.path == tmp_path / "logs"
     assert not (tmp_path / "logs").exists()
     assert first.path == first.path == tmp_path / "logs" / "fast-1"
-    assert first.path.is_dir()
     for folder in (first, other):
         folder.follow(tmp_path / "logs" / "fast-7")
     assert (first.path.name, other.path.name) == ("fast-1", "fast-7")
 
 
-def test_a_place_that_cannot_hold_runs_is_named_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file")
-    with pytest.raises(Failure, match=r"cannot make a run folder in .*logs: .*--logs DIR"):
-        _ = RunFolder(tmp_path / "logs", "fast").path
-
-
-# ---- the lock
-
-
-def test_a_folder_is_refused_with_its_owner_until_it_is_released(tmp_path: Path) -> None:
+def test_a_folder_is_refused_with_its_owner_until_it_is_released_and_exactly_one_of_many_gets_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.path
     with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing {path}: wait until it"):
@@ -82,9 +56,18 @@ def test_a_folder_is_refused_with_its_owner_until_it_is_released(tmp_path: Path)
     first.release()
     first.release()
     assert list(path.iterdir()) == []
-    resumed = RunFolder(tmp_path, "fast", path)
-    assert (resumed.resumed, resumed.path) == (True, path)
-    resumed.release()
+
+    def go_on(_: int) -> RunFolder | None:
+        with suppress(Failure):
+            return RunFolder(tmp_path, "fast", path)
+        return None
+
+    for _ in range(3):
+        with ThreadPoolExecutor(12) as pool:
+            (resumed,) = filter(None, pool.map(go_on, range(12)))
+        assert (resumed.resumed, resumed.path) == (True, path)
+        resumed.release()
+        assert list(path.iterdir()) == []
 
 
 HOLD = """
@@ -92,63 +75,39 @@ import sys, time
 from pathlib import Path
 from cifar_lit.runs.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]), "fast")
+(run.path / sys.argv[2]).touch()
 print(run.path, flush=True)
 time.sleep(60)
 """
 
 
-def test_processes_get_folders_of_their_own_and_a_killed_one_holds_nothing(
+def test_a_killed_process_holds_nothing_and_what_it_left_half_written_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        paths = [Path(process.stdout.readline().strip()) for process in processes if process.stdout]
-        assert {path.name for path in paths} == {"fast-1", "fast-2"}
-        with pytest.raises(Failure, match=f"process {processes[0].pid} on"):
-            RunLock(paths[0]).acquire()
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    left = owner_of(paths[0])
-    assert left is not None and left.pid == processes[0].pid
-    after = RunLock(paths[0])
-    after.acquire()
-    assert owner_of(paths[0]) == (os.getpid(), socket.gethostname())
+    command = [sys.executable, "-c", HOLD, str(tmp_path), f"last.ckpt{PART}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        with pytest.raises(Failure, match=f"process {process.pid} on"):
+            RunFolder(tmp_path, "fast", path)
+        process.kill()
+    (path / "own.part").touch()
+    assert owner_of(path) == f"process {process.pid} on {socket.gethostname()}"
+    after = RunFolder(tmp_path, "fast", path)
+    assert owner_of(path) == f"process {os.getpid()} on {socket.gethostname()}"
     assert capsys.readouterr().err == ""
     after.release()
+    assert [file.name for file in path.iterdir()] == ["own.part"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": "y"}', '{"pid": 41, "host": "node-7"}'])
+@pytest.mark.parametrize("text", ["", "{", "process x on y", "process 41 on a\x1b[2J", "process 41 on node-7"])
 def test_a_record_of_another_machine_is_told_of_and_one_that_cannot_be_read_hinders_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (tmp_path / OWNER).write_text(text)
-    told = f"{tmp_path} was left by process 41 on node-7; going on with it\n" if "node-7" in text else ""
-    assert (owner_of(tmp_path) is not None) == bool(told)
-    lock = RunLock(tmp_path)
-    lock.acquire()
-    assert capsys.readouterr().err == told
-    lock.release()
-
-
-def test_of_many_that_want_the_same_run_at_once_exactly_one_gets_it(tmp_path: Path) -> None:
-    locks = [RunLock(tmp_path) for _ in range(12)]
-
-    def acquires(lock: RunLock) -> bool:
-        try:
-            lock.acquire()
-        except Failure:
-            return False
-        return True
-
-    for _ in range(3):
-        with ThreadPoolExecutor(12) as pool:
-            assert sum(pool.map(acquires, locks)) == 1
-        for lock in locks:
-            lock.release()
-        assert list(tmp_path.iterdir()) == []
+    RunFolder(tmp_path, "fast", tmp_path).release()
+    line = f"{tmp_path} was left by process 41 on node-7; going on with it\n"
+    assert capsys.readouterr().err == (line if "node-7" in text else "")
 
 
 # ---- what is there
@@ -166,28 +125,23 @@ def make_run(logs: Path, name: str, age: int = 0) -> Path:
     return logs / name
 
 
-def test_a_checkpoint_belongs_to_the_run_it_lies_in(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "fast-1")
-    assert run_of(run / "checkpoints" / "best.ckpt") == run.resolve()
-    assert run_of(tmp_path / "own.ckpt") is None
-    (run / "config.yaml").unlink()
-    assert run_of(run / "checkpoints" / "best.ckpt") is None
-
-
 def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_path: Path) -> None:
-    older = make_run(tmp_path, "fast-1", age=300)
-    newest = make_run(tmp_path, "lenet-1", age=100)
+    older, newest = make_run(tmp_path, "fast-1", age=300), make_run(tmp_path, "lenet-1", age=100)
     make_run(tmp_path, "fast-2", age=200)
     (tmp_path / "fast-3").mkdir()  # of a test
     (tmp_path / "fast-3" / "config.yaml").touch()
     assert find_resumable(tmp_path, None) == newest / "checkpoints" / "last.ckpt"
     assert find_resumable(tmp_path, str(older)) == older / "checkpoints" / "last.ckpt"
-    assert find_resumable(tmp_path, str(older / "checkpoints" / "best.ckpt")) == older / "checkpoints" / "best.ckpt"
+    best = older / "checkpoints" / "best.ckpt"
+    assert find_resumable(tmp_path, str(best)) == best
     with pytest.raises(UsageError, match=r"nothing to resume: .* holds no run"):
         find_resumable(tmp_path / "none", None)
     for place in ("fast-3", "typo", "fast-1/checkpoints/previous.ckpt"):
         with pytest.raises(UsageError, match="there is no checkpoint"):
             find_resumable(tmp_path, str(tmp_path / place))
+    assert (run_of(best), run_of(tmp_path / "own.ckpt")) == (older.resolve(), None)
+    (older / "config.yaml").unlink()
+    assert run_of(best) is None
 
 
 def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:
@@ -201,11 +155,10 @@ def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(
         check_unfinished(tmp_path, needs_test=True)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[1]", "null"])
-def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        for name in ("metrics.json", "metrics.csv"):
-            (tmp_path / name).write_text(text)
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+    for name in ("metrics.json", "metrics.csv"):
+        (tmp_path / name).write_text(text)
     assert (read_metrics(tmp_path), read_curves(tmp_path)) == ({}, [])
 
 
