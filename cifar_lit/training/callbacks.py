@@ -328,7 +328,7 @@ class DivergenceWarning(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Looks at the last logged loss, which all devices share."""
-        loss = pl_module.progress.get("loss")  # type: ignore[union-attr, operator]
+        loss = pl_module.progress.get("loss")
         if self._warned or loss is None:
             return
         if self._start is None:

@@ -71,7 +71,7 @@ class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that saves at the ends of epochs only, and knows its best checkpoint after its folder was moved."""
 
     @cached_property
-    def state_key(self) -> str:  # type: ignore[override]
+    def state_key(self) -> str:
         """Lightning's own, of settings that never change: it asks for it some six times a step."""
         return super().state_key
 
@@ -92,7 +92,7 @@ class RunCheckpoint(ModelCheckpoint):
 class RegularCheckpoint(RunCheckpoint):
     """Writes `last.ckpt` within epochs, between updates: gradients that wait for further batches would be lost."""
 
-    state_key = "RegularCheckpoint"  # type: ignore[assignment]  # without the interval, which may change when a run is resumed
+    state_key = "RegularCheckpoint"  # without the interval, which may change when a run is resumed
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Saves every so many steps or minutes, as Lightning does; an epoch's end saves anyway."""
