@@ -74,10 +74,7 @@ class Clock(Callback):
 
 
 class NoProfiler(PassThroughProfiler):
-    """Does nothing, as Lightning's own does, but without making a generator for each of some fifty calls a step.
-
-    That is about a tenth of what the Trainer adds to a step (`cifar-lit bench step`).
-    """
+    """Lightning's own without a generator for each of some fifty calls a step: a tenth of what the Trainer adds to a step."""
 
     _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -115,10 +112,9 @@ class RandomState(Callback):
         if self._restored is None:
             return
         if len(self._restored[0]) != trainer.world_size:
-            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big"))
-            for states in self._restored:
-                digest.update(states.numpy().tobytes())
-            torch.manual_seed(int.from_bytes(digest.digest()[:8], "big"))
+            saved = b"".join(states.numpy().tobytes() for states in self._restored)
+            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big"))
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
@@ -187,11 +183,10 @@ def within_epoch(trainer: pl.Trainer) -> bool:
 
 
 class OrderlyStop(Checkpoint):
-    """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
+    """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
 
-    So does SLURM's signal that the job is to be requeued, unless its plugin has auto_requeue off. During validation the epoch is
-    ended first, which writes one anyway. All devices stop at the same step. A second signal stops at once, without a checkpoint.
-    It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
+    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second signal stops
+    at once. It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -222,8 +217,7 @@ class OrderlyStop(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
-        numbers = filter(None, (*self.SIGNALS, self._requeue))
-        self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        self._before = {number: signal.signal(number, self._receive) for number in (*self.SIGNALS, self._requeue) if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
         """The signal that any of the devices received, 0 for none."""
@@ -275,9 +269,9 @@ class LiveBar(RichProgressBar):
         """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
         return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
         """Training loss and accuracy since the last logged row, and the last validation's accuracy."""
-        return dict(getattr(pl_module, "progress", {}))
+        return dict(pl_module.progress)
 
 
 class EpochLines(Callback):
@@ -291,19 +285,19 @@ class EpochLines(Callback):
         """The first line counts from here, in a resumed run too."""
         self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Prints the line."""
         if not trainer.is_global_zero:
             return
-        loss, accuracy = pl_module.running.epoch_means()  # type: ignore[union-attr, operator]
+        loss, accuracy = pl_module.running.epoch_means()
         now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         seconds, training, images = (end - start for end, start in zip(now, self._before, strict=True))
-        self._before, speed = now, images / max(training, 1e-9)
+        self._before = now
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
         parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
         if trainer.num_val_batches and "val/loss" in (metrics := trainer.callback_metrics):
             parts.append(f"val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}")
-        parts.append(f"{seconds:.1f} s · {speed:,.0f} images/s")
+        parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
 
 
@@ -323,21 +317,18 @@ class DivergenceWarning(Callback):
     FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
 
     def __init__(self) -> None:
-        self._start: float | None = None
-        self._warned = False
+        self._start = 0.0  # unknown as yet; infinite once it was said
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Looks at the last logged loss, which all devices share."""
-        loss = pl_module.progress.get("loss")
-        if self._warned or loss is None:
-            return
-        if self._start is None:
+        loss = pl_module.progress.get("loss", 0.0)
+        if loss and not self._start:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > self.FAR_ABOVE * self._start:
-            self._warned = True
             if trainer.is_global_zero:
                 where = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
                 print(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
+            self._start = math.inf
 
 
 def check_finite_weights(net: nn.Module, step: int, epoch: int) -> None:

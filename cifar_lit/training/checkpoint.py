@@ -44,9 +44,8 @@ class DamagedCheckpoint(Failure):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs it to disk, then renames it.
+    """Writes a checkpoint beside its place, syncs it to disk, then renames it; a `last.ckpt` that it replaces is `previous.ckpt`.
 
-    The `last.ckpt` that is replaced stays as `previous.ckpt`, and what that was goes: a run keeps three checkpoints at most.
     Lightning's own goes through $TMPDIR and a copy, which a kill can cut short on another file system.
     """
 
@@ -165,8 +164,7 @@ class ValidCheckpoint(NamedTuple):
 def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
     """The checkpoint `path` of a run or, where it is damaged, the furthest whole one of those beside it.
 
-    Raises what `read_checkpoint` does, about `path`, when none of them is whole. One that would execute code is not
-    passed over: its folder is not to be trusted.
+    Raises what `read_checkpoint` does when none is whole, or one would execute code: its folder is not to be trusted.
     """
     try:
         return ValidCheckpoint(path, read_checkpoint(path), None)

@@ -300,10 +300,7 @@ class ImageClassifier(pl.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what an exact resume needs beyond Lightning's states: the running metrics of every device, and the last score.
-
-        Raises NotFiniteLoss where the last update has left a weight that is not finite.
-        """
+        """Adds what an exact resume needs beyond Lightning's states; raises NotFiniteLoss for weights that are not finite."""
         if self.running.batches and self._row_is_due:  # callbacks save before it is logged, and it must not wait for another step
             self._log_row()
         check_finite_weights(self.net, self.global_step, self.current_epoch)
@@ -315,19 +312,14 @@ class ImageClassifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores what `on_save_checkpoint` added; this model's rates and decays win over the checkpoint's.
-
-        Raises UsageError when the checkpoint is of another net.
-        """
+        """Restores that, with this model's rates and decays; raises UsageError when the checkpoint is of another net."""
         if self._trainer is None or self.trainer.state.fn != "fit":  # loaded for use, or for a test
             return
         saved = checkpoint.get("hyper_parameters", {})
         for name in ("net", "width", "net_options", "input_shape", "num_classes"):
             if (saved.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
-                raise UsageError(
-                    f"this run's {name} is {saved[name]}, not {self.hparams[name]}: leave the settings of net and images "
-                    "as they were, or start a new run"
-                )
+                line = f"this run's {name} is {saved[name]}, not {self.hparams[name]}"
+                raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):
             rows, rank = state["device_sums"], self.trainer.global_rank

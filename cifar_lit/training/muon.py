@@ -19,8 +19,7 @@ PRODUCTS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Muon(Optimizer):
     """Muon (K. Jordan et al., 2024) for groups with `orthogonal`, SGD with decoupled weight decay for the others.
 
-    A parameter with `orthogonal` has two dimensions or more and counts as a matrix of its first dimension × the rest; all
-    matrices of a shape are orthogonalised as one batched product. One step, with g the gradient:
+    A parameter with `orthogonal` counts as a matrix of its first dimension × the rest. One step, with g the gradient:
 
         buffer = momentum · buffer + g;  u = g + momentum · buffer  (u = buffer without `nesterov`)
         u = u made orthogonal                                       (with `orthogonal`)
