@@ -185,5 +185,3 @@ def test_a_damaged_image_gives_pixels_or_one_line(kind: str, data: st.DataObject
     content = data.draw(damaged(image_file(kind)))
     pixels = one_line(lambda: decode(io.BytesIO(content), (8, 8), 3))
     assert pixels is None or pixels.shape == (8, 8, 3)
-
-

@@ -7,8 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -25,10 +24,7 @@ from torch import Tensor, nn
 
 
 class Clock(Callback):
-    """Measures the fit: `seconds` of it in all, `training_seconds` without validation, and `images` trained on.
-
-    All three go on counting in a resumed run, from its last checkpoint.
-    """
+    """Measures the fit, also a resumed one: `seconds` in all, `training_seconds` without validation, and `images` trained on."""
 
     def __init__(self) -> None:
         self.images = 0
@@ -46,22 +42,11 @@ class Clock(Callback):
         """Wall time of the fit so far without its validations."""
         return self.seconds - self._validation
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside is not counted: for a measurement that looks at a running fit and must not be charged to it."""
-        self._total, self._started = self.seconds, None
-        try:
-            yield
-        finally:
-            self._started = time.perf_counter()
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock; set-up is over."""
         self._started = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts the images of the global batch, of which this device's part has `loss_weight / world_size`."""
         if batch.loss_weight:
             self.images += round(len(batch.labels) * trainer.world_size / batch.loss_weight)
@@ -89,10 +74,7 @@ class Clock(Callback):
 
 
 class NoProfiler(PassThroughProfiler):
-    """Does nothing, as Lightning's own does, but without making a generator for each of some fifty calls a step.
-
-    That is about a tenth of what the Trainer adds to a step (`cifar-lit bench step`).
-    """
+    """Lightning's own without a generator for each of some fifty calls a step: a tenth of what the Trainer adds to a step."""
 
     _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -107,9 +89,8 @@ class NoProfiler(PassThroughProfiler):
 class RandomState(Callback):
     """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn.
 
-    On another number of devices it cannot: other parts of a batch are computed together. Each device then starts from a
-    seed that follows from the saved states and its number. So dropout's masks are others from there on, but the same ones
-    each time that this checkpoint is gone on with on so many devices.
+    On another number of devices, where other parts of a batch are computed together, each starts from a seed that follows from
+    the saved states and its number: masks are others from there on, but the same ones each time.
     """
 
     def __init__(self) -> None:
@@ -131,10 +112,9 @@ class RandomState(Callback):
         if self._restored is None:
             return
         if len(self._restored[0]) != trainer.world_size:
-            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big"))
-            for states in self._restored:
-                digest.update(states.numpy().tobytes())
-            torch.manual_seed(int.from_bytes(digest.digest()[:8], "big"))
+            saved = b"".join(states.numpy().tobytes() for states in self._restored)
+            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big"))
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
@@ -151,34 +131,18 @@ def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor)
 
 
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's average, with norms' running statistics averaged too, and silent outside of a fit.
+    """Lightning's average, with norms' running statistics averaged too, and gone after the fit.
 
-    Lightning's own reloads the *current* weights when a checkpoint is loaded for a test in the process that trained,
-    so that the average would be validated and the last weights tested.
+    Lightning's own would put it, or the *current* weights of a checkpoint, in the place of what is tested by the same Trainer.
     """
 
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay, use_buffers=True)
 
-    def begin_at(self, pl_module: pl.LightningModule) -> None:
-        """Averages from the weights as they are now: they were initialised after the copy was made."""
-        if self._average_model is not None:
-            self._average_model.module.load_state_dict(pl_module.state_dict())
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the average in the place of the weights, in a fit; afterwards the model holds what is to be scored."""
-        if trainer.state.fn == "fit":
-            super().on_validation_epoch_start(trainer, pl_module)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts the weights back."""
-        if trainer.state.fn == "fit":
-            super().on_validation_epoch_end(trainer, pl_module)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Puts the average in the place of the weights while training."""
-        if self._average_model is not None:
-            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leaves the average in the model."""
+        super().on_train_end(trainer, pl_module)
+        self._average_model = None
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores average and current weights when a fit is resumed."""
@@ -190,27 +154,21 @@ class WeightAverage(EMAWeightAveraging):
 
 
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue).
-
-    exit_code: the shell's for that signal. requeue: SLURM is to start the job again. resume: the command that goes on,
-    once it is known.
-    """
-
-    resume: str | None = None
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue)."""
 
     def __init__(self, number: int, requeue: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
         self.exit_code = 128 + number
-        self.requeue = requeue
+        self.requeue = requeue  # SLURM is to start the job again
+        self.resume: str | None = None  # the command that goes on, once it is known
 
 
 class NoSignalHandlers(Callback):
-    """Keeps the Trainer from taking the signals over at the start of each stage: fit, validation, test.
+    """Keeps the Trainer from taking the signals over at the start of each stage, so that they raise `Interrupted` as before it.
 
-    Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other
-    processes inside the handler, which can wait for ever. Without them a signal raises `Interrupted` where the command
-    is, as at start-up; in a training `OrderlyStop` takes them, so that the processes need not ask each other for a
-    SIGTERM before each step either, which waits for the device.
+    Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other processes
+    inside the handler, which can wait for ever. In a training `OrderlyStop` takes the signals, and the processes need not ask
+    each other for a SIGTERM before each step, which waits for the device.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -219,18 +177,16 @@ class NoSignalHandlers(Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def between_updates(trainer: pl.Trainer) -> bool:
-    """Whether no gradients wait for further batches: they would be in no checkpoint."""
-    return not trainer.fit_loop._should_accumulate()
+def within_epoch(trainer: pl.Trainer) -> bool:
+    """Whether an epoch goes on after this batch, with no gradients that wait for further ones: no checkpoint would hold them."""
+    return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
 
 
 class OrderlyStop(Checkpoint):
-    """On Ctrl-C or SIGTERM ends the training after the current step, with a checkpoint of that moment in `last.ckpt`.
+    """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
 
-    So does the signal by which SLURM says that the job is to be requeued, unless its plugin has auto_requeue off.
-    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second
-    signal stops at once, without a checkpoint. It is a `Checkpoint` so that the Trainer calls it after the callbacks
-    that change what is saved: the average of the weights must have taken this step in.
+    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second signal stops
+    at once. It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -261,14 +217,7 @@ class OrderlyStop(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
-        if not self._before:
-            numbers = (*self.SIGNALS, *((self._requeue,) if self._requeue else ()))
-            self._before = {number: signal.signal(number, self._receive) for number in numbers}
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self._before = {number: signal.signal(number, self._receive) for number in (*self.SIGNALS, self._requeue) if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
         """The signal that any of the devices received, 0 for none."""
@@ -279,14 +228,9 @@ class OrderlyStop(Checkpoint):
         torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
         return int(received)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or not between_updates(trainer):
-            return
-        if number := self._agreed(trainer, pl_module):
-            assert self._last.dirpath is not None
+        if (self._received or trainer.world_size > 1) and within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
             raise self._interrupted(number)
 
@@ -297,13 +241,18 @@ class OrderlyStop(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gives the signals back; one that came in the last epoch counts now."""
-        self._restore()
+        self._give_back()
         if self._received:
             raise self._interrupted(self._received)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Gives the signals back."""
-        self._restore()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
 
 # ---- what a training shows while it runs
@@ -320,16 +269,13 @@ class LiveBar(RichProgressBar):
         """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
         return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
         """Training loss and accuracy since the last logged row, and the last validation's accuracy."""
-        return dict(getattr(pl_module, "progress", {}))
+        return dict(pl_module.progress)
 
 
 class EpochLines(Callback):
-    """Prints one line an epoch: training and validation loss and accuracy, seconds, images a second.
-
-    clock: measures the fit.
-    """
+    """Prints one line an epoch: training and validation loss and accuracy, seconds, images a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -339,20 +285,19 @@ class EpochLines(Callback):
         """The first line counts from here, in a resumed run too."""
         self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Prints the line."""
         if not trainer.is_global_zero:
             return
-        loss, accuracy = pl_module.running.epoch_means()  # type: ignore[union-attr, operator]
+        loss, accuracy = pl_module.running.epoch_means()
         now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         seconds, training, images = (end - start for end, start in zip(now, self._before, strict=True))
-        self._before, speed = now, images / max(training, 1e-9)
+        self._before = now
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
         parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
-        if trainer.num_val_batches and "val/loss" in trainer.callback_metrics:
-            metrics = trainer.callback_metrics
+        if trainer.num_val_batches and "val/loss" in (metrics := trainer.callback_metrics):
             parts.append(f"val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}")
-        parts.append(f"{seconds:.1f} s · {speed:,.0f} images/s")
+        parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
 
 
@@ -372,23 +317,18 @@ class DivergenceWarning(Callback):
     FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
 
     def __init__(self) -> None:
-        self._start: float | None = None
-        self._warned = False
+        self._start = 0.0  # unknown as yet; infinite once it was said
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Looks at the last logged loss, which all devices share."""
-        loss = pl_module.progress.get("loss")  # type: ignore[union-attr, operator]
-        if self._warned or loss is None:
-            return
-        if self._start is None:
+        loss = pl_module.progress.get("loss", 0.0)
+        if loss and not self._start:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > self.FAR_ABOVE * self._start:
-            self._warned = True
             if trainer.is_global_zero:
                 where = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
                 print(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
+            self._start = math.inf
 
 
 def check_finite_weights(net: nn.Module, step: int, epoch: int) -> None:

@@ -14,18 +14,19 @@ import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from cifar_lit.errors import Failure, InvalidFileError, UsageError
+from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
-from cifar_lit.training.callbacks import between_updates
+from cifar_lit.training.callbacks import within_epoch
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -43,9 +44,8 @@ class DamagedCheckpoint(Failure):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs it to disk, then renames it.
+    """Writes a checkpoint beside its place, syncs it to disk, then renames it; a `last.ckpt` that it replaces is `previous.ckpt`.
 
-    The `last.ckpt` that is replaced stays as `previous.ckpt`, and what that was goes: a run keeps three checkpoints at most.
     Lightning's own goes through $TMPDIR and a copy, which a kill can cut short on another file system.
     """
 
@@ -67,38 +67,36 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that still knows its best checkpoint after its run folder was moved, and saves only between updates.
+    """A ModelCheckpoint that saves at the ends of epochs only, and knows its best checkpoint after its folder was moved."""
 
-    Within an epoch, gradients that wait for further batches would be lost; at an epoch's last batch, its end saves anyway.
-    """
+    @cached_property
+    def state_key(self) -> str:
+        """Lightning's own, of settings that never change: it asks for it some six times a step."""
+        return super().state_key
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Saves every so many steps or minutes, as Lightning does."""
-        if between_updates(trainer) and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    on_train_batch_end = Callback.on_train_batch_end
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state with every path in today's folder."""
-        here = str(self.dirpath)
 
         def moved(path: str) -> str:
-            return f"{here}/{Path(path).name}" if path else path
+            return f"{self.dirpath}/{Path(path).name}" if path else path
 
         paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
         best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": here})
+        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": self.dirpath})
         self.current_score = state_dict.get("current_score")  # which Lightning saves, and leaves out here
 
 
 class RegularCheckpoint(RunCheckpoint):
-    """Writes `last.ckpt` within epochs; its state is found again however often it is told to save."""
+    """Writes `last.ckpt` within epochs, between updates: gradients that wait for further batches would be lost."""
 
-    @property
-    def state_key(self) -> str:
-        """By name, as the default key holds the interval, which may change when a run is resumed."""
-        return "RegularCheckpoint"
+    state_key = "RegularCheckpoint"  # without the interval, which may change when a run is resumed
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Saves every so many steps or minutes, as Lightning does; an epoch's end saves anyway."""
+        if within_epoch(trainer):
+            ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
 
 
 def best_checkpoint() -> RunCheckpoint:
@@ -112,18 +110,13 @@ def last_checkpoint() -> RunCheckpoint:
 
 
 def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
-    """Keeps `last.ckpt` fresh within epochs: every `500` steps, or every `10m`, `90s` or `1.5h`.
-
-    Raises UsageError for anything else and for nothing.
-    """
+    """Keeps `last.ckpt` fresh within epochs: every `500` steps, or every `10m`, `90s` or `1.5h`; raises UsageError for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(interval))
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    triggers: dict[str, Any] = {}
-    if unit and number > 0:
+    triggers: dict[str, Any] = {"every_n_train_steps": int(number)}
+    if unit:
         triggers = {"train_time_interval": timedelta(seconds=number * {"s": 1, "m": 60, "h": 3600}[unit])}
-    elif number >= 1 and number == int(number):
-        triggers = {"every_n_train_steps": int(number)}
-    else:
+    if number == 0 or (not unit and number != int(number)):
         raise UsageError(f"--checkpoint-every is a number of steps (500) or a time (10m, 90s, 1h), not {interval}")
     return RegularCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=False, **triggers)
 
@@ -138,33 +131,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     execute code.
     """
     try:
-        check_container(path)
+        _check_container(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
+        _check_contents(checkpoint)
     except FileNotFoundError:
         raise Failure(f"there is no checkpoint {path}") from None
     except Failure:
         raise
+    except InvalidFileError as error:
+        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except pickle.UnpicklingError as error:
-        if "GLOBAL" in str(error) or "Trying to call reduce" in str(error) or "allowlisted" in str(error):
+        if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
             raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
         raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
-    except InvalidFileError as error:
-        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
-    except Exception as error:  # a damaged pickle raises whatever its garbage leads to
-        raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from None
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
-    try:
-        check_contents(checkpoint)
-    except InvalidFileError as error:
-        raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
+    except Exception as error:  # a damaged file raises whatever its garbage leads to
+        raise DamagedCheckpoint(f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint") from None
     return checkpoint
-
-
-def _damaged(path: Path, reason: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is cut short or damaged ({reason}): use another checkpoint")
 
 
 class ValidCheckpoint(NamedTuple):
@@ -178,8 +164,7 @@ class ValidCheckpoint(NamedTuple):
 def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
     """The checkpoint `path` of a run or, where it is damaged, the furthest whole one of those beside it.
 
-    Raises what `read_checkpoint` does, about `path`, when none of them is whole. One that would execute code is not
-    passed over: its folder is not to be trusted.
+    Raises what `read_checkpoint` does when none is whole, or one would execute code: its folder is not to be trusted.
     """
     try:
         return ValidCheckpoint(path, read_checkpoint(path), None)
@@ -195,42 +180,36 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
         return ValidCheckpoint(other, contents, str(error).rpartition(": ")[0])
 
 
-def check_container(path: Path) -> None:
+def _check_container(path: Path) -> None:
     """Checks the zip file that torch keeps a checkpoint in by the CRC of each of its parts, which torch.load does not look at.
 
-    Raises DamagedCheckpoint when one does not match, or the end is missing, InvalidFileError when parts are packed (torch
-    writes them as they are, so these would grow). Files that are no zip pass: torch.load says what they are. Raises OSError.
+    Raises ValueError when one does not match, and what zipfile does where the end is missing; InvalidFileError when parts are
+    packed (torch writes them as they are, so these would grow). Files that are no zip pass: torch.load says what they are.
     """
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
-        raise _damaged(path, "the file is empty")
+        raise ValueError("the file is empty")
     if start != b"PK\3\4":
         return
-    try:
-        with zipfile.ZipFile(path) as container:
-            entries = container.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise InvalidFileError("its parts are packed, which a checkpoint's are not")
-            if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
-                raise InvalidFileError("it claims to hold more than it does")
-            damaged = container.testzip()
-            folders = any(entry.external_attr & FOLDER_ATTRIBUTE for entry in entries)
-    except (InvalidFileError, OSError):
-        raise
-    except Exception as error:  # a damaged directory raises whatever its garbage leads to
-        raise _damaged(path, str(error).partition("\n")[0] or type(error).__name__) from None
-    if damaged is not None:
-        raise _damaged(path, "its checksum does not match")
-    if folders:
-        raise _damaged(path, "a part of it is marked as a folder")
+    with zipfile.ZipFile(path) as container:
+        entries = container.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise InvalidFileError("its parts are packed, which a checkpoint's are not")
+        if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise InvalidFileError("it claims to hold more than it does")
+        if container.testzip() is not None:
+            raise ValueError("its checksum does not match")
+        if any(entry.external_attr & FOLDER_ATTRIBUTE for entry in entries):
+            raise ValueError("a part of it is marked as a folder")
 
 
-def check_contents(checkpoint: Mapping[str, Any]) -> None:
+def _check_contents(checkpoint: Mapping[str, Any]) -> None:
     """Raises InvalidFileError for weights that are none, endless nesting or sharing, and tensors without memory."""
     weights = checkpoint["state_dict"]
-    named = isinstance(weights, Mapping) and all(isinstance(name, str) for name in weights)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
         raise InvalidFileError("its state_dict is not made of tensors by name")
     for name in ("epoch", "global_step"):
         if type(checkpoint.get(name, 0)) is not int or not 0 <= checkpoint.get(name, 0) < 2**53:
@@ -244,8 +223,10 @@ def check_contents(checkpoint: Mapping[str, Any]) -> None:
 def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
     """The values in a nested value, shared ones as often as they are met."""
     if isinstance(value, Tensor):
-        _check_tensor(value)
-        return 1
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise InvalidFileError("it has a tensor of a kind that no training wrote")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise InvalidFileError(f"it has a tensor of {value.numel():,} numbers without the memory for them")
     if not isinstance(value, Mapping | list | tuple | set | frozenset):
         return 1
     if depth > MAX_DEPTH or known.get(id(value)) == 0:
@@ -257,13 +238,6 @@ def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
     if known[id(value)] > MAX_VALUES:
         raise InvalidFileError(f"its values are shared so often that they are more than {MAX_VALUES:,}")
     return known[id(value)]
-
-
-def _check_tensor(tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise InvalidFileError("it has a tensor of a kind that no training wrote")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise InvalidFileError(f"it has a tensor of {tensor.numel():,} numbers without the memory for them")
 
 
 def describe_net(settings: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,9 +100,8 @@ class ImageClassifier(pl.LightningModule):
         check_settings(self.hparams)
         check_views(tta)
         channels, *size = input_shape
-        self.net: nn.Module = build_net(
-            net, channels=channels, image_size=(size[0], size[1]), num_classes=num_classes, width=width, options=net_options
-        )
+        shape: dict[str, Any] = {"channels": channels, "image_size": tuple(size), "num_classes": num_classes}
+        self.net: nn.Module = build_net(net, **shape, width=width, options=net_options)
         if channels_last:
             for parameter in self.net.parameters():
                 if parameter.ndim == 4:
@@ -116,6 +117,7 @@ class ImageClassifier(pl.LightningModule):
         self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
         self._graphs: GraphedSteps | None = None
+        self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning notes each hook's name on the module some forty times a step: past nn.Module's checks, which cost more."""
@@ -134,14 +136,15 @@ class ImageClassifier(pl.LightningModule):
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
         logits = self(batch.images)
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
-        with torch.no_grad():
-            if batch.loss_weight:
-                self.running.update(loss, logits, batch.labels)
-            if self._watches_on_device:  # a look at it would wait for the device
-                self.running.watch(loss)
-            elif not loss.isfinite():
-                raise self._not_finite(f"{float(loss)}", self.global_step)
+        if batch.loss_weight:
+            self.running.update(loss.detach(), logits, batch.labels)
+        if not self._reads_losses:
+            self.running.watch(loss.detach())
+        elif not math.isfinite(value := loss.item()):
+            raise self._not_finite(f"{value}", self.global_step)
         return loss if batch.loss_weight == 1.0 else loss * batch.loss_weight
+
+    training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]  # which Lightning asks for at each step
 
     def configure_optimizers(self) -> Any:
         """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
@@ -162,20 +165,17 @@ class ImageClassifier(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
-        running, self.running = self.running, RunningMetrics(self.device, *self.running.sums().tolist())
+        running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
         self._initialise_from_images()
         if self.device.type == "cpu":
             keep_freed_memory()
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
-        if self._watches_on_device and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
+        self._reads_losses = self.device.type == "cpu" and self._graphs is None
+        if not self._reads_losses and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
             for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
-
-    @property
-    def _watches_on_device(self) -> bool:
-        return self.device.type != "cpu" or self._graphs is not None
 
     def _initialise_from_images(self) -> None:
         """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
@@ -188,9 +188,6 @@ class ImageClassifier(pl.LightningModule):
             net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
         net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
         net.whitened.fill_(True)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAverage):
-                callback.begin_at(self)
 
     def on_fit_end(self) -> None:
         """Lets go of the captured steps, before the net leaves the device."""
@@ -213,33 +210,31 @@ class ImageClassifier(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
         loop = self.trainer.fit_loop.epoch_loop
-        last = loop.batch_progress.is_last_batch
-        if self._log_is_due or (self.running.batches and (last or loop.done)):
-            self._log_row(weight_norm=last)
+        if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
+            self._log_row()
 
     @property
-    def _log_is_due(self) -> bool:
-        steps = self.global_step - self.logged_step
-        return self.running.batches > 0 and steps >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+    def _row_is_due(self) -> bool:
+        return self.global_step - self.logged_step >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
 
-    def _log_row(self, weight_norm: bool = False) -> None:
-        loss, hits, images = sums = self._reduced_sums()
+    def _log_row(self) -> None:
+        loss, hits, images = sums = self._device_sums().sum(0).tolist()
         self.running.epoch = [before + now for before, now in zip(self.running.epoch, sums, strict=True)]
         self.running.start_row()
         self.logged_step = self.global_step
         self.progress.update(loss=loss / images, accuracy=hits / images)
         rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
-        self._write_values(values | ({"weight_norm": total_norm(self.net.parameters())} if weight_norm else {}))
+        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            values["weight_norm"] = total_norm(self.net.parameters())
+        self._write_values(values)
 
-    def _reduced_sums(self) -> list[float]:
-        """Loss, hits and images since the last row over all devices; raises NotFiniteLoss where one was not finite."""
-        running = self.running
-        state = torch.cat((running.sums(), running.non_finite.view(1)))
-        *sums, non_finite = self.trainer.strategy.reduce(state, reduce_op="sum").tolist()
-        if non_finite:
-            raise self._not_finite("not finite", self.logged_step + int(running.finite_steps))
-        return sums
+    def _device_sums(self) -> Tensor:
+        """Loss, hits and images of each device since the last row, (devices, 3); raises NotFiniteLoss where a loss was not."""
+        rows = gather_rows(self.trainer, self, self.running.sums()).cpu()
+        if rows[:, 3].any():
+            raise self._not_finite("not finite", self.logged_step + int(self.running.finite_steps))
+        return rows[:, :3]
 
     def _not_finite(self, what: str, step: int) -> NotFiniteLoss:
         return NotFiniteLoss(f"the loss is {what} at step {step} of epoch {self.current_epoch}")
@@ -282,22 +277,19 @@ class ImageClassifier(pl.LightningModule):
             self.views.update(view_logits(self.net, batch.images.type(self.dtype), self.hparams["tta"]), batch.labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Makes the score known under `val/accuracy`, `val/loss` and the names of further metrics."""
-        self._finish_evaluation("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Makes the score known under `test/accuracy`, `test/loss` and the names of further metrics."""
-        self.views_score = self.views.compute() if self.hparams["tta"] != "none" else None
-        self._finish_evaluation("test")
-
-    def _finish_evaluation(self, stage: str) -> None:
+        """Makes the score known under `val/accuracy`, `val/loss` and the names of further metrics, or `test/…` in a test."""
         self.score = self.evaluation.compute()
         self.predictions = self._collector.predictions() if self._collector.update_called else None
+        stage = "test" if self.trainer.testing else "val"
+        if self.views.loss.update_called:
+            self.views_score = self.views.compute()
         scalars = self.score.scalars(stage)
         self.log_dict(scalars, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[stage] = self.score.accuracy
         if not self.trainer.sanity_checking:
             self._write_values(scalars)
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Probabilities (B, classes) with the rows of the images they belong to; padding is left out."""
@@ -308,42 +300,33 @@ class ImageClassifier(pl.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what an exact resume needs beyond Lightning's states: the running metrics of every device, and the last score.
-
-        Raises NotFiniteLoss where the last update has left a weight that is not finite.
-        """
-        if self._log_is_due:  # callbacks save before it is logged; the row must not wait for the next step
+        """Adds what an exact resume needs beyond Lightning's states; raises NotFiniteLoss for weights that are not finite."""
+        if self.running.batches and self._row_is_due:  # callbacks save before it is logged, and it must not wait for another step
             self._log_row()
         check_finite_weights(self.net, self.global_step, self.current_epoch)
-        self._reduced_sums()
         checkpoint["cifar_lit"] = {
-            "device_sums": gather_rows(self.trainer, self, self.running.sums()).tolist(),
+            "device_sums": self._device_sums().tolist(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.logged_step,
             "score": self.score._asdict() if self.score else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores what `on_save_checkpoint` added; this model's rates and decays win over the checkpoint's.
-
-        Raises UsageError when the checkpoint is of another net.
-        """
-        if self._trainer is None or self._trainer.state.fn != "fit":  # loaded for use, or for a test
+        """Restores that, with this model's rates and decays; raises UsageError when the checkpoint is of another net."""
+        if self._trainer is None or self.trainer.state.fn != "fit":  # loaded for use, or for a test
             return
         saved = checkpoint.get("hyper_parameters", {})
         for name in ("net", "width", "net_options", "input_shape", "num_classes"):
             if (saved.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
-                raise UsageError(
-                    f"this run's {name} is {saved[name]}, not {self.hparams[name]}: leave the settings of net and images "
-                    "as they were, or start a new run"
-                )
+                line = f"this run's {name} is {saved[name]}, not {self.hparams[name]}"
+                raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):
-            rows, rank = state.get("device_sums", []), self.trainer.global_rank
-            if len(rows) == self.trainer.world_size:  # so that they are added up as if nothing had been
+            rows, rank = state["device_sums"], self.trainer.global_rank
+            if len(rows) != self.trainer.world_size:  # those of all devices go on in the first one
+                rows = [[sum(column) for column in zip(*rows, strict=True)]]
+            if rank < len(rows):
                 self.running = RunningMetrics(self.device, *rows[rank])
-            elif rank == 0:  # the sums of all devices go on in the first one
-                self.running = RunningMetrics(self.device, *map(sum, zip(*rows, strict=True)))
             self.running.epoch = list(state["epoch_sums"])
             self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
             self.logged_step = state["logged_step"]

@@ -1,8 +1,6 @@
 """Training steps as CUDA graphs: what a step launches is recorded once and replayed, so that the host has nothing to do for it.
 
 A layer that can be taken away: with `model.capture false` Lightning's own `optimizer_step` runs, and the numbers are the same.
-Weights, optimizer states, rates and running metrics stay where they are in memory, so that a replay reads and writes them
-as a step would.
 """
 
 from __future__ import annotations
@@ -37,16 +35,20 @@ def can_capture(trainer: Any, wanted: bool) -> bool:
     )
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
     # asked of objects, as LambdaCallback's hooks are not its class's
-    hooks = ((getattr(callback, name), getattr(Callback, name)) for callback in trainer.callbacks for name in HOOKS)
-    observed = any(getattr(own, "__func__", None) is not empty for own, empty in hooks)
-    return bool(trainer.world_size == 1 and not accumulates and not scales and not observed)
+    observed = any(
+        getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
+        for callback in trainer.callbacks
+        for name in HOOKS
+    )
+    return not (trainer.world_size > 1 or accumulates or scales or observed)
 
 
 class GraphedSteps:
     """The optimizer steps of one fit, captured for each shape of batch.
 
-    One stream for warm-ups and captures, since gradients remember the stream they were made on, and since memory that another
-    stream freed could not be used again; one memory pool, as graphs never run at the same time. Both end with the fit.
+    Weights, optimizer states, rates and running metrics stay where they are in memory, so that a replay reads and writes them as
+    a step would. One stream for warm-ups and captures, since gradients remember theirs, and memory that another stream freed
+    could not be used again; one memory pool, as graphs never run at the same time. Both end with the fit.
     """
 
     def __init__(self, model: ImageClassifier) -> None:
@@ -71,20 +73,15 @@ class GraphedSteps:
             with self._module.stream(self._stream):
                 loss = self._run(self.batch)
             self._module.current_stream().wait_stream(self._stream)
-        else:
-            loss = self._capture(key)
+        else:  # `clone` keeps channels_last, which the net was warmed up with
+            static = self.batch._replace(images=self.batch.images.clone(), labels=self.batch.labels.clone())
+            graph = self._module.CUDAGraph()
+            # thread_local: a thread that pins memory meanwhile does not spoil the capture
+            with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                loss = self._run(static)
+            self._captured[key] = graph, static, loss
+            graph.replay()
         closure._result = ClosureResult(loss)
-
-    def _capture(self, key: Any) -> Tensor:
-        # `clone` keeps channels_last, which the net was warmed up with
-        static = self.batch._replace(images=self.batch.images.clone(), labels=self.batch.labels.clone())
-        graph = self._module.CUDAGraph()
-        # thread_local: a thread that pins memory meanwhile does not spoil the capture
-        with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self._run(static)
-        self._captured[key] = graph, static, loss
-        graph.replay()
-        return loss
 
     def _run(self, batch: Any) -> Tensor:
         """A step without a look at any value; a loss that is not finite changes nothing from then on (`found_inf`)."""

@@ -18,50 +18,43 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class MeanLoss(Metric):
-    """The mean cross-entropy over images, the same to the last digit in whatever order and on whatever devices.
+    """The mean loss over images, the same to the last digit in whatever order and on whatever devices.
 
-    torchmetrics' MeanMetric adds floats in the order in which they come, so its last digits depend on how images
-    were shared out. Here each image's loss counts in whole units of 2⁻²⁰, and integers add up the same in any order.
-    The rounding moves a mean by less than 5e-7. A loss that is not finite, or above a million, makes the result NaN.
+    Each image's loss counts in whole units of 2⁻²⁰, and integers add up the same in any order, where torchmetrics' MeanMetric
+    adds floats as they come. The rounding moves a mean by less than 5e-7. A loss that is not finite, or above a million, makes
+    the result NaN.
     """
 
     full_state_update = False
     UNIT, MAX_LOSS = 2.0**-20, 2.0**20
 
-    total: Tensor
-    count: Tensor
-    unusable: Tensor
+    sums: Tensor  # int64 (3,): units of loss, images, and losses that were not usable
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("total", "count", "unusable"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(3, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, losses: Tensor, counted: Tensor) -> None:
         """Adds float32 losses (B,) where bool counted (B,) is true."""
         usable = (losses <= self.MAX_LOSS) & counted  # false for NaN
-        self.total += torch.where(usable, losses / self.UNIT, 0.0).round().long().sum()
-        self.count += counted.sum()
-        self.unusable += (counted & ~usable).sum()
+        units = torch.where(usable, losses / self.UNIT, 0.0).round().long()
+        self.sums += torch.stack((units, counted.long(), (counted & ~usable).long())).sum(1)
 
     def compute(self) -> Tensor:
         """The mean as a float32 scalar, NaN when a loss was not usable or no image was counted."""
-        mean = self.total.float() * self.UNIT / self.count
-        return torch.where(self.unusable > 0, torch.nan, mean)
+        total, count, unusable = self.sums
+        return torch.where(unusable > 0, torch.nan, total.float() * self.UNIT / count)
 
 
 class Score(NamedTuple):
-    """How a net did on a set of images; accuracies are fractions, the loss is a mean over images.
-
-    metrics: those of `model.metrics`, by name.
-    """
+    """How a net did on a set of images; accuracies are fractions, the loss is a mean over images."""
 
     accuracy: float
     loss: float
     images: int
     per_class: list[float]
     confusion: list[list[int]]
-    metrics: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}  # those of `model.metrics`
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> Score | None:
@@ -96,21 +89,19 @@ class Evaluation(nn.Module):
         """The score over all devices."""
         matrix = self.confusion.compute().long().cpu()
         hits, counts = matrix.diag(), matrix.sum(1)
-        images = int(counts.sum())
         return Score(
-            accuracy=int(hits.sum()) / images if images else float("nan"),
+            accuracy=float(hits.sum().double() / counts.sum()),
             loss=round(float(self.loss.compute()), 6),
-            images=images,
-            per_class=[int(hit) / int(count) if count else float("nan") for hit, count in zip(hits, counts, strict=True)],
+            images=int(counts.sum()),
+            per_class=(hits.double() / counts).tolist(),
             confusion=matrix.tolist(),
             metrics={name: float(value) for name, value in self.metrics.compute().items()} if len(self.metrics) else {},
         )
 
     def reset(self) -> None:
         """Forgets all images."""
-        self.loss.reset()
-        self.confusion.reset()
-        self.metrics.reset()
+        for metric in (self.loss, self.confusion, self.metrics):
+            metric.reset()
 
 
 class RunningMetrics:
@@ -122,16 +113,16 @@ class RunningMetrics:
     """
 
     def __init__(self, device: torch.device, loss: float = 0.0, hits: float = 0.0, images: float = 0) -> None:
-        self.loss, self.hits = torch.tensor(loss, device=device), torch.tensor(hits, device=device)
-        self.images = int(images)
-        self.non_finite, self.finite_steps = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.loss, self.hits, self.non_finite, self.finite_steps = (
+            torch.tensor(value, device=device) for value in (loss, hits, 0.0, 0.0)
+        )
+        self.images, self.batches = int(images), 0
         self.epoch = [0.0, 0.0, 0.0]
-        self.batches = 0
 
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Adds the mean loss and the hits of a batch: logits (B, classes) for int64 labels (B,)."""
+        """Adds the mean loss, detached, and the hits of a batch: logits (B, classes) for int64 labels (B,)."""
         self.loss.add_(loss, alpha=len(labels))
-        self.hits.add_((logits.argmax(1) == labels).sum())
+        self.hits.add_(logits.argmax(1).eq_(labels).sum())
 
     def watch(self, loss: Tensor) -> None:
         """Remembers, on the device, whether this or an earlier loss was not finite."""
@@ -139,14 +130,13 @@ class RunningMetrics:
         self.finite_steps.add_(1.0 - self.non_finite)
 
     def sums(self) -> Tensor:
-        """Loss, hits and images, float32 (3,), of this device."""
-        return torch.stack((self.loss, self.hits, self.hits.new_tensor(self.images)))
+        """Loss, hits and images of this device, and whether a loss was not finite, as float32 (4,)."""
+        return torch.stack((self.loss, self.hits, self.hits.new_tensor(self.images), self.non_finite))
 
     def start_row(self) -> None:
         """Forgets what was logged."""
-        self.loss.zero_()
-        self.hits.zero_()
-        self.finite_steps.zero_()
+        for tensor in (self.loss, self.hits, self.finite_steps):
+            tensor.zero_()
         self.images = self.batches = 0
 
     def epoch_means(self) -> tuple[float, float]:
@@ -158,8 +148,7 @@ class RunningMetrics:
 class PredictionCollector(Metric):
     """The logits of every image that a pass over a set looked at, once each and in the order of the set.
 
-    A batch is only noted, without waiting for the device; several processes put theirs together at the end. Until then an
-    image takes four bytes a class there.
+    A batch is only noted, without waiting for the device; several processes put theirs together at the end.
     """
 
     full_state_update = False
@@ -185,15 +174,13 @@ class PredictionCollector(Metric):
         In float64, logits that differ stay different, so that the likeliest class is the one that was counted.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
-        counted = labels >= 0  # chosen here, as choosing by value would have made each batch wait
-        order = indices[counted].argsort()
-        rows = torch.arange(len(labels))[counted][order]
+        rows = indices.argsort()
+        rows = rows[labels[rows] >= 0]  # chosen here, as choosing by value would have made each batch wait
         return {"indices": indices[rows], "labels": labels[rows], "probabilities": logits[rows].double().softmax(1)}
 
     def predictions(self) -> dict[str, Tensor]:
         """What `compute` returns, with one row also for a single image, of which torchmetrics makes scalars."""
-        values: dict[str, Tensor] = self.compute()
-        return {**values, "indices": values["indices"].reshape(-1), "labels": values["labels"].reshape(-1)}
+        return {name: torch.atleast_1d(values) for name, values in self.compute().items()}
 
 
 def total_norm(parameters: Iterable[Tensor]) -> float:

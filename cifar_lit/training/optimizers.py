@@ -40,15 +40,10 @@ def parameter_groups(
     sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too)
     without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
 
-    muon, which follows airbench94_muon (K. Jordan, 2024):
-
-    - "filters", what has two dimensions or more but the head: Muon at `lr` with `momentum` and `nesterov`;
-    - "biases", of norms too: SGD at `bias_lr`;
-    - "head", the last parameter of two dimensions in order of definition: SGD at `head_lr`;
-    - "whitening", `net.whiten.bias` where there is one: SGD at `bias_lr`; a group of its own as its rate has an end of its own.
-
-    Rates not given are `lr`. All are for the mean loss of a batch. airbench sums it, so that its 0.053 for biases at batch
-    2,000 is 106 here; Muon's own rate does not depend on it. SGD here is Nesterov's with `rest_momentum`.
+    muon, which follows airbench94_muon (K. Jordan, 2024), has Muon for "filters", what has two dimensions or more but the head,
+    and Nesterov's SGD with `rest_momentum` for "biases", of norms too; for the "head", the last parameter of two dimensions; and
+    for "whitening", `net.whiten.bias` where there is one, whose rate has an end of its own. Rates not given are `lr`. All are for
+    the mean loss of a batch: airbench sums it, so that its 0.053 for biases at batch 2,000 is 106 here.
 
     Under muon `weight_decay` is the share of itself that a parameter loses in a step at the highest rate, less as the
     schedule falls, whatever its group's rate. Filters have none while `rescale_filters` sets their norm. airbench's is
@@ -58,19 +53,17 @@ def parameter_groups(
     weights = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     if optimizer != "muon":
-        groups: list[dict[str, Any]] = [
-            {"role": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
-            {"role": "biases", "params": others, "lr": lr, "weight_decay": 0.0},
-        ]
+        shared: dict[str, Any] = {"lr": lr}
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
-            groups = [{**group, "momentum": momentum, "nesterov": nesterov} for group in groups]
-        return [group for group in groups if group["params"]]
+            shared |= {"momentum": momentum, "nesterov": nesterov}
+        decays = (("weights", weights, weight_decay), ("biases", others, 0.0))
+        return [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
     filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
     rest = {"orthogonal": False, "momentum": rest_momentum, "nesterov": True}
     bias_lr = lr if bias_lr is None else bias_lr
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"role": "filters", "params": [weight for weight in weights if weight is not head], "lr": lr, **filters},
         {"role": "biases", "params": [bias for bias in others if bias is not whitening], "lr": bias_lr, **rest},
         {"role": "head", "params": [] if head is None else [head], "lr": lr if head_lr is None else head_lr, **rest},
@@ -85,16 +78,13 @@ def parameter_groups(
 # Under the names that ImageClassifier's hyper-parameters have.
 GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 
-_BELOW_1: tuple[Callable[[float], bool], str] = (lambda value: 0 <= value < 1, "must be 0 or more and below 1")
-_OWN: tuple[Callable[[float], bool], str] = (lambda value: value > 0, "must be above 0, or null for none of its own")
 # Which values of a setting can be meant, and how others are answered; null is always one of them.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "momentum": _BELOW_1,
-    "rest_momentum": _BELOW_1,
+    **dict.fromkeys(("momentum", "rest_momentum"), (lambda value: 0 <= value < 1, "must be 0 or more and below 1")),
+    **dict.fromkeys(
+        ("bias_lr", "head_lr", "whiten_epochs"), (lambda value: value > 0, "must be above 0, or null for none of its own")
+    ),
     "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
-    "bias_lr": _OWN,
-    "head_lr": _OWN,
-    "whiten_epochs": _OWN,
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
     "label_smoothing": (lambda value: 0 <= value < 1, "must be in 0 … 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
@@ -134,16 +124,17 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer over all trainable parameters of `net`, which is where it will be trained.
 
-    sgd and adamw do a step in one kernel, on CPUs too, as Muon does by itself: only so do they heed `found_inf`.
+    sgd and adamw do a step in one kernel, on CPUs too: only so do they heed `found_inf`, as Muon does by itself.
 
     Args:
         net: the net.
         optimizer: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
         lr: the highest rate.
         precision: the Trainer's; without bf16 in it Muon's products are of float32 on a CPU, which may compute bf16 slowly.
-        capturable: keep each group's rate in a 0-dim float32 tensor of its own beside the parameters, where a captured
-            step reads it anew; state dicts hold plain numbers all the same, and loading writes into those tensors.
+        capturable: keep each group's rate in a 0-dim float32 tensor beside the parameters, where a captured step reads it anew.
         **settings: as of `parameter_groups`.
+
+    Raises UsageError for an optimizer by import path that is none, or would not heed a setting.
     """
     groups = parameter_groups(net, optimizer, lr, **settings)
     first = groups[0]["params"][0]
@@ -156,47 +147,33 @@ def build_optimizer(
         built = Muon(groups, lr, steps=3, products=products)
     elif optimizer == "adamw":
         built = AdamW(groups, lr, fused=True, capturable=capturable)
-    elif optimizer != "sgd":
-        built = _own_optimizer(optimizer, groups, lr, capturable, settings)
-    else:
+    elif optimizer == "sgd":
         built = SGD(groups, lr, fused=True)
-        _make_buffers(built)
+        for group in built.param_groups:
+            if group[
+                "momentum"
+            ]:  # at 0, which counts as none; torch's own buffers stay unwritten where `found_inf` skips a first step
+                for parameter in group["params"]:
+                    built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    elif capturable:
+        raise UsageError(f"a step of {optimizer} cannot be captured: add --model.capture false")
+    else:
+        built = import_callable(optimizer)(groups, lr=lr)
+        if not isinstance(built, Optimizer):
+            raise UsageError(f"{optimizer} must return a torch.optim.Optimizer, not a {type(built).__name__}")
+        for setting in ("momentum", "nesterov", "weight_decay"):
+            if settings.get(setting) and setting not in built.defaults:
+                raise UsageError(f"{optimizer} takes no {setting}: leave model.{setting} out, or set it to 0")
     # A fused step can unscale gradients itself, too late for clipping: let Lightning's plugin for mixed precision do so.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(built)
     return built
 
 
-def _own_optimizer(
-    name: str, groups: list[dict[str, Any]], lr: float, capturable: bool, settings: Mapping[str, Any]
-) -> Optimizer:
-    """An optimizer by import path. Raises UsageError where it is none, or would not heed a setting."""
-    if capturable:
-        raise UsageError(f"a step of {name} cannot be captured: add --model.capture false")
-    optimizer = import_callable(name)(groups, lr=lr)
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"{name} must return a torch.optim.Optimizer, not a {type(optimizer).__name__}")
-    for setting in ("momentum", "nesterov", "weight_decay"):
-        if settings.get(setting) and setting not in optimizer.defaults:
-            raise UsageError(f"{name} takes no {setting}: leave model.{setting} out, or set it to 0")
-    return optimizer
-
-
-def _make_buffers(sgd: SGD) -> None:
-    """Starts momentum at 0, which counts as none.
-
-    torch would make the buffers in the first step, but leave them unwritten if `found_inf` skips just that one.
-    """
-    for group in sgd.param_groups:
-        if group["momentum"]:
-            for parameter in group["params"]:
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
 def _keep_machine_settings(optimizer: Optimizer) -> None:
     """Makes state dicts independent of the machine: with plain rates, and without a say in how a step is computed."""
     kept = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
-    tensors = [group["lr"] if isinstance(group["lr"], Tensor) else None for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
 
     def plain_rates(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
@@ -209,9 +186,9 @@ def _keep_machine_settings(optimizer: Optimizer) -> None:
         return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, kept, strict=True)]}
 
     def rates_in_place(optimizer: Optimizer) -> None:
-        for group, tensor in zip(optimizer.param_groups, tensors, strict=True):
-            if tensor is not None:
-                group["lr"] = tensor.fill_(group["lr"])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"] = rate.fill_(group["lr"])
 
     optimizer.register_state_dict_post_hook(plain_rates)
     optimizer.register_load_state_dict_pre_hook(own_settings)
@@ -228,10 +205,8 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
     if not before.get("lr"):
         return
     if before.get("optimizer") != settings["optimizer"]:
-        raise UsageError(
-            f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from: "
-            "leave model.optimizer as it was, or start a new run"
-        )
+        line = f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from"
+        raise UsageError(f"{line}: leave model.optimizer as it was, or start a new run")
     old, new = (
         parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known}) for known in (before, settings)
     )

@@ -39,15 +39,9 @@ def schedule_factor(name: str, done: float, total: float, warmup: float, final: 
 class Schedule(LambdaLR):
     """A torch scheduler whose factor is `schedule_factor`; step it per optimizer step or per epoch, as `total` counts.
 
-    Rates may be tensors, which are written in place without waiting for the device; state dicts hold plain numbers.
-
-    Args:
-        optimizer: its groups' rates are the highest ones.
-        name: one of SCHEDULES.
-        total: steps (or epochs) of the training.
-        warmup, final: see `schedule_factor`.
-        whitening: after how many steps (or epochs) the rate of the group with the role "whitening" has fallen to 0, in a
-            straight line from its highest; None for the schedule of the others.
+    The optimizer's rates of now are the highest ones; where they are tensors, they are written in place without waiting for the
+    device. whitening: after how many steps (or epochs) the rate of the group with the role "whitening" has fallen to 0, in a
+    straight line; None for the schedule of the others.
 
     Raises UsageError for a warm-up that is as long as the training, or `whitening` without such a group.
     """

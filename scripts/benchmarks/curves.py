@@ -59,12 +59,14 @@ class AccuracyCurve(Checkpoint):
     def _test(self, trainer: pl.Trainer, model: Any) -> None:
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))  # type: ignore[attr-defined]
         torch.get_device_module(model.device).synchronize()
-        with clock.paused(), undisturbed(trainer, model):
+        clock.on_train_end(trainer, model)  # stopped meanwhile
+        with undisturbed(trainer, model):
             self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]
             self._tested_at = trainer.global_step
             with Path(self._file).open("a") as file:
                 file.write(json.dumps([self._tested_at, clock.seconds, accuracy_of(trainer, model, self._loader)]) + "\n")
             torch.get_device_module(model.device).synchronize()
+        clock.on_train_start(trainer, model)
 
 
 @contextmanager

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -18,7 +16,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import classifier as classifier_module
-from cifar_lit.training.callbacks import WeightAverage
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.metrics import Evaluation
 
 SMALL: dict[str, Any] = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.1}
@@ -47,31 +45,27 @@ def test_the_first_layer_is_computed_once_from_training_images_as_they_are(most:
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_the_average_starts_from_the_whitened_weights_and_a_resumed_net_keeps_its_first_layer(
+def test_the_average_is_of_whitened_weights_and_a_resumed_net_keeps_its_first_layer(
     ema_decay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, starts, compute = list[int](), list[bool](), WhitenedNet.initialise
+    calls, compute = list[int](), WhitenedNet.initialise
 
     def counted(net: WhitenedNet, images: Tensor) -> None:
         calls.append(len(images))
         compute(net, images)
 
-    def note(trainer: Any, pl_module: pl.LightningModule) -> None:
-        averages = [each._average_model for each in trainer.callbacks if isinstance(each, WeightAverage)]
-        starts.extend(same(weights(average.module), weights(pl_module)) for average in averages if average is not None)
-
     def run(epochs: int, resume: Path | None = None) -> dict[str, Tensor]:
-        model, callbacks = classifier(**SMALL, ema_decay=ema_decay), [best_and_last(tmp_path)[1]]
-        if not resume:
-            callbacks.append(LambdaCallback(on_train_start=note))
-        fitted(model, augmented_data(), *callbacks, resume=resume, max_epochs=epochs)
+        model = classifier(**SMALL, ema_decay=ema_decay)
+        fitted(model, augmented_data(), best_and_last(tmp_path)[1], resume=resume, max_epochs=epochs)
         return weights(model)
 
     monkeypatch.setattr(WhitenedNet, "initialise", counted)
     expected = run(epochs=2)
     run(epochs=1)
     assert calls == [100, 100]
-    assert starts == ([True, True] if ema_decay else [])
+    state = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]  # the average where there is one
+    torch.testing.assert_close(state["net.whiten.weight"], expected["net.whiten.weight"])
+    assert bool(state["net.whitened"])
     assert same(run(epochs=2, resume=tmp_path / "last.ckpt"), expected)
     assert calls == [100, 100]
 
