@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from cifar_lit.distributed import join
+from cifar_lit.distributed.join import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
 from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info, starts_again
 from cifar_lit.distributed.rank_watch import Coordinator
-from cifar_lit.distributed.rendezvous import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = (

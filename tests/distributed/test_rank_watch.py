@@ -14,9 +14,9 @@ import pytest
 from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank
 
 from cifar_lit.distributed import rank_watch
+from cifar_lit.distributed.join import free_port
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
-from cifar_lit.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 

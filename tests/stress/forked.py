@@ -150,7 +150,7 @@ class Forked:
 
 
 def _torchrun(processes: int) -> dict[str, str]:
-    from cifar_lit.distributed.rendezvous import free_port
+    from cifar_lit.distributed.join import free_port
 
     worlds = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     return {"TORCHELASTIC_RUN_ID": "stress", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **worlds}

@@ -23,7 +23,7 @@ from stress.fault_hooks import CRASH, FOLDER, FREEZE, HANG, KILL
 from stress.forked import SMALL_TRAINING, clean_environment
 from stress.network_namespaces import TwoMachines, why_not
 
-from cifar_lit.distributed.rendezvous import free_port
+from cifar_lit.distributed.join import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
