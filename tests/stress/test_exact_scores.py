@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from stress.compare_runs import run_in
 from stress.forked import Forked
@@ -70,7 +69,6 @@ def score_all(checkpoint: Path, sizes: Sequence[int], folder: Path) -> int:
     return 0
 
 
-@pytest.mark.stress
 def test_a_checkpoint_scores_the_same_to_the_last_digit_on_any_number_of_processes(
     forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
