@@ -11,10 +11,8 @@ from stress.compare_runs import comparable, differences, unequal
 
 from cifar_lit.training.checkpoint import AtomicCheckpointIO
 
-VALUE = {
-    "a": [torch.tensor([1.0, -200.0]), 0.5, 7, "x"],
-    "b": {"path": "here/last.ckpt", "n": torch.tensor([3, 4]), "seconds": 1.0},
-}
+B = {"path": "here/last.ckpt", "n": torch.tensor([3, 4]), "seconds": 1.0}
+VALUE = {"a": [torch.tensor([1.0, -200.0]), 0.5, 7, "x"], "b": B}
 HALF = torch.tensor([0.5, 0.5], dtype=torch.float16)
 
 

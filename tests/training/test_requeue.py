@@ -52,7 +52,7 @@ def test_a_signal_that_comes_while_libraries_are_imported_waits_for_the_handler(
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("echo 'slurm_requeue error: no permission' >&2; exit 1", "slurm_requeue error: no permission"), ("exit 3", "exit status 3")],
+    [("echo no permission >&2; exit 1", "failed: no permission"), ("exit 3", "exit status 3")],
 )
 def test_a_requeue_that_fails_says_how_to_go_on_by_hand(tmp_path: Path, script: str, reason: str) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
