@@ -1,7 +1,7 @@
 """Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names.
 
-Some tests have two forms: plain `pytest` runs the short one, `pytest -m stress` the long one. A size can be set by a variable of
-the environment, such as STRESS_KILLS=50. `--stress-json DIR` writes the counts.
+Tests with `long_form` have two: plain `pytest` runs the short one, `pytest -m stress` the long one. `--stress-json DIR` writes
+the counts of what the stress tests did.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.stress)])
 def long_form(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "long")
-
-
-@pytest.fixture
-def size(long_form: bool) -> Callable[[str, int, int], int]:
-    """size(name, short, long): the one of the two that is asked for, or what STRESS_<NAME> says."""
-    return lambda name, short, long: int(os.environ.get(f"STRESS_{name.upper()}", long if long_form else short))
 
 
 @pytest.fixture

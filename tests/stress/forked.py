@@ -51,6 +51,11 @@ def warm() -> None:
     import_module("cifar_lit.cli.fit")
 
 
+def size(name: str, default: int) -> int:
+    """How much of something a stress test does, if no variable such as STRESS_KILLS=50 says another number."""
+    return int(os.environ.get(f"STRESS_{name}", default))
+
+
 class Forked:
     """A command in one process or in several.
 

@@ -102,9 +102,10 @@ def damage(cuts: int, flips: int, folder: str) -> dict[str, Any]:
 
 
 def test_no_damaged_checkpoint_is_loaded_with_other_contents(
-    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+    forking: Callable[..., Any], long_form: bool, write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    found = forking(damage, cuts=size("cuts", 5, 100), flips=size("flips", 60, 1000), folder=str(tmp_path))
+    cuts, flips = (100, 1000) if long_form else (5, 60)
+    found = forking(damage, cuts=cuts, flips=flips, folder=str(tmp_path))
     counts = found["counts"]
     total = sum((Counter(one) for one in counts.values()), Counter[str]())
     files = total.total()

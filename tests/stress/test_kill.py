@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import PHASES
-from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment
+from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment, size
 
 TRAINING = [*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Announce"]
 ROUNDING = 1e-5  # of fractions; found 6e-8 in weights under SGD, and losses are written with six digits
@@ -196,10 +197,11 @@ def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -
     return in_imports
 
 
+@pytest.mark.stress
 def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
-    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+    forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    kills, starts = size("kills", 6, 200), size("starts", 1, 10)
+    kills, starts = size("KILLS", 200), size("STARTS", 10)
     counts = forking(kill_trainings, kills=kills, starts=starts, folder=str(tmp_path))
     fell = {phase: sum(by.values()) for phase, by in counts["fell"].items()}
     assert sum(fell.values()) == kills

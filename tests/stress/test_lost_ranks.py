@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import CRASH, FOLDER, FREEZE, HANG, KILL
-from stress.forked import SMALL_TRAINING, clean_environment
+from stress.forked import SMALL_TRAINING, clean_environment, size
 from stress.network_namespaces import TwoMachines, two_machines, why_not
 
 from cifar_lit.distributed.join import free_port
@@ -166,7 +166,7 @@ def test_a_run_that_loses_a_rank_ends_soon_names_it_leaves_nothing_and_goes_on(
     environment: dict[str, str], write_counts: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    limit, count = (int(os.environ.get(f"STRESS_{name}", number)) for name, number in (("RANK_TIMEOUT", 60), ("LOST_RANKS", 99)))
+    limit = size("RANK_TIMEOUT", 60)
     whole = tmp_path / "whole"
     whole.mkdir()
     training = Started(OWN, TRAINING, whole, None)
@@ -175,7 +175,7 @@ def test_a_run_that_loses_a_rank_ends_soon_names_it_leaves_nothing_and_goes_on(
     assert expected is not None
     lacking = {MACHINES: why_not(), FULL: None if os.geteuid() == 0 else "a disk of its own takes root"}
     outcomes, skipped = [], []
-    for number, case in enumerate(CASES[:count]):
+    for number, case in enumerate(CASES[: size("LOST_RANKS", 99)]):
         if why := lacking.get(case.way) or lacking.get(case.fault):
             skipped.append(f"{', '.join(map(str, case))}: {why}")
             continue
