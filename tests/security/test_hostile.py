@@ -68,7 +68,8 @@ def read(folder: Path, genuine: Path, kind: str, maker: Maker | None) -> Answer:
     if kind == "configuration" and os.path.lexists(path):  # else it is the one beside the checkpoint
         argv = [*FIT, "--config", path.name]
     if kind == "archive":  # and nowhere to download it from
-        argv = [*FIT, "--dataset", "cifar10", "--data-dir", ".", "--data.url", "none"]
+        own = (f"--data.{name}=null" for name in ("image_size", "num_classes"))
+        argv = [*FIT, "--dataset", "cifar10", "--data-dir", ".", "--data.url", "none", *own]
     if kind == "image":
         (folder / "images/b").mkdir()
         for number in range(4):
