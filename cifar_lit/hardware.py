@@ -71,7 +71,7 @@ def detect_machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return Machine(
-        cpu=next(names, platform.processor() or platform.machine()),
+        cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a program
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         bf16=any(supported is not None and supported() for supported in instructions),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),

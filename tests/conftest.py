@@ -1,6 +1,17 @@
-"""Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names."""
+"""Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names.
 
-from collections.abc import Callable
+Tests with `long_form` have two: plain `pytest` runs the short one, `pytest -m stress` the long one. `--stress-json DIR` writes
+the counts of what the stress tests did.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -11,15 +22,16 @@ from contract.command_line import RECIPE, SMALL, Training, run_command
 
 __all__ = ["browser", "open_page"]
 
+TESTS = Path(__file__).parent
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress-json", metavar="DIR", help="write what the stress tests count to files there")
 
 
-@pytest.fixture(scope="session")
-def long_form(pytestconfig: pytest.Config) -> bool:
-    """Whether stress tests are to take long: with -m stress. Plain pytest runs each in a short form."""
-    return "stress" in pytestconfig.option.markexpr.split()
+@pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.stress)])
+def long_form(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "long")
 
 
 @pytest.fixture
@@ -54,3 +66,31 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 def run_dir(training: Training) -> Path:
     """The run folder of the training; to be left as it is."""
     return training.run_dir
+
+
+def environment() -> dict[str, str]:
+    """For processes that import this package and these tests."""
+    paths = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="session")
+def forking(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
+    """forking(function, **arguments): what a function of these tests returns in a process that may be forked."""
+    if not hasattr(os, "fork"):
+        pytest.skip("these trainings are forked, which this system cannot do")
+    command = [sys.executable, "-m", "stress.forked"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def call(function: Callable[..., Any], **arguments: Any) -> Any:
+            module = f"{Path(inspect.getfile(function)).parent.name}.{function.__module__}"
+            process.stdin.write(json.dumps([module, function.__name__, arguments]) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            result, error = json.loads(line) if line else (None, f"it ended with {process.wait()}")
+            assert error is None, error
+            return result
+
+        yield call
+        process.stdin.close()

@@ -27,9 +27,9 @@ from cifar_lit.cli import console
 from cifar_lit.cli.errors import LOST_PEER
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import apply_launcher
+from cifar_lit.distributed.join import free_port
 from cifar_lit.distributed.rank_info import by_torchrun
 from cifar_lit.distributed.rank_watch import describe_exit
-from cifar_lit.distributed.rendezvous import free_port
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.hardware import Machine, choose_devices, detect_machine
 

@@ -119,7 +119,7 @@ def _allow_own_runs(argv: list[str]) -> None:
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Runs fit, train, validate, test or predict, as one of the processes that a launcher may have started."""
     from cifar_lit.cli.launch import apply_launcher, continue_job
-    from cifar_lit.distributed.rendezvous import meet_anew
+    from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # a typing error is answered before seconds of imports
@@ -132,7 +132,6 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     continue_job(command, argv, os.environ)
     catch_signals()
     from cifar_lit.cli.fit import TrainingCLI
-    from cifar_lit.distributed.join import leave
 
     TrainingCLI(command)
     leave("", 0)

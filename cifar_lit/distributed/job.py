@@ -25,7 +25,6 @@ from cifar_lit.runs.run_folder import runs_of_job
 NAME = "CIFAR_LIT_JOB"  # set by a user or a scheduler's file; it must be unique among the jobs that share --logs
 JOB_RUN = "CIFAR_LIT_JOB_RUN"  # tells processes that this one starts which run it goes on with, "" for a new one
 REQUEUE_SECONDS = 5.0  # that SLURM is given to end a job that is queued again
-SCONTROL_SECONDS = 60.0
 
 
 class Job(NamedTuple):
@@ -62,10 +61,7 @@ def slurm_number(environment: Mapping[str, str]) -> str:
 
 
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
-    """The run to go on with, None for a new one: the same in all processes.
-
-    line: its digest, by which the runs of a job without a name of its own are told apart.
-    """
+    """The run to go on with, None for a new one: the same in all processes. line: its digest."""
     if not is_first_process(environment) and JOB_RUN in environment:
         return Path(environment[JOB_RUN]) if environment[JOB_RUN] else None
     runs = runs_of_job(logs, lambda record: record.get("job") == job.key and (job.named or record.get("line") == line))
@@ -76,9 +72,11 @@ def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) 
 def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     """Asks SLURM to start this process's job again; a line about what went wrong, empty when nothing did.
 
-    resume: the command that goes on, None when there is no checkpoint. SLURM ends the job at once, so everything must be
-    written by now, and signals count no more. Processes but the first wait for that end: were they gone before,
-    `srun --kill-on-bad-exit` could take the first one with them.
+    SLURM ends the job at once, so everything must be written by now, and signals count no more. Processes but the first wait
+    for that end: were they gone before, `srun --kill-on-bad-exit` could take the first one with them.
+
+    Args:
+        resume: the command that goes on, None when there is no checkpoint.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -89,11 +87,9 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     state = "stopped at its checkpoint" if resume else "stopped"
     print(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself", file=sys.stderr, flush=True)
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
-        if done.returncode == 0:
-            return ""
-        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = getattr(error, "strerror", None) or f"it did not answer within {SCONTROL_SECONDS:.0f} s"
+        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+        return ""
+    except (OSError, subprocess.SubprocessError) as error:
+        output = str(getattr(error, "stderr", None) or error).strip()
     hint = f"Go on with:\n  {resume}" if resume else "Start it again."
-    return f"cifar-lit: it is not, as `scontrol requeue {job}` failed: {reason}. {hint}"
+    return f"cifar-lit: it is not, as `scontrol requeue {job}` failed: {output.splitlines()[-1].rstrip('.')}. {hint}"

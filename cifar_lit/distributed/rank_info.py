@@ -90,7 +90,7 @@ def starts_again(environment: Mapping[str, str]) -> bool:
 
 
 def advice(resume: str | None, environment: Mapping[str, str]) -> str:
-    """How a run that lost a process goes on. resume: the command for it, None where there is no checkpoint."""
+    """How a run that lost a process goes on. resume: the command, None where there is no checkpoint."""
     if starts_again(environment):
         return "torchrun starts all of them again."
     return f"Go on with:\n  {resume}" if resume else "It has no checkpoint yet: start it again."

@@ -5,8 +5,8 @@ or hangs, DDPStrategy(timeout=…) raises without a name, and leaves the frozen 
 for the first one's download or checkpoint, so that its 30 minutes cannot be made 60 s. torchrun knows none that is frozen.
 
 Here all ranks hold a connection to the first. The system closes it at once when a process dies; one that is frozen, or cut off
-from the network, is known by its silence; one whose main thread hangs, by the step that it does not reach. torch's store can do
-neither: its calls wait for the first rank, which serves it, and it tells nobody that a client has gone.
+from the network, is known by its silence; one whose main thread hangs, by the step that it does not reach. torch's store tells
+nobody that a client has gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from cifar_lit.distributed.rank_info import RankInfo
-from cifar_lit.distributed.watchdog import start_watchdog
 from cifar_lit.errors import UsageError
 
 GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED = "gone", "orphaned", "failed", "silent", "stuck", "stopped"
@@ -38,13 +37,32 @@ EXIT_SECONDS = {GONE: 3.0, ORPHANED: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, 
 CLEANUP_SECONDS = 10.0  # after which a process that ends by itself is ended
 REQUEUE_SECONDS = 90.0  # the same for one that was stopped, which may hand its job back to a scheduler
 CHILD_EXIT_SECONDS = 3.0  # that ranks which this one has started are given to end
-EXIT_CODE_SECONDS = 1.0  # in which the system knows how a process ended whose connection it has closed
-REPLY_SECONDS = 1.0  # to wait for the first rank's word on whose fault it is
+REPLY_SECONDS = 1.0  # for the first rank's word on whose fault it is, and for the exit code of a rank whose connection closed
 HEARTBEAT_SECONDS = 1.0
 JOIN_FACTOR = 5.0  # times the limit: how long ranks wait for each other at the start
 HANG_FACTOR = 1.5  # times the limit: how long one rank's main thread may keep the others waiting
 ANNOUNCE_SECONDS = 15.0  # after which the first one says whom it waits for
 MAX_MESSAGE_BYTES = 1 << 20  # none of ours comes near
+
+# A small process beside each rank kills it when it is frozen: one that was stopped (SIGSTOP), or waits for ever inside a driver
+# or a file system, runs none of its own threads, and from another machine nobody could. It counts heartbeats rather than time:
+# when a terminal or a scheduler stops the whole run, it stands still with it.
+WATCHDOG = """
+import os, select, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+rank, heartbeat, allowed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+missed = 0
+while missed < allowed and os.getppid() == rank:
+    if select.select([0], [], [], heartbeat)[0]:
+        if not os.read(0, 4096):
+            sys.exit()
+        missed = 0
+    else:
+        missed += 1
+if os.getppid() == rank:
+    os.kill(rank, signal.SIGKILL)
+"""
 
 
 class Fault(NamedTuple):
@@ -56,29 +74,14 @@ class Fault(NamedTuple):
     code: int = 1
 
 
-class Member(NamedTuple):
-    """A rank as the others know it. machine: the same text for processes that see each other's process numbers."""
-
-    rank: int
-    pid: int
-    host: str
-    machine: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
 class JsonSocket:
-    """JSON objects, one a line, over a connected socket, without ever waiting for the other side.
-
-    closed: nothing will come any more, as the other side is gone, or no rank.
-    """
+    """JSON objects, one a line, over a connected socket, without ever waiting for the other side."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.closed = False
+        self.closed = False  # nothing will come any more, as the other side is gone, or no rank
         self._received, self._unsent = b"", b""
         self._sending = threading.Lock()
 
@@ -94,10 +97,8 @@ class JsonSocket:
             while (chunk := self.socket.recv(65536)) and len(self._received) <= MAX_MESSAGE_BYTES:
                 self._received += chunk
             self.closed = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.closed = True
+        except OSError as error:
+            self.closed = not isinstance(error, BlockingIOError)
         *lines, self._received = self._received.split(b"\n")
         try:
             return [dict(json.loads(line)) for line in lines]
@@ -113,8 +114,11 @@ class RankWatch(threading.Thread):
         super().__init__(name="rank watch", daemon=True)
         self.info, self.limit = info, limit
         self.heartbeat_seconds = min(HEARTBEAT_SECONDS, limit / 5)
-        self.member = _this_process(info.rank)
-        self.members: dict[int, Member] = {info.rank: self.member}
+        self.machine = host = socket.gethostname()  # the same text for processes that see each other's process numbers
+        with suppress(OSError):  # Linux: containers may share a host's name, but not its process numbers
+            boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+            self.machine += f" {boot.strip()} {namespace}"
+        self.members = {info.rank: [f"rank {info.rank} (process {os.getpid()} on {host})", self.machine]}
         self.position: list[int] = []  # how far the main thread is; see `RankProgress`
         self.fault: Fault | None = None
         self.fault_known = threading.Event()
@@ -128,8 +132,6 @@ class RankWatch(threading.Thread):
         self._selector = selectors.DefaultSelector()  # its keys' `data` are called when there is something to read
         self._last_heard: dict[int, float] = {}
         self._positions: dict[int, list[int]] = {}
-        self._moved: dict[int, float] = {}  # when a rank last moved, or was where the furthest is
-        self._ended: set[int] = set()  # ranks that ended in order, or have said why they did not
         self._closed = False
         self._fault_lock, self._line_taken = threading.Lock(), threading.Lock()
         # Seconds of watching: they stand still while this process is stopped or starved, which is not the others' silence.
@@ -143,8 +145,7 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         """Until a fault, or the end of the process; a watch that fails itself does not end the run."""
-        # later than the others, who say that it was frozen
-        self._watchdog = start_watchdog(self.limit + 2.0, self.heartbeat_seconds)
+        self._start_watchdog()
         try:
             while not self._closed:
                 fault = self.fault or self._look()
@@ -152,6 +153,17 @@ class RankWatch(threading.Thread):
                     self._end(self._settle(fault))
         finally:
             self.close()
+
+    def _start_watchdog(self) -> None:
+        if os.name != "posix":
+            return
+        missed = round((self.limit + 2.0) / self.heartbeat_seconds)  # later than the others, who say that it was frozen
+        argv = [sys.executable, "-I", "-S", "-c", WATCHDOG, *map(str, (os.getpid(), self.heartbeat_seconds, missed))]
+        with suppress(OSError):  # it is a further safety, which a run does not fail for
+            null = subprocess.DEVNULL
+            self._watchdog = subprocess.Popen(argv, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null).stdin
+            assert self._watchdog is not None  # the pipe that each heartbeat is a byte in; with it the watchdog ends
+            os.set_blocking(self._watchdog.fileno(), False)
 
     def finish(self) -> None:
         """Tells the others that this rank has ended in order."""
@@ -185,7 +197,7 @@ class RankWatch(threading.Thread):
     # ---- what a watch sees
 
     def _look(self) -> Fault | None:
-        """Waits half a heartbeat for news, and returns the fault that it sees."""
+        """Waits half a heartbeat for news."""
         for key, _ in self._selector.select(self.heartbeat_seconds / 2):
             if fault := key.data():
                 return fault
@@ -198,74 +210,56 @@ class RankWatch(threading.Thread):
                 if self._watchdog:
                     self._watchdog.write(b".")
             self._send_all({"position": self.position})
-        return self._lost_child() or self._lost_parent() or self._silent_rank()
+        if self.info.parent is not None and os.getppid() != self.info.parent:
+            return Fault(self.info.rank, ORPHANED, "has lost the torchrun that started it")
+        what = f"has given no sign for {self.limit:.0f} s: it is frozen, or its machine cannot be reached"
+        silent = (rank for rank, heard in self._last_heard.items() if self.now - heard > self.limit)
+        return self._lost_child() or next((Fault(rank, SILENT, what) for rank in silent), None)
 
     def _listen_to(self, rank: int, connection: JsonSocket) -> None:
         self.connections[rank], self._last_heard[rank] = connection, self.now
         self._selector.register(connection.socket, selectors.EVENT_READ, partial(self._read, rank))
 
     def _read(self, rank: int) -> Fault | None:
-        """Takes what a rank has sent."""
+        """Takes what a rank has sent: how far it is, how it ends and, from the first one, who takes part."""
         connection = self.connections[rank]
         self._last_heard[rank] = self.now
+        done = False
         for message in connection.receive():
-            if fault := self._handle(rank, message):
-                return fault
-        if not connection.closed or self._closed:
+            if "fault" in message:
+                return Fault(*message["fault"])
+            if "members" in message:
+                self.members = {int(member): names for member, names in message["members"].items()}
+                self.store_port = message["store_port"]
+            self._positions[rank] = message.get("position", [])
+            done = done or "done" in message
+        if not done and (self._closed or not connection.closed):
             return None
         self._selector.unregister(connection.socket)
         connection.socket.close()
         del self.connections[rank], self._last_heard[rank]
-        if rank in self._ended:
+        self._positions.pop(rank, None)
+        if done:
             return None
         with suppress(KeyError, subprocess.TimeoutExpired):  # KeyError: this process has not started it
-            self.children[rank].wait(EXIT_CODE_SECONDS)
+            self.children[rank].wait(REPLY_SECONDS)
         return self._lost_child() or Fault(rank, GONE, "is gone: it crashed, or was killed")
 
-    def _handle(self, rank: int, message: dict[str, Any]) -> Fault | None:
-        """Takes a message of a rank: how far it is, how it ends and, from the first one, who takes part."""
-        if "members" in message:
-            self.members = {member[0]: Member(*member) for member in message["members"]}
-            self.store_port = message["store_port"]
-        if "done" in message or "fault" in message:
-            self._ended.add(rank)
-            self._positions.pop(rank, None)
-        elif "position" in message and rank not in self._ended:
-            self._move(rank, message["position"])
-        return Fault(*message["fault"]) if "fault" in message else None
-
-    def _move(self, rank: int, position: list[int]) -> None:
-        if position != self._positions.get(rank):
-            self._positions[rank], self._moved[rank] = position, self.now
-
-    def _silent_rank(self) -> Fault | None:
-        """A rank that gives no sign. A frozen one is killed by its watchdog."""
-        what = f"has given no sign for {self.limit:.0f} s: it is frozen, or its machine cannot be reached"
-        silent = (rank for rank, heard in self._last_heard.items() if self.now - heard > self.limit and rank not in self._ended)
-        return next((Fault(rank, SILENT, what) for rank in silent), None)
-
     def _lost_child(self) -> Fault | None:
-        """A rank that this process has started and that ended in failure."""
         codes = ((rank, child.poll()) for rank, child in self.children.items())
         return next((Fault(rank, GONE, describe_exit(code)) for rank, code in codes if code), None)
-
-    def _lost_parent(self) -> Fault | None:
-        """The agent of torchrun that started this process is gone, which nobody else would end it for."""
-        if self.info.parent is not None and os.getppid() != self.info.parent:
-            return Fault(self.info.rank, ORPHANED, "has lost the torchrun that started it")
-        return None
 
     # ---- the end
 
     def line_about(self, fault: Fault) -> str:
         """What to print about a fault, once and by one rank of each machine, but where the rank at fault has done so itself."""
-        here = {rank for rank, member in self.members.items() if member.machine == self.member.machine}
+        here = {rank for rank, (_, machine) in self.members.items() if machine == self.machine}
         said = fault.kind == STOPPED or (fault.kind == FAILED and fault.rank in here)
         left = here - {fault.rank} if fault.kind != ORPHANED else here
         if not self._line_taken.acquire(blocking=False) or said or self.info.rank != min(left, default=self.info.rank):
             return ""
-        who = self.members.get(fault.rank, f"rank {fault.rank}")
-        return f"cifar-lit: {who} {fault.what}. The run was ended. {self.advice()}".rstrip()
+        name, _ = self.members.get(fault.rank, [f"rank {fault.rank}", ""])
+        return f"cifar-lit: {name} {fault.what}. The run was ended. {self.advice()}".rstrip()
 
     def _end(self, fault: Fault) -> None:
         """Ends this process for a fault: gives its main thread the time to do so, then does it from outside."""
@@ -297,7 +291,7 @@ class RankWatch(threading.Thread):
             cast(socket.socket, key.fileobj).close()
 
     def end_children(self) -> None:
-        """Waits a little for the ranks that this process has started, then kills them."""
+        """Waits a little for the ranks that this process has started to end, then kills them."""
         deadline = time.monotonic() + CHILD_EXIT_SECONDS
         for child in self.children.values():
             with suppress(subprocess.TimeoutExpired):
@@ -316,16 +310,24 @@ class Coordinator(RankWatch):
 
     def __init__(self, info: RankInfo, limit: float, token: str) -> None:
         super().__init__(info, limit)
-        self._listener = _listen(info)
+        self.token = token
+        if info.address is None:
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        else:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            try:
+                self._listener = socket.create_server(("", info.port or 0), family=family, backlog=128, dualstack_ipv6=dual)
+            except OSError:
+                reason = "which MASTER_PORT names, is taken on this machine by another process"
+                raise UsageError(f"port {info.port}, {reason}: choose another, the same for all") from None
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self.port: int = self._listener.getsockname()[1]
-        self.token = token
         self._announced = False
+        self._moved: dict[int, tuple[list[int], float]] = {}  # where a rank was when it last moved, or was the furthest
 
     def _look(self) -> Fault | None:
-        """Sees who has not come, and who hangs, too."""
-        self._move(self.info.rank, self.position)
         return super()._look() or self._absent_rank() or self._hanging_rank()
 
     def _accept(self) -> None:
@@ -334,7 +336,7 @@ class Coordinator(RankWatch):
             self._selector.register(connected, selectors.EVENT_READ, partial(self._welcome, JsonSocket(connected)))
 
     def _welcome(self, connection: JsonSocket) -> None:
-        """A newcomer says which rank it is, and no more that matters before it has its answer; strangers are sent away."""
+        """A newcomer says which rank it is; strangers are sent away."""
         messages = connection.receive()
         if not messages and not connection.closed:
             return
@@ -342,24 +344,22 @@ class Coordinator(RankWatch):
         try:
             hello = messages[0]
             known = secrets.compare_digest(str(hello["token"]), self.token)
-            member = Member(int(hello["rank"]), int(hello["pid"]), str(hello["host"]), str(hello["machine"]))
+            rank, member = int(hello["rank"]), [str(hello["name"]), str(hello["machine"])]
         except (IndexError, KeyError, TypeError, ValueError):
             known = False
-        if not known or not 0 < member.rank < self.info.world or member.rank in self.connections:
+        if not known or not 0 < rank < self.info.world or rank in self.members:
             connection.socket.close()
             return
-        self._listen_to(member.rank, connection)
-        self.members[member.rank] = member
-        self._send_all({"members": list(self.members.values()), "store_port": self.store_port})
+        self._listen_to(rank, connection)
+        self.members[rank] = member
+        self._send_all({"members": self.members, "store_port": self.store_port})
 
     def _absent_rank(self) -> Fault | None:
-        """A rank that has not come; whom it waits for is said on the way."""
         # ranks that a Trainer starts come when that one has prepared its data, which may take hours
         others = [rank for rank in range(0, self.info.world, self.info.per_node) if rank not in self.members]
         if others and not self._announced and self.now > ANNOUNCE_SECONDS:
             self._announced = True
-            names = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
-            print(f"waiting for rank {names} of {self.info.world}", file=sys.stderr, flush=True)
+            print(f"waiting for rank {', '.join(map(str, others))} of {self.info.world}", file=sys.stderr, flush=True)
         children = [rank for rank in self.children if rank not in self.members]
         for absent, since in ((others, 0.0), (children, self.children_started)):
             if absent and self.now - since > JOIN_FACTOR * self.limit:
@@ -368,11 +368,13 @@ class Coordinator(RankWatch):
 
     def _hanging_rank(self) -> Fault | None:
         """A rank whose main thread does not come to where the others wait for it, though its watch is alive."""
-        furthest = max(self._positions.values())
-        for rank, position in self._positions.items():
-            if position == furthest:
-                self._moved[rank] = self.now
-            elif self.now - self._moved[rank] > HANG_FACTOR * self.limit:
+        positions = {**self._positions, self.info.rank: self.position}
+        furthest = max(positions.values())
+        for rank, position in positions.items():
+            before, since = self._moved.get(rank, (None, 0.0))
+            if position == furthest or position != before:
+                self._moved[rank] = position, self.now
+            elif self.now - since > HANG_FACTOR * self.limit:
                 waited = f"has kept the others waiting for {HANG_FACTOR * self.limit:.0f} s"
                 return Fault(rank, STUCK, f"{waited}: it hangs, in a file system, a driver or a deadlock")
         return None
@@ -384,7 +386,8 @@ class Worker(RankWatch):
     def __init__(self, info: RankInfo, limit: float, connected: socket.socket, token: str) -> None:
         super().__init__(info, limit)
         self._listen_to(0, JsonSocket(connected))
-        self._send_all({"token": token, **self.member._asdict()})
+        name, machine = self.members[info.rank]
+        self._send_all({"token": token, "rank": info.rank, "name": name, "machine": machine})
 
     def is_welcome(self) -> bool:
         """Waits for the answer of what the connection leads to: whether it is this run's first rank."""
@@ -402,24 +405,3 @@ def describe_exit(code: int) -> str:
         return f"ended with exit code {code}"
     name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     return f"was killed by {name}" + (", as systems do that run out of memory" if name == "SIGKILL" else "")
-
-
-def _this_process(rank: int) -> Member:
-    machine = host = socket.gethostname()
-    with suppress(OSError):  # Linux: containers may share a host's name, but not its process numbers
-        machine += f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    return Member(rank, os.getpid(), host, machine)
-
-
-def _listen(info: RankInfo) -> socket.socket:
-    """A socket where the other ranks look for the first, over IPv4 and IPv6; for those that it starts, at any free port."""
-    if info.address is None:
-        return socket.create_server(("127.0.0.1", 0), backlog=128)
-    place = ("", info.port or 0)
-    try:
-        with suppress(OSError, ValueError):  # there may be no IPv6
-            return socket.create_server(place, family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-        return socket.create_server(place, backlog=128)
-    except OSError:
-        reason = "which MASTER_PORT names, is taken on this machine by another process"
-        raise UsageError(f"port {info.port}, {reason}: choose another, the same for all") from None

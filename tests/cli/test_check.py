@@ -19,7 +19,7 @@ from contract.command_line import assert_refused, run_command, run_process, tabl
 
 from cifar_lit.cli import check
 from cifar_lit.cli.check import Answer, fault, judge, look, try_all_reduce, try_net
-from cifar_lit.distributed.rendezvous import free_port
+from cifar_lit.distributed.join import free_port
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
 

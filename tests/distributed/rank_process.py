@@ -15,8 +15,7 @@ from cifar_lit.distributed import join
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, RankWatch, Worker
 
-ROOT = Path(__file__).parent.parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
 LIMIT = 2.0
 TIMEOUT = 60.0  # seconds that a busy machine may take for what is done in less than ten
 
@@ -25,20 +24,19 @@ class Rank:
     """A process of this file."""
 
     def __init__(self, rank: int, world: int, *more: str) -> None:
-        argv = [sys.executable, __file__, str(rank), str(world), str(LIMIT), *more]
+        argv = [sys.executable, __file__, str(rank), str(world), *more]
         self.process = subprocess.Popen(
             argv, env=ENVIRONMENT, text=True, stdin=-1, stdout=-1, stderr=-1, start_new_session=True, bufsize=1
         )
-        self.pid, self.address = self.process.pid, self.read().split()
+        self.pid, self.address = self.process.pid, self.read()
 
     def read(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def write(self, *orders: str) -> None:
+    def write(self, order: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("".join(f"{order}\n" for order in orders))
-        self.process.stdin.flush()
+        self.process.stdin.write(f"{order}\n")
 
     def wait(self) -> tuple[int, str]:
         """Exit code and what was printed on stderr."""
@@ -47,14 +45,28 @@ class Rank:
         return code, self.process.stderr.read()
 
 
-def main() -> None:
-    rank, world, limit = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    info = RankInfo(rank, world, parent=os.getppid() if "--parent" in sys.argv else None)
+def start_ranks(world: int, order: str, *more: str) -> list[Rank]:
+    """Ranks that have met; each is given the order."""
+    first = Rank(0, world, *more)
+    ranks = [first, *(Rank(rank, world, first.address, *more) for rank in range(1, world))]
+    members, deadline = "", time.monotonic() + TIMEOUT
+    while members != str(list(range(world))):
+        assert time.monotonic() < deadline
+        first.write("members")
+        members = first.read()
+    for rank in ranks:
+        rank.write(order)
+    return ranks
+
+
+def main(rank: int, world: int, *more: str) -> None:
+    info = RankInfo(rank, world, parent=os.getppid() if "--parent" in more else None)
+    watch: RankWatch
     if rank == 0:
-        watch: RankWatch = Coordinator(info, limit, "token")
+        watch = Coordinator(info, LIMIT, "token")
         print(watch.port, flush=True)
     else:
-        watch = Worker(info, limit, socket.create_connection(("127.0.0.1", int(sys.argv[4])), 5), "token")
+        watch = Worker(info, LIMIT, socket.create_connection(("127.0.0.1", int(more[0])), 5), "token")
         print("joined", flush=True)
     watch.advice = lambda: "Go on with:\n  cifar-lit train --resume a-run"
     watch.release = lambda: print("released", flush=True)
@@ -65,7 +77,7 @@ def main() -> None:
         obey(watch, *order.split())
 
 
-def obey(watch: RankWatch, word: str, code: str = "1") -> None:
+def obey(watch: RankWatch, word: str = "", code: str = "1") -> None:
     line = {"0": "", "1": "cifar-lit: no more paper"}.get(code, "cifar-lit: stopped")
     if word == "members":
         print(sorted(watch.members), flush=True)
@@ -81,4 +93,4 @@ def obey(watch: RankWatch, word: str, code: str = "1") -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from cifar_lit.distributed import join
-from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info, starts_again
+from cifar_lit.distributed.join import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
+from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import Coordinator
-from cifar_lit.distributed.rendezvous import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = (
@@ -39,31 +39,21 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
         ({"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET}, 2, 3, RankInfo(3, 6, "10.0.0.1", 29500, per_node=2)),
         (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
-    ],
-)
-def test_ranks_are_counted_over_all_machines_whoever_has_started_them(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, info: RankInfo
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert rank_info(devices, nodes) == info
-
-
-@pytest.mark.parametrize(
-    ("environment", "devices", "nodes", "complaint"),
-    [
         ({"LOCAL_RANK": "1"}, 2, 1, "--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"),
         ({"MASTER_ADDR": "a"}, 1, 2, "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in"),
         ({**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"}, 1, 2, "MASTER_PORT must be a port from 1 to 65535, not 'http'"),
     ],
 )
-def test_ranks_that_do_not_know_how_to_meet_are_told_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, complaint: str
+def test_ranks_are_counted_over_all_machines_whoever_has_started_them_or_it_is_said_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, info: RankInfo | str
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=complaint):
-        rank_info(devices, nodes)
+    if isinstance(info, RankInfo):
+        assert rank_info(devices, nodes) == info
+    else:
+        with pytest.raises(UsageError, match=info):
+            rank_info(devices, nodes)
 
 
 def test_the_first_of_all_processes_knows_itself() -> None:
@@ -72,11 +62,10 @@ def test_the_first_of_all_processes_knows_itself() -> None:
     assert not is_first_process({"LOCAL_RANK": "1"}) and not is_first_process({"LOCAL_RANK": "0", "NODE_RANK": "1"})
 
 
-@pytest.mark.parametrize(("restarts", "again"), [("1", True), ("2", False)])
-def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoint(restarts: str, again: bool) -> None:
-    torchrun = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_MAX_RESTARTS": "2"}
-    assert starts_again(torchrun) == again
-    assert ("torchrun starts all" in advice("x", torchrun)) == again
+def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoint() -> None:
+    for restarts, again in (("1", True), ("2", False)):
+        torchrun = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_MAX_RESTARTS": "2"}
+        assert ("torchrun starts all" in advice("x", torchrun)) == again
     assert advice("cifar-lit train --resume a", {}) == "Go on with:\n  cifar-lit train --resume a"
     assert advice(None, {}) == "It has no checkpoint yet: start it again."
 
@@ -85,11 +74,6 @@ def test_an_interactive_shell_and_a_torchrun_inside_a_job_are_not_slurms() -> No
     job = {"SLURM_NTASKS": "2", "LOCAL_WORLD_SIZE": "2"}
     assert by_slurm({**job, "SLURM_JOB_NAME": "night"})
     assert not any(by_slurm(other) for other in ({}, {**job, "SLURM_JOB_NAME": "bash"}, {**job, **TORCHRUN}))
-
-
-def test_a_process_alone_has_nobody_to_watch() -> None:
-    assert join.join(RankInfo(0, 1), 60.0) is None
-    assert join.leave("a line", 1) == "a line"
 
 
 # ---- where they meet
@@ -107,29 +91,25 @@ def coordinator() -> Iterator[Coordinator]:
     coordinator.close_in_fork()
 
 
-def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(coordinator: Coordinator) -> None:
-    watch = join._worker(RankInfo(1, 2, "127.0.0.1", coordinator.port), 5.0)
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(coordinator: Coordinator, address: str) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("IPv6 is switched off")
+    watch = join._worker(RankInfo(1, 2, address, coordinator.port), 5.0)
     assert watch.store_port == 4321 and COORDINATOR in os.environ  # for ranks that it starts
     watch.finish()
     watch.close_in_fork()
 
 
-def test_a_port_that_is_taken_is_named(coordinator: Coordinator) -> None:
+def test_a_port_that_is_taken_or_where_no_first_rank_answers_is_named(coordinator: Coordinator) -> None:
     with pytest.raises(UsageError, match=f"port {coordinator.port}, which MASTER_PORT names, is taken on this machine"):
         Coordinator(coordinator.info, 1.0, "")
-
-
-def test_a_first_rank_that_cannot_be_reached_is_given_up_with_its_address() -> None:
-    port = free_port()
-    with pytest.raises(Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"):
-        join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
-
-
-def test_something_else_that_answers_at_the_port_is_not_taken_for_the_first_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(Failure, match=rf"no rank 0 of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"):
             join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
+    with pytest.raises(Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"):
+        join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its interfaces")
@@ -138,12 +118,11 @@ def test_the_interface_is_the_one_that_leads_to_the_first_rank_unless_the_user_h
 ) -> None:
     choose_interface("no such host")
     assert GLOO_INTERFACE not in os.environ
+    choose_interface("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] == "lo"
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     choose_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == "eth7"
-    monkeypatch.delenv(GLOO_INTERFACE)
-    choose_interface("127.0.0.1")
-    assert os.environ[GLOO_INTERFACE] == "lo"
 
 
 def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_node_has_counted_it() -> None:

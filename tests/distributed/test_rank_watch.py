@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank
+from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank, start_ranks
 
 from cifar_lit.distributed import rank_watch
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
-from cifar_lit.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -26,18 +25,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
-    """Three that have met and hang as in a collective, or as many as a test asks for, idle."""
-    count, hang = getattr(request, "param", (3, True))
-    first = Rank(0, count)
-    ranks = [first, *(Rank(number, count, *first.address) for number in range(1, count))]
-    deadline, members = time.monotonic() + TIMEOUT, ""
-    while members != str(list(range(count))):
-        assert time.monotonic() < deadline
-        first.write("members")
-        members = first.read()
-    for rank in ranks:
-        if hang:
-            rank.write("hang")
+    """Three that hang as in a collective, or as many as a test asks for, idle."""
+    ranks = start_ranks(*getattr(request, "param", (3, "hang")))
     yield ranks
     for rank in ranks:
         with suppress(ProcessLookupError):
@@ -45,23 +34,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
         rank.process.communicate()
 
 
-two_idle = pytest.mark.parametrize("ranks", [(2, False)], indirect=True)
+two_idle = pytest.mark.parametrize("ranks", [(2, "")], indirect=True)
 
 
-def test_a_killed_rank_ends_the_others_and_the_first_names_it_with_the_command_to_go_on(ranks: list[Rank]) -> None:
-    ranks[1].process.kill()
-    name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_first_that_is_left_names_it(ranks: list[Rank], lost: int) -> None:
+    ranks[lost].process.kill()
+    name = f"rank {lost} (process {ranks[lost].pid} on {socket.gethostname()})"
     line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n"
-    assert ranks[0].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
-    assert ranks[0].read() == "released"
-    assert ranks[2].wait() == (1, "")
-
-
-def test_the_loss_of_the_first_rank_is_told_by_the_second_alone(ranks: list[Rank]) -> None:
-    ranks[0].process.kill()
-    code, line = ranks[1].wait()
-    assert (code, line.count("\n")) == (1, 2)
-    assert f"rank 0 (process {ranks[0].pid} on" in line
+    assert ranks[1 - lost].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
+    assert "released" in ranks[2].read()
     assert ranks[2].wait() == (1, "")
 
 
@@ -84,17 +66,10 @@ def test_a_run_that_is_stopped_as_a_whole_and_goes_on_later_has_lost_nobody(rank
 
 
 @two_idle
-def test_a_rank_that_fails_says_why_and_the_others_end_without_a_word(ranks: list[Rank]) -> None:
-    ranks[0].write("hang")
+@pytest.mark.parametrize("both", [False, True])
+def test_what_a_rank_fails_with_is_said_once_however_many_fail_with_it(ranks: list[Rank], both: bool) -> None:
+    ranks[0].write("end 1" if both else "hang")
     ranks[1].write("end 1")
-    assert ranks[1].wait() == (1, "[rank 1] cifar-lit: no more paper\n")
-    assert ranks[0].wait() == (1, "")
-
-
-@two_idle
-def test_what_all_ranks_fail_with_is_said_once(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        rank.write("end 1")
     ends = [rank.wait() for rank in ranks]
     assert [code for code, _ in ends] == [1, 1]
     assert "".join(line for _, line in ends).removeprefix("[rank 1] ") == "cifar-lit: no more paper\n"
@@ -112,34 +87,22 @@ def test_the_error_that_a_lost_rank_leads_to_becomes_the_line_about_that_rank(ra
     assert "rank 1 (process" in line and "no more paper" not in line
 
 
-PARENT = """
-import subprocess, sys
-def start(*more):
-    return subprocess.Popen([sys.executable, sys.argv[1], *more, "--parent"], stdin=-1, stdout=-1, text=True)
-first = start("0", "2", sys.argv[2])
-second = start("1", "2", sys.argv[2], *first.stdout.readline().split())
-while True:
-    first.stdin.write("members\\n")
-    first.stdin.flush()
-    if first.stdout.readline().strip() == "[0, 1]":
-        break
-for rank in (first, second):
-    rank.stdin.write("hang\\n")
-    rank.stdin.flush()
-print("hanging", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_ranks_end_with_the_torchrun_that_has_started_them_and_one_says_so() -> None:
-    script = str(Path(__file__).with_name("rank_process.py"))
-    argv = [sys.executable, "-c", PARENT, script, str(LIMIT)]
-    with subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT) as agent:
-        assert agent.stdout is not None and agent.stderr is not None
-        assert agent.stdout.readline() == "hanging\n"
-        agent.kill()
-        # ends when both ranks have, which hold the other end
-        assert agent.stderr.read().count("has lost the torchrun that started it") == 1
+    agent = (
+        "import sys, rank_process\n"
+        "for rank in rank_process.start_ranks(2, 'hang', '--parent'): print(rank.pid, rank.process.stderr.fileno(), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
+    with subprocess.Popen([sys.executable, "-c", agent], stdin=-1, stdout=-1, text=True, env=environment) as started:
+        assert started.stdout is not None
+        pipes = [os.open(f"/proc/{started.pid}/fd/{started.stdout.readline().split()[1]}", os.O_RDONLY) for _ in range(2)]
+        started.kill()
+    said = ""
+    for pipe in pipes:  # each ends when its rank has
+        with os.fdopen(pipe) as stderr:
+            said += stderr.read()
+    assert said.count("has lost the torchrun that started it") == 1
 
 
 # ---- in this process, step by step, with clocks that are set
@@ -186,30 +149,25 @@ def test_own_sleep_is_not_the_silence_of_others(pair: Pair, monkeypatch: pytest.
     assert (pair.first._look(), pair.second._look()) == (None, None)
 
 
-def test_a_rank_whose_main_thread_hangs_while_the_others_wait_for_it_ends_the_run(pair: Pair) -> None:
-    pair.first.position, pair.second.position = [1, 0, 0, 7], [1, 0, 0, 6]
-    faults = [pair.looks(0.7)[0] for _ in range(4)]
-    what = "has kept the others waiting for 2 s: it hangs, in a file system, a driver or a deadlock"
-    assert faults[0] is None
-    assert faults[-1] == Fault(1, "stuck", what)
-
-
-def test_ranks_that_are_long_at_the_same_place_or_move_do_not_hang(pair: Pair) -> None:
+def test_a_rank_hangs_that_keeps_the_others_waiting_but_not_one_that_moves_or_is_where_they_are(pair: Pair) -> None:
     for first, second in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2)):
         pair.first.position, pair.second.position = [1, 0, first, 0], [1, 0, second, 0]
         for _ in range(1 if first != second else 4):
             assert pair.looks(0.7) == (None, None)
+    pair.first.position = [1, 0, 2, 1]
+    faults = [pair.looks(0.7)[0] for _ in range(4)]
+    assert faults[0] is None
+    what = "has kept the others waiting for 2 s: it hangs, in a file system, a driver or a deadlock"
+    assert faults[-1] == Fault(1, "stuck", what)
 
 
-def test_either_rank_may_end_in_order_before_the_other(pair: Pair) -> None:
-    pair.second.finish()
-    pair.connected.close()
-    assert [pair.first._look() for _ in range(3)] == [None] * 3
-    other = Pair()
-    other.first.finish()
-    other.first.close_in_fork()
-    assert [other.second._look() for _ in range(3)] == [None] * 3
-    other.second.close_in_fork()
+@pytest.mark.parametrize("sooner", ["first", "second"])
+def test_either_rank_may_end_in_order_before_the_other(pair: Pair, sooner: str) -> None:
+    watches = [pair.first, pair.second] if sooner == "first" else [pair.second, pair.first]
+    watches[0].finish()
+    for connection in watches[0].connections.values():
+        connection.socket.close()
+    assert [watches[1]._look() for _ in range(3)] == [None] * 3
 
 
 KILLED = "was killed by SIGKILL, as systems do that run out of memory"
@@ -224,7 +182,7 @@ def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_st
     assert sees(pair.first) == fault
 
 
-def test_ranks_that_never_come_are_named(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_never_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0, "token")
     for seconds in (14.0, 2.0):
         assert capsys.readouterr().err == ""
@@ -236,10 +194,10 @@ def test_ranks_that_never_come_are_named(pair: Pair, capsys: pytest.CaptureFixtu
     alone.close_in_fork()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"GET / HTTP/1.1\r\n\r\n", b'{"token": "wrong", "rank": 1, "pid": 1, "host": "", "machine": ""}\n', b"[]\n", b"half", b""],
-)
+WRONG = b'{"token": "wrong", "rank": 1, "name": "", "machine": ""}\n'
+
+
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", WRONG, b"[]\n", b"half", b""])
 def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text: bytes) -> None:
     with socket.create_connection(("127.0.0.1", pair.first.port), 5) as stranger:
         stranger.sendall(text)
@@ -249,15 +207,3 @@ def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text:
             assert stranger.recv(1) == b""
     assert pair.looks() == (None, None)
     assert sorted(pair.first.members) == [0, 1]
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_ranks_of_other_machines_reach_the_first_over_either_protocol(pair: Pair, address: str) -> None:
-    coordinator = Coordinator(RankInfo(0, 2, "host", free_port()), 60.0, "token")
-    try:
-        socket.create_connection((address, coordinator.port), 5).close()
-    except OSError:
-        if address != "::1":  # which may be switched off
-            raise
-    finally:
-        coordinator.close_in_fork()

@@ -1,4 +1,7 @@
-"""Checkpoints and `model.safetensors` that want to run code or to take memory; made from those of a genuine run."""
+"""Checkpoints and `model.safetensors` that want to run code or to take memory; made from those of a genuine run.
+
+Code that runs out of a file makes the folder `ran` where it works.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from security.sandbox import Sandbox
 
-Maker = Callable[[Sandbox], Path]  # makes a hostile file, and returns its place
+Maker = Callable[[Path], object]  # puts a hostile file in the place of the genuine one
 
 
 class Gadget:
@@ -28,52 +30,46 @@ class Gadget:
         return self.call
 
 
-def _genuine(sandbox: Sandbox) -> dict[str, Any]:
-    contents: dict[str, Any] = torch.load(sandbox.checkpoint, weights_only=True)
-    return contents
+def content(data: bytes | Callable[[], bytes]) -> Maker:
+    """Other bytes."""
+    return lambda path: path.write_bytes(data() if callable(data) else data)
 
 
-def _saved(change: Callable[[dict[str, Any], Sandbox], Any], **how: Any) -> Maker:
-    """Writes the genuine checkpoint after a change."""
+def changed(change: Callable[[bytes], bytes]) -> Maker:
+    """The genuine bytes after a change."""
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
-    def make(sandbox: Sandbox) -> Path:
-        contents = _genuine(sandbox)
-        changed = change(contents, sandbox)
-        torch.save(contents if changed is None else changed, sandbox.checkpoint, **how)
-        return sandbox.checkpoint
+
+def _with(**values: Any) -> Maker:
+    """The genuine checkpoint with other values."""
+
+    def make(path: Path) -> None:
+        torch.save({**torch.load(path, weights_only=True), **values}, path)
 
     return make
 
 
-def _with(**values: Callable[[Sandbox], Any]) -> Maker:
-    return _saved(lambda contents, sandbox: contents.update({name: value(sandbox) for name, value in values.items()}))
+def _weights(value: Any) -> Maker:
+    """The genuine checkpoint with this for each of its weights."""
 
-
-def _bytes(content: Callable[[bytes, Sandbox], bytes]) -> Maker:
-    """Writes other bytes in the place of the genuine checkpoint."""
-
-    def make(sandbox: Sandbox) -> Path:
-        sandbox.checkpoint.write_bytes(content(sandbox.checkpoint.read_bytes(), sandbox))
-        return sandbox.checkpoint
+    def make(path: Path) -> None:
+        contents = torch.load(path, weights_only=True)
+        torch.save({**contents, "state_dict": dict.fromkeys(contents["state_dict"], value)}, path)
 
     return make
 
 
 def _zip_with(data: bytes, padding: int = 0) -> Maker:
-    """A zip as torch's with other contents: a packed storage of `padding` zero bytes for each byte it takes of the disk."""
+    """A zip as torch's with another pickle; or with a packed storage of `padding` zero bytes."""
 
-    def make(sandbox: Sandbox) -> Path:
-        with zipfile.ZipFile(sandbox.checkpoint) as genuine:
+    def make(path: Path) -> None:
+        with zipfile.ZipFile(path) as genuine:
             parts = {name: genuine.read(name) for name in genuine.namelist()}
-        with zipfile.ZipFile(sandbox.checkpoint, "w", zipfile.ZIP_DEFLATED if padding else zipfile.ZIP_STORED) as container:
-            for name, content in parts.items():
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if padding else zipfile.ZIP_STORED) as container:
+            for name, part in parts.items():
                 if padding and name.endswith("/data/0"):
-                    with container.open(name, "w") as entry:
-                        for _ in range(padding >> 20):
-                            entry.write(bytes(1 << 20))
-                else:
-                    container.writestr(name, data if data and name.endswith("data.pkl") else content)
-        return sandbox.checkpoint
+                    part = bytes(padding)
+                container.writestr(name, data if data and name.endswith("data.pkl") else part)
 
     return make
 
@@ -85,106 +81,75 @@ def _nested(levels: int) -> Any:
     return value
 
 
-def _looped() -> Any:
-    value: list[Any] = []
-    value.append(value)
-    return value
+LOOPED: list[Any] = []
+LOOPED.append(LOOPED)
+STRIDED = torch.zeros(1).expand(10**12)
+MKDIR = Gadget(os.mkdir, "ran")
 
 
-def _strided(numbers: int) -> torch.Tensor:
-    return torch.zeros(1).expand(numbers)
+def _old_format(contents: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(contents, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
 
 
-def _weights(value: Any) -> Callable[[dict[str, Any], Sandbox], None]:
-    def change(contents: dict[str, Any], sandbox: Sandbox) -> None:
-        contents["state_dict"] = dict.fromkeys(contents["state_dict"], value)
-
-    return change
-
-
-def _legacy_claim(content: bytes, sandbox: Sandbox) -> bytes:
+def _legacy_claim() -> bytes:
     """torch's format of before 1.6, whose storage claims 2^30 numbers and has none."""
-    old = io.BytesIO()
-    torch.save({"state_dict": {"weight": torch.zeros(64_321)}}, old, _use_new_zipfile_serialization=False)
-    claimed = old.getvalue().replace((64_321).to_bytes(4, "little"), (2**30).to_bytes(4, "little"))
+    old = _old_format({"state_dict": {"weight": torch.zeros(64_321)}})
+    claimed = old.replace((64_321).to_bytes(4, "little"), (2**30).to_bytes(4, "little"))
     return claimed[: len(claimed) - 4 * 64_321]
 
 
-def _tarred(content: bytes, sandbox: Sandbox) -> bytes:
-    file = io.BytesIO()
+def _tarred() -> bytes:
+    file, data = io.BytesIO(), pickle.dumps(MKDIR)
     with tarfile.open(fileobj=file, mode="w") as tar:
         for name in ("pickle", "storages", "tensors"):
             info = tarfile.TarInfo(name)
-            data = pickle.dumps(Gadget(os.mkdir, str(sandbox.trace)))
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return file.getvalue()
 
 
-def _pickled(function: Any, argument: Callable[[Sandbox], Any]) -> Maker:
-    return _bytes(lambda content, sandbox: pickle.dumps(Gadget(function, argument(sandbox))))
-
-
-def _trace(sandbox: Sandbox) -> str:
-    return str(sandbox.trace)
-
-
-def _shell(sandbox: Sandbox) -> str:
-    return f"mkdir {sandbox.trace}"
-
-
 CHECKPOINTS: dict[str, Maker] = {
-    "a gadget (os.mkdir) in the settings": _with(hyper_parameters=lambda sandbox: Gadget(os.mkdir, _trace(sandbox))),
-    "a gadget (os.system) in the weights": _with(state_dict=lambda sandbox: Gadget(os.system, _shell(sandbox))),
-    "a gadget (eval) in the callbacks": _with(
-        callbacks=lambda sandbox: Gadget(eval, f"__import__('os').mkdir('{sandbox.trace}')")
+    "a gadget (os.mkdir) in the settings": _with(hyper_parameters=MKDIR),
+    "a gadget (os.system) in the weights": _with(state_dict=Gadget(os.system, "mkdir ran")),
+    "a gadget (eval) in the callbacks": _with(callbacks=Gadget(eval, "__import__('os').mkdir('ran')")),
+    "a gadget (exec) in the old format": lambda path: path.write_bytes(
+        _old_format({**torch.load(path, weights_only=True), "loops": Gadget(exec, "import os; os.mkdir('ran')")})
     ),
-    "a gadget (exec) in the old format": _saved(
-        lambda contents, sandbox: contents.update(loops=Gadget(exec, f"import os; os.mkdir({_trace(sandbox)!r})")),
-        _use_new_zipfile_serialization=False,
-    ),
-    "a bare pickle with os.system": _pickled(os.system, _shell),
-    "a bare pickle with os.mkdir": _pickled(os.mkdir, _trace),
-    "a pickle in a tar of torch 0.1": _bytes(_tarred),
-    "a zip whose pickle is a gadget": lambda sandbox: _zip_with(pickle.dumps(Gadget(os.mkdir, _trace(sandbox)), 2))(sandbox),
-    "a bytearray of 64 GB by a call that is allowed": _pickled(bytearray, lambda sandbox: 1 << 36),
+    "a bare pickle with os.system": content(pickle.dumps(Gadget(os.system, "mkdir ran"))),
+    "a bare pickle with os.mkdir": content(pickle.dumps(MKDIR)),
+    "a pickle in a tar of torch 0.1": content(_tarred),
+    "a zip whose pickle is a gadget": _zip_with(pickle.dumps(MKDIR, 2)),
+    "a bytearray of 64 GB by a call that is allowed": content(pickle.dumps(Gadget(bytearray, 1 << 36))),
     "a storage that unpacks to 512 MB": _zip_with(b"", 512 << 20),
     "a pickle that claims a text of 4 GB": _zip_with(b"\x80\x02X\xff\xff\xff\xff."),
     "a pickle of 100,000 opening brackets": _zip_with(b"\x80\x02" + b"(" * 100_000 + b"l" * 100_000 + b"."),
-    "a storage in the old format that claims 4 GB": _bytes(_legacy_claim),
-    "a tensor of 10¹² numbers by its strides": _saved(_weights(_strided(10**12))),
-    "a random state of 10¹² numbers": _with(random_state=lambda sandbox: [_strided(10**12).unsqueeze(0)]),
-    "lists that hold themselves twice, 40 times over": _with(
-        hyper_parameters=lambda sandbox: {"input_shape": _nested(40), "net": "lenet"}
+    "a storage in the old format that claims 4 GB": content(_legacy_claim),
+    "a tensor of 10¹² numbers by its strides": _weights(STRIDED),
+    "a random state of 10¹² numbers": _with(random_state=[STRIDED.unsqueeze(0)]),
+    "lists that hold themselves twice, 40 times over": _with(hyper_parameters={"input_shape": _nested(40), "net": "lenet"}),
+    "a list that holds itself": _with(hyper_parameters={"input_shape": LOOPED}),
+    "weights on the meta device": _weights(torch.zeros(3, device="meta")),
+    "sparse weights": _weights(torch.zeros(4, 4).to_sparse()),
+    "weights that are numbers": _weights(3),
+    "weights by number": _with(state_dict={1: torch.zeros(1)}),
+    "no dict": lambda path: torch.save([1, 2, 3], path),
+    "settings of wrong kinds": _with(
+        state_dict={"x": torch.zeros(1)}, hyper_parameters={"width": [1], "input_shape": 7, "net": "\x1b[2J" * 9}
     ),
-    "a list that holds itself": _with(hyper_parameters=lambda sandbox: {"input_shape": _looped()}),
-    "weights on the meta device": _saved(_weights(torch.zeros(3, device="meta"))),
-    "sparse weights": _saved(_weights(torch.zeros(4, 4).to_sparse())),
-    "weights that are numbers": _saved(_weights(3)),
-    "weights by number": _with(state_dict=lambda sandbox: {1: torch.zeros(1)}),
-    "no dict": _saved(lambda contents, sandbox: [1, 2, 3]),
-    "settings of wrong kinds": _saved(
-        lambda contents, sandbox: contents.update(
-            state_dict={"x": torch.zeros(1)}, hyper_parameters={"width": [1], "input_shape": 7, "net": "\x1b[2J" * 9}
-        )
-    ),
-    "a step of 10³⁰": _with(global_step=lambda sandbox: 10**30),
-    "its first half": _bytes(lambda content, sandbox: content[: len(content) // 2]),
-    "its second half": _bytes(lambda content, sandbox: content[len(content) // 2 :]),
-    "nothing": _bytes(lambda content, sandbox: b""),
-    "random bytes after the zip's first four": _bytes(lambda content, sandbox: b"PK\3\4" + os.urandom(4096)),
+    "a step of 10³⁰": _with(global_step=10**30),
+    "its first half": changed(lambda data: data[: len(data) // 2]),
+    "its second half": changed(lambda data: data[len(data) // 2 :]),
+    "nothing": content(b""),
+    "random bytes after the zip's first four": content(b"PK\3\4" + os.urandom(4096)),
 }
 
 
 def _header(header: Any, data: bytes = b"", length: int | None = None) -> Maker:
     """A safetensors file with this header (JSON, or bytes as they are)."""
-
-    def make(sandbox: Sandbox) -> Path:
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        sandbox.model.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
-        return sandbox.model
-
-    return make
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return content(lambda: (len(text) if length is None else length).to_bytes(8, "little") + text + data)
 
 
 def _metadata(card: dict[str, Any] | str) -> dict[str, Any]:
@@ -206,30 +171,16 @@ def _one(dtype: str, shape: list[int], offsets: list[int], data: bytes = b"") ->
     return _header({**_metadata(CARD), "0.weight": tensor}, data)
 
 
-def _sparse_file(sandbox: Sandbox) -> Path:
+def _sparse_file(path: Path) -> None:
     """4 GB of a hole in the disk, with a true header."""
-    tensor = {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}
-    _header({**_metadata(CARD), "0.weight": tensor})(sandbox)
-    with sandbox.model.open("r+b") as file:
+    _one("F32", [2**30], [0, 2**32])(path)
+    with path.open("r+b") as file:
         file.truncate(file.seek(0, 2) + 2**32)
-    return sandbox.model
 
 
-def _dtypes(kind: str) -> Maker:
-    """The genuine weights, claimed to be of another kind of the same length."""
-
-    def make(sandbox: Sandbox) -> Path:
-        sandbox.model.write_bytes(sandbox.model.read_bytes().replace(b'"F32"', f'"{kind}"'.encode()))
-        return sandbox.model
-
-    return make
-
-
-def _not_finite(sandbox: Sandbox) -> Path:
-    content = sandbox.model.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    sandbox.model.write_bytes(content[:start] + b"\xff" * (len(content) - start))
-    return sandbox.model
+def _not_finite(data: bytes) -> bytes:
+    start = 8 + int.from_bytes(data[:8], "little")
+    return data[:start] + b"\xff" * (len(data) - start)
 
 
 MODELS: dict[str, Maker] = {
@@ -243,7 +194,7 @@ MODELS: dict[str, Maker] = {
     "a true header over a hole of 4 GB": _sparse_file,
     "a header that claims 4 GB": _header(_metadata(CARD), length=2**32),
     "a header that claims 2⁶⁴ - 1 bytes": _header(_metadata(CARD), length=2**64 - 1),
-    "a header of 64 MB of blanks": _header(b"{" + b" " * (64 << 20) + b"}"),
+    "a header of 64 MB of blanks": content(lambda: (2 + (64 << 20)).to_bytes(8, "little") + b"{" + b" " * (64 << 20) + b"}"),
     "a header nested 100,000 deep": _header(b'{"a":' * 100_000),
     "a card nested 100,000 deep": _header(_metadata("[" * 100_000)),
     "a card that is a list": _header(_metadata("[1, 2]")),
@@ -262,12 +213,7 @@ MODELS: dict[str, Maker] = {
     "fewer means than channels": _card(mean=[0.5]),
     "class names that clear the screen": _card(classes=["\x1b[2J\x1b]0;gone\x07", "b"]),
     "class names that cannot be printed": _card(classes=["\ud800", "b"]),
-    "weights as whole numbers": _dtypes("I32"),
-    "weights that are not finite": _not_finite,
-    "a pickle under its name": lambda sandbox: _renamed(sandbox, pickle.dumps(Gadget(os.mkdir, _trace(sandbox)))),
+    "weights as whole numbers": changed(lambda data: data.replace(b'"F32"', b'"I32"')),
+    "weights that are not finite": changed(_not_finite),
+    "a pickle under its name": content(pickle.dumps(MKDIR)),
 }
-
-
-def _renamed(sandbox: Sandbox, content: bytes) -> Path:
-    sandbox.model.write_bytes(content)
-    return sandbox.model

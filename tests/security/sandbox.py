@@ -1,4 +1,4 @@
-"""Where a hostile file is made and read: a copy of a genuine run, a trace that no file may leave, a process of its own."""
+"""A process of its own in which a file is read, watched for what it takes and for programs that it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,60 +27,31 @@ PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Po
 
 
 @dataclass(frozen=True)
-class Sandbox:
-    """folder: empty but for `run`, the copy of a genuine run."""
-
-    folder: Path
-
-    @property
-    def run(self) -> Path:
-        """The run's folder."""
-        return self.folder / "run"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Its best checkpoint."""
-        return self.run / "checkpoints" / "best.ckpt"
-
-    @property
-    def model(self) -> Path:
-        """Its weights."""
-        return self.run / "model.safetensors"
-
-    @property
-    def trace(self) -> Path:
-        """What code that runs out of a file makes."""
-        return self.folder / "ran"
-
-
-@dataclass(frozen=True)
 class Answer:
     """What a reader gave.
 
-    code: the exit code, None where the reader hung or died. lines: on stderr. cpu_seconds: those of the process itself,
-    which other programs do not lengthen. megabytes: growth of the resident memory at its highest. ran: what ran out of the
-    file, empty when nothing did.
+    code: the exit code, None where the reader hung or died. lines: on stderr. cpu_seconds: those of the process itself.
+    megabytes: its memory at the highest, beyond what it started with. ran: signs that code of the file ran.
     """
 
     code: int | None
     lines: list[str]
-    cpu_seconds: float = PATIENCE
+    cpu_seconds: float = 0.0
     megabytes: float = 0.0
-    ran: str = ""
+    ran: list[str] = field(default_factory=list)
 
     @property
-    def cheap_and_harmless(self) -> bool:
+    def harmless(self) -> bool:
         """Whether it came in time, within the memory, and nothing ran."""
         return not self.ran and self.cpu_seconds < SECONDS and self.megabytes < MEGABYTES
 
     @property
     def refused(self) -> bool:
         """Whether the file was refused in one line, cheaply."""
-        told = self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
-        return told and self.cheap_and_harmless
+        return self.harmless and self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
 
 
-def read_apart(folder: Path, reader: Callable[[], int], trace: Path | None = None) -> Answer:
+def read_apart(folder: Path, reader: Callable[[], int]) -> Answer:
     """What `reader`, which returns an exit code, gives in a process that is forked off and works in `folder`."""
     report = folder / "report.json"
     sys.stdout.flush()
@@ -101,11 +72,11 @@ def read_apart(folder: Path, reader: Callable[[], int], trace: Path | None = Non
         os.waitpid(process, 0)
     if not report.exists():
         return Answer(None, ["it hung or died"])
-    values: dict[str, Any] = json.loads(report.read_text())
+    answer = Answer(**json.loads(report.read_text()))
     report.unlink()
-    ran = ["a trace was left"] * bool(trace and trace.exists()) + values.pop("events")
-    lines = [line.replace(f"{folder}/", "") for line in values.pop("lines")]
-    return Answer(lines=lines, ran=", ".join(ran), **values)
+    if (folder / "ran").exists():
+        answer.ran.append("a trace was left")
+    return answer
 
 
 def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
@@ -127,7 +98,7 @@ def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
         "lines": [line for line in err.getvalue().splitlines() if not line.startswith("decoding images")],
         "cpu_seconds": round(time.process_time() - began, 3),
         "megabytes": round((_memory("VmHWM") - before) / 1e6, 1),
-        "events": sorted(events),
+        "ran": sorted(events),
     }
 
 

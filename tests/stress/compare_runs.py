@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
-TIMES = ("train_seconds", "images_per_second")  # of metrics.json
 NOT_RESULTS = (".lock", ".owner", ".job")  # a lock that a kill in the last moment left, and who started the run
-CLOCKS = ("seconds", "validation")  # of checkpoints
+# of metrics.json the times, of checkpoints the clocks, and the digest of a model, which follows from the rest
+NEVER_EQUAL = ("train_seconds", "images_per_second", "seconds", "validation", "sha256")
 # what is not compared up to rounding, as there is one of it for each process: of checkpoints the states from which dropout
 # would draw, the parts of a sum that is compared itself, and how many batches of a validation were its; of metrics.json how
 # many there were; and the threshold of what looks foreign, which hangs on features in half precision, compared themselves
@@ -39,52 +39,33 @@ def finished(run: Path) -> bool:
 def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
     """In what a run differs from the undisturbed one: weights, optimizer, averages, curves, results, files; nothing if in none.
 
-    Times differ always and do not count; nor do the paths that a checkpoint holds, but for their last part. With a
-    `tolerance`, for a run that went on with another number of processes, fractions may differ by it, absolutely or, above 1,
-    relatively, and `NOT_ROUNDED` does not count.
+    With a `tolerance`, for a run that went on with another number of processes, fractions may differ by it, absolutely or,
+    above 1, relatively, and `NOT_ROUNDED` does not count.
     """
-    apart = NOT_ROUNDED if tolerance else ()
-    places = []
-    for name in ("last.ckpt", "best.ckpt"):
-        first, second = (comparable(read_checkpoint(each / "checkpoints" / name), apart) for each in (run, expected))
-        places += [f"{name}: {path}" for path in unequal(first, second, tolerance=tolerance)]
-    kept, whole = (comparable(_model(each / "model.safetensors"), apart) for each in (run, expected))
-    places += [f"model.safetensors: {path}" for path in unequal(kept, whole, tolerance=tolerance)]
-    for name in ("metrics.csv", "predictions.csv"):
-        left, right = (_table(each / name, parsed=tolerance > 0) for each in (run, expected))
-        if unequal(left, right, tolerance=tolerance):
-            places.append(name)
-    left, right = (json.loads((each / "metrics.json").read_text()) for each in (run, expected))
-    places += [
-        f"metrics.json: {name}"
-        for name in right
-        if name not in (*TIMES, *apart) and (name not in left or unequal(left[name], right[name], tolerance=tolerance))
-    ]
-    names = [
-        {path.relative_to(each).as_posix() for path in each.rglob("*") if path.is_file() and "tfevents" not in path.name}
-        for each in (run, expected)
-    ]
-    return places + [f"file {name}" for name in sorted(names[0] ^ names[1]) if name not in NOT_RESULTS]
+    left_out = (*NEVER_EQUAL, *(NOT_ROUNDED if tolerance else ()))
+    first, second = (comparable(contents(each, parsed=tolerance > 0), left_out) for each in (run, expected))
+    return unequal(first, second, tolerance=tolerance)
 
 
-def _model(file: Path) -> dict[str, Any]:
-    """Card and tensors of a model.safetensors, so that a difference has a name; empty where there is none."""
-    if not file.exists():
-        return {}
-    with safe_open(file, "pt") as opened:
-        metadata = {name: text for name, text in opened.metadata().items() if name != "sha256"}  # which follows from the rest
-        card = {name: json.loads(text) if name == "card" else text for name, text in metadata.items()}
-        return {"": card, **{name: opened.get_tensor(name) for name in opened.keys()}}  # noqa: SIM118 (no mapping)
-
-
-def _table(path: Path, parsed: bool) -> Any:
-    """A table's bytes or, parsed, its rows with numbers where there are such; None where there is none."""
-    if not path.exists():
-        return None
-    if not parsed:
-        return path.read_bytes()
-    with path.open(newline="") as file:
-        return [[_number(cell) for cell in row] for row in csv.reader(file)]
+def contents(run: Path, parsed: bool) -> dict[str, Any]:
+    """What a run's files hold, by their names. parsed: of tables the numbers, not the bytes."""
+    files: dict[str, Any] = {}
+    for path in run.rglob("*"):
+        if not path.is_file() or "tfevents" in path.name or path.name in NOT_RESULTS:
+            continue
+        files[path.relative_to(run).as_posix()] = value = {}
+        if path.name in ("last.ckpt", "best.ckpt"):
+            value.update(read_checkpoint(path))
+        elif path.name == "metrics.json":
+            value.update(json.loads(path.read_text()))
+        elif path.suffix == ".csv":
+            with path.open(newline="") as file:
+                value["rows"] = [[_number(cell) for cell in row] for row in csv.reader(file)] if parsed else path.read_bytes()
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt") as model:
+                metadata = {name: json.loads(text) if name == "card" else text for name, text in model.metadata().items()}
+                value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)  # noqa: SIM118
+    return files
 
 
 def _number(cell: str) -> float | str:
@@ -94,12 +75,12 @@ def _number(cell: str) -> float | str:
         return cell
 
 
-def comparable(value: Any, apart: tuple[str, ...] = ()) -> Any:
-    """A checkpoint's contents without the times and the keys in `apart`, and with the last part of each path in its place."""
+def comparable(value: Any, left_out: tuple[str, ...] = NEVER_EQUAL) -> Any:
+    """Nested values without the keys that are left out, and with the last part of each path in its place."""
     if isinstance(value, dict):
-        return {comparable(key): comparable(inner, apart) for key, inner in value.items() if key not in (*CLOCKS, *apart)}
+        return {comparable(key): comparable(inner, left_out) for key, inner in value.items() if key not in left_out}
     if isinstance(value, list | tuple):
-        return [comparable(inner, apart) for inner in value]
+        return [comparable(inner, left_out) for inner in value]
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ PHASES = {
 }
 PAUSE = 0.02  # seconds a step under Faults, so that there is time to meddle
 CRASH, KILL, FREEZE, HANG = "crash", "kill -9", "SIGSTOP", "hang"
+
+
+def _announced(phase: bytes) -> Callable[..., None]:
+    def hook(announce: Announce, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        announce._say(phase)
+
+    return hook
 
 
 class Announce(Callback):
@@ -63,23 +71,9 @@ class Announce(Callback):
         io.save_checkpoint = announced  # type: ignore[method-assign]
         os.fsync = synced
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"t")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"v")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"t")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"e")
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"x")
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(b"r")
+    on_train_start = on_validation_end = _announced(b"t")
+    on_validation_start, on_train_end = _announced(b"v"), _announced(b"e")
+    on_test_start, on_test_end = _announced(b"x"), _announced(b"r")
 
 
 class Faults(Callback):
@@ -117,7 +111,7 @@ class Samples(Callback):
             gc.collect()
             folder = Path(str(trainer.checkpoint_callbacks[0].dirpath)).parent  # type: ignore[attr-defined]
             with Path(self._file).open("a") as file:
-                file.write(json.dumps({"epoch": trainer.current_epoch, **held(folder)}) + "\n")
+                file.write(json.dumps(held(folder)) + "\n")
 
 
 def held(folder: Path) -> dict[str, int]:

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from stress.fault_hooks import PHASES, PIPE
+
+from cifar_lit.distributed.join import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
@@ -50,15 +51,20 @@ def warm() -> None:
     import_module("cifar_lit.cli.fit")
 
 
+def size(name: str, default: int) -> int:
+    """How much of something a stress test does, if no variable such as STRESS_KILLS=50 says another number."""
+    return int(os.environ.get(f"STRESS_{name}", default))
+
+
 class Forked:
-    """A command in one process or in several, as torchrun would start them; `log` takes what they print.
+    """A command in one process or in several.
 
     Args:
         argv: of the command, or a function that returns the exit code.
         folder: where it runs.
-        log: file that takes what all processes print.
-        processes: how many.
-        more: further environment variables.
+        log: file that takes what all processes print; `{rank}` in its name stands for a process's number.
+        processes: how many, as torchrun would start them; or the variables of each, to which a place to meet at is added.
+        more: further variables of all.
     """
 
     def __init__(
@@ -66,24 +72,24 @@ class Forked:
         argv: Sequence[str] | Callable[[], int],
         folder: Path,
         log: Path,
-        processes: int = 1,
+        processes: int | Sequence[Mapping[str, str]] = 1,
         more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = log
         self._announced = b"s"
         self._pipe, write = os.pipe()
-        environment = clean_environment() | (more or {}) | (_torchrun(processes) if processes > 1 else {})
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids: list[int] = []
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            if rank == 0:
-                own[PIPE] = str(write)
+        meet = {} if processes == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank, own in enumerate(_torchrun(processes) if isinstance(processes, int) else processes):
             pid = os.fork()
             if pid == 0:
-                _become(argv, folder, log, {**environment, **own}, self.pids[0] if self.pids else 0)
+                pipe = {PIPE: str(write)} if rank == 0 else {}
+                group = self.pids[0] if self.pids else 0
+                path = log.with_name(log.name.format(rank=rank))
+                _become(argv, folder, path, clean_environment() | meet | own | (more or {}) | pipe, group)
             with suppress(OSError):  # the child does it too: whoever comes first
                 os.setpgid(pid, self.pids[0] if self.pids else pid)
             self.pids.append(pid)
@@ -149,16 +155,14 @@ class Forked:
             self._pipe = os.open(os.devnull, os.O_RDONLY)
 
 
-def _torchrun(processes: int) -> dict[str, str]:
-    from cifar_lit.distributed.rendezvous import free_port
+def _torchrun(processes: int) -> list[dict[str, str]]:
+    if processes == 1:
+        return [{}]
+    shared = {"TORCHELASTIC_RUN_ID": "forks", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
-    worlds = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return {"TORCHELASTIC_RUN_ID": "stress", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **worlds}
 
-
-def _become(
-    argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: dict[str, str], group: int
-) -> NoReturn:
+def _become(argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: Mapping[str, str], group: int) -> None:
     """Turns this process, a fork, into the command; never returns."""
     code = 70
     try:

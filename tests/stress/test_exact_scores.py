@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from stress.compare_runs import run_in
-from stress.forked import Forked
+from stress.forked import Forked, size
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
@@ -28,7 +28,7 @@ TRAINING = [
     *("train", "--recipe", "quickstart", "--accelerator", "cpu", "--precision", "32-true", "--epochs", "2"),
     *(word for name, value in DATA.items() for word in (f"--data.{name}", str(value))),
 ]
-SHORT = [1, 2, 3, 31, 32, 33, 97, LARGEST]
+SOME = [1, 2, 3, 31, 32, 33, 97, LARGEST]
 LIMIT = 1800.0  # seconds that the processes of one number may take for all sizes
 
 
@@ -72,10 +72,9 @@ def score_all(checkpoint: Path, sizes: Sequence[int], folder: Path) -> int:
 
 @pytest.mark.stress
 def test_a_checkpoint_scores_the_same_to_the_last_digit_on_any_number_of_processes(
-    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+    forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    upto = size("sizes", 0, LARGEST)
-    sizes = sorted({*range(1, upto + 1), *SHORT})
+    sizes = sorted({*range(1, size("SIZES", LARGEST) + 1), *SOME})
     done = forking(score_sizes, sizes=sizes, folder=str(tmp_path))
     alone = done["lines"].pop("1-0")
     assert [json.loads(line)["size"] for line in alone] == sizes

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import PHASES
-from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment
+from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment, size
 
 TRAINING = [*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Announce"]
 ROUNDING = 1e-5  # of fractions; found 6e-8 in weights under SGD, and losses are written with six digits
@@ -34,11 +34,6 @@ class Kind(NamedTuple):
     flags: list[str]
     processes: int = 1
     then: int = 0
-
-    @property
-    def tolerance(self) -> float:
-        """By how much fractions may differ from those of a run that nothing happened to; 0: in no bit."""
-        return ROUNDING if self.then else 0.0
 
 
 # not the recipe's AdamW where sums are rounded in another way: it brings the least gradient to the size of any other
@@ -132,9 +127,9 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
     return run, time.monotonic() - attempt.started
 
 
-def kill_trainings(kills: int, starts: int, folder: str, seed: int = 0, each: int = 3) -> dict[str, Any]:
-    """Kills until `kills` have hit, each training up to `each` times, then `starts` commands in their first seconds."""
-    draw = random.Random(seed)
+def kill_trainings(kills: int, starts: int, folder: str) -> dict[str, Any]:
+    """Kills until `kills` have hit, each training up to three times, then `starts` commands in their first seconds."""
+    draw = random.Random(0)
     whole = cache(lambda name: undisturbed(KINDS[name], Path(folder) / "undisturbed" / name))
     hits: list[tuple[str, str]] = []
     survivors: Counter[str] = Counter()
@@ -142,8 +137,8 @@ def kill_trainings(kills: int, starts: int, folder: str, seed: int = 0, each: in
         name = list(KINDS)[survivors.total() % len(KINDS)]
         place = Path(folder) / f"run-{survivors.total()}"
         expected, seconds = whole(name)
-        new, run = kill_one(KINDS[name], min(draw.randint(1, each), kills - len(hits)), seconds, draw, place)
-        if wrong := differences(run, expected, KINDS[name].tolerance):
+        new, run = kill_one(KINDS[name], min(draw.randint(1, 3), kills - len(hits)), seconds, draw, place)
+        if wrong := differences(run, expected, ROUNDING if KINDS[name].then else 0.0):
             kept = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
             raise AssertionError(f"{name}, killed in {new}: differs in {wrong[:5]}. The run is kept in {kept}.")
         survivors[name] += 1
@@ -157,28 +152,20 @@ def kill_trainings(kills: int, starts: int, folder: str, seed: int = 0, each: in
 # ---- real processes in their first seconds, which are spent in imports
 
 
-class RealCommand:
-    """`python -m cifar_lit ARGV` in `folder`, which takes its temporary files and what it prints too."""
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """`python -m cifar_lit` with a training in `folder`, which takes its temporary files and what it prints too."""
+    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = clean_environment() | {"TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-m", "cifar_lit", *TRAINING]
+    with (folder / "log.txt").open("a") as log:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-    def __init__(self, argv: list[str], folder: Path) -> None:
-        self.folder, self.log = folder, folder / "log.txt"
-        (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        environment = clean_environment() | {"TMPDIR": str(folder / "tmp")}
-        command = [sys.executable, "-m", "cifar_lit", *argv]
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
-        self.started = time.monotonic()
 
-    @property
-    def run_folders(self) -> list[Path]:
-        """What there is of runs, whole or not."""
-        return list((self.folder / "lightning_logs").glob("*"))
-
-    def kill(self) -> None:
-        """Kills it with all it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a command with all it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -> int:
@@ -186,44 +173,35 @@ def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -
 
     Returns how many of the kills fell before there was a run folder.
     """
-    timed = RealCommand(TRAINING, folder / "timed")
-    while not any((run / "checkpoints").exists() for run in timed.run_folders):
-        assert timed.process.poll() is None and time.monotonic() < timed.started + LIMIT, timed.log.read_text()[-2000:]
+    began, timed = time.monotonic(), start(folder / "timed")
+    while not any((folder / "timed").glob("lightning_logs/*/checkpoints")):
+        assert timed.poll() is None and time.monotonic() < began + LIMIT, (folder / "timed/log.txt").read_text()[-2000:]
         time.sleep(0.005)
-    first_step = time.monotonic() - timed.started
-    timed.kill()
+    first_step = time.monotonic() - began
+    kill(timed)
     in_imports = 0
     for number in range(count):
         place = folder / f"start-{number}"
-        attempt = RealCommand(TRAINING, place)
+        attempt = start(place)
         with suppress(subprocess.TimeoutExpired):
-            attempt.process.wait(draw.uniform(0.0, first_step))
-        assert attempt.process.poll() is None, f"it ended by itself: {attempt.log.read_text()[-800:]}"
-        in_imports += not attempt.run_folders
-        attempt.kill()
-        again = RealCommand(TRAINING, place)
-        assert again.process.wait(LIMIT) == 0, f"it does not start again: {again.log.read_text()[-800:]}"
+            attempt.wait(draw.uniform(0.0, first_step))
+        assert attempt.poll() is None, f"it ended by itself: {(place / 'log.txt').read_text()[-800:]}"
+        in_imports += not any(place.glob("lightning_logs/*"))
+        kill(attempt)
+        assert start(place).wait(LIMIT) == 0, f"it does not start again: {(place / 'log.txt').read_text()[-800:]}"
         run = run_in(place / "lightning_logs")
         assert run is not None and differences(run, expected) == []
-        assert left_behind(place) == []
+        beside = [path for path in place.iterdir() if path.name not in ("lightning_logs", "log.txt", "tmp")]
+        assert beside + [path for path in (place / "tmp").rglob("*") if path.is_file()] == []
         shutil.rmtree(place)
     return in_imports
 
 
-def left_behind(place: Path) -> list[Path]:
-    """What commands left in their folder beside runs and what they printed, and in their folder for temporary files."""
-    beside = [path for path in place.iterdir() if path.name not in ("lightning_logs", "log.txt", "tmp")]
-    return beside + [path for path in (place / "tmp").rglob("*") if path.is_file()]
-
-
-# ---- tests
-
-
 @pytest.mark.stress
 def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
-    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+    forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    kills, starts = size("kills", 6, 200), size("starts", 1, 10)
+    kills, starts = size("KILLS", 200), size("STARTS", 10)
     counts = forking(kill_trainings, kills=kills, starts=starts, folder=str(tmp_path))
     fell = {phase: sum(by.values()) for phase, by in counts["fell"].items()}
     assert sum(fell.values()) == kills
@@ -231,23 +209,3 @@ def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
     headline = {"kills that hit": kills, **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()}}
     headline["killed in their first seconds and started again, identical"] = starts
     write_counts({**counts, "headline": headline, "unit": {}})
-
-
-def test_what_a_killed_start_leaves_is_found_and_runs_do_not_count(tmp_path: Path) -> None:
-    for name in ("lightning_logs/quickstart-1/config.yaml", "log.txt", "tmp/empty/deeper/x"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "tmp/empty/deeper/x").unlink()
-    assert left_behind(tmp_path) == []
-    for name in ("config.yaml", "tmp/empty/half"):
-        (tmp_path / name).touch()
-    assert sorted(left_behind(tmp_path)) == [tmp_path / "config.yaml", tmp_path / "tmp/empty/half"]
-
-
-def test_plans_cover_every_way_and_phase_and_one_of_two_only_where_there_are_two() -> None:
-    draw = random.Random(0)
-    plans = [draw_plan(draw, 2.0, 2) for _ in range(500)]
-    assert {plan.how for plan in plans} == {NINE, TERM, ONE_OF_TWO}
-    assert {plan.phase for plan in plans} == {None, *PHASES.values()}
-    assert all((plan.rank in (0, 1)) == (plan.how == ONE_OF_TWO) for plan in plans)
-    assert {draw_plan(draw, 2.0, 1).how for _ in range(200)} == {NINE, TERM}

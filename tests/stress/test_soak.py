@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from stress.fault_hooks import SAMPLES
-from stress.forked import Forked
+from stress.forked import Forked, size
 
 TRAINING = [
     *("train", "--recipe", "quickstart", "--accelerator", "cpu", "--precision", "32-true", "--net", "lenet"),
@@ -29,27 +29,15 @@ def soak(early: int, epochs: int, folder: str) -> list[dict[str, int]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def grown(early: dict[str, int], late: dict[str, int]) -> list[str]:
-    """What is larger than it may be, between two samples."""
-    allowed = {"memory": early["memory"] * (1 + GROWTH), "disk": early["disk"] * (1 + GROWTH)}
-    return [name for name in ("memory", "open_files", "threads", "files", "disk") if late[name] > allowed.get(name, early[name])]
-
-
 @pytest.mark.stress
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it reads /proc, which this system does not have")
 def test_a_long_training_holds_no_more_than_a_short_one(
-    forking: Callable[..., Any], size: Callable[..., int], write_counts: Callable[..., None], tmp_path: Path
+    forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    epochs = size("epochs", 40, 500)
-    early, late = forking(soak, early=size("early", 20, 50), epochs=epochs, folder=str(tmp_path))
+    epochs = size("EPOCHS", 500)
+    early, late = forking(soak, early=epochs // 10, epochs=epochs, folder=str(tmp_path))
     growth = {f"{name} after {epochs} epochs": late[name] / early[name] for name in ("memory", "open_files", "disk")}
     write_counts({"samples": [early, late], "headline": growth, "unit": dict.fromkeys(growth, "×")})
     assert late["curves"] > early["curves"]
-    assert grown(early, late) == []
-
-
-def test_growth_is_noticed_beyond_what_an_allocator_does() -> None:
-    early = {"memory": 1000, "open_files": 10, "threads": 3, "files": 8, "disk": 500, "curves": 10}
-    assert grown(early, {**early, "memory": 1015, "curves": 99}) == []
-    for name in ("memory", "open_files", "threads", "files", "disk"):
-        assert grown(early, {**early, name: early[name] * 2}) == [name]
+    allowed = {"memory": early["memory"] * (1 + GROWTH), "disk": early["disk"] * (1 + GROWTH)}
+    assert [name for name in early if name != "curves" and late[name] > allowed.get(name, early[name])] == []

@@ -1,64 +1,50 @@
-"""Trainings whose processes are forks of one, so that all share its imports; a program, as pytest must not be forked itself.
+"""Trainings in several stages, each in forks of one process, so that all share its imports; and a SLURM that only takes notes."""
 
-It is given, as JSON, {name: {folder, stages}} with stages of {words, processes, environment}, which follow each other there.
-It prints {name: [[exit code of each process] of each stage]}. A stage leaves `<number>.txt`, what its processes said, and
-`<number>.ckpt`, the run's last checkpoint by then.
-"""
-
-import json
 import os
 import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from real_runs import environment, free_port, only_run
+from real_runs import only_run
+from stress.forked import Forked
 
-import cifar_lit.cli.fit
-from cifar_lit.cli.main import main as dispatch
-
-
-def forked(words: Sequence[str], folder: Path, output: Path, processes: int, more: Mapping[str, str]) -> list[int]:
-    """Exit codes of a command's processes, started as torchrun does where there are several."""
-    shared = {"TORCHELASTIC_RUN_ID": "forks", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    children = []
-    for rank in range(processes):
-        if child := os.fork():
-            children.append(child)
-            continue
-        code = 70
-        try:
-            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            os.environ.clear()
-            os.environ.update(environment(**own, **more))
-            os.chdir(folder)
-            sys.argv = ["cifar-lit"]
-            code = dispatch(list(words), "fit")
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+SLURM = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "night", "SLURM_CLUSTER_NAME": "hill", "SLURM_STEP_ID": "0"},
+    **{"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+}
+QUEUED = "is queued again, and will go on by itself"
 
 
-def main(text: str) -> None:
-    """Runs the stages of every case."""
-    assert cifar_lit.cli.fit
+class Stage(NamedTuple):
+    """A command in processes of its own.
+
+    processes: how many, as torchrun would start them; or the variables of each. codes: their exit codes.
+    reached: epoch and step of the run's last checkpoint by then, and the random states in it.
+    """
+
+    words: list[str]
+    processes: int | list[dict[str, str]]
+    environment: dict[str, str]
+    codes: list[int]
+    reached: tuple[int, int, int]
+
+
+def run_stages(cases: dict[str, Sequence[Any]], folder: str) -> dict[str, list[list[int]]]:
+    """Exit codes of every stage of each case; a stage leaves `<number>-<rank>.txt`, what was printed, and `<number>.ckpt`."""
     codes: dict[str, list[list[int]]] = {}
-    for name, case in json.loads(text).items():
-        folder = Path(case["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        codes[name] = []
-        for number, stage in enumerate(case["stages"]):
-            output = folder / f"{number}.txt"
-            codes[name].append(forked(stage["words"], folder, output, stage["processes"], stage["environment"]))
-            shutil.copy(only_run(folder) / "checkpoints" / "last.ckpt", folder / f"{number}.ckpt")
-    print(json.dumps(codes))
+    for name, stages in cases.items():
+        place, codes[name] = Path(folder, name), []
+        for number, (words, processes, environment, *_) in enumerate(stages):
+            codes[name].append(Forked(words, place, place / f"{number}-{{rank}}.txt", processes, environment).wait())
+            shutil.copy(only_run(place) / "checkpoints" / "last.ckpt", place / f"{number}.ckpt")
+    return codes
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def scontrol(folder: Path, script: str = "exit 0") -> str:
+    """A PATH with a `scontrol` of our own in front, which notes its words, and the checkpoint that there was by then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = folder / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/asked"\nls */*/checkpoints >> "{folder}/asked"\n{script}\n')
+    command.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"

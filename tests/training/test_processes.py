@@ -1,56 +1,92 @@
-"""Real processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
+"""Several processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
 
-import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import forked_runs
 import pytest
 import torch
-from real_runs import (
-    LIMIT,
-    MODULE,
-    SETTINGS,
-    STEPS_PER_EPOCH,
-    Done,
-    Started,
-    assert_same_run,
-    curves,
-    environment,
-    final_weights,
-    free_port,
-    here,
-    metrics,
-    only_run,
-    same_bits,
-)
+from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
+from real_runs import SETTINGS, STEPS_PER_EPOCH, Done, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
 from small_runs import assert_close
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
 
-def two_nodes(folder: Path) -> list[Done]:
-    """One training as two nodes of one process each, both on this machine."""
-    port = free_port()
-    words = [*MODULE, *SETTINGS, "--nodes", "2", "--devices", "1"]
-    nodes = [Started(words, folder, NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in "01"]
-    return [node.wait() for node in nodes]
+def curve(folder: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in curves(folder) if row[name]]
+
+
+def assert_close_run(folder: Path, expected: Path) -> None:
+    """Both runs are one but for rounding."""
+    assert metrics(folder)["test"]["loss"] == pytest.approx(metrics(expected)["test"]["loss"], abs=1e-4)
+    for name in ("train/loss", "val/loss", "lr"):
+        assert curve(folder, name) == pytest.approx(curve(expected, name), abs=1e-4)
+    assert_close(final_weights(folder), final_weights(expected), atol=1e-4)
+
+
+# ---- stopped or killed, and gone on with
+
+
+def at(step: int, number: int, **more: str) -> dict[str, str]:
+    """Has a signal sent in a step."""
+    return {"AT_STEP": str(step), "AT_STEP_SIGNAL": str(int(number)), **more}
+
+
+WORDS = ["train", *SETTINGS]
+# 99 images in batches of 8: the last one of 3, which are too few for two or three devices to share
+ODD = [*WORDS, "--data.count", "119", "--epochs", "2", "--checkpoint-every", "4"]
+HOST = ["--data.placement", "host", "--data.workers", "1"]
+SUMMED = ["--trainer.accumulate_grad_batches", "2"]
+ONE, TWO, THREE = (["train", "--resume", "--devices", number] for number in "123")
+NODES = [{"NODE_RANK": rank} for rank in "01"]
+TASKS = [{**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+STOP_AT, END = STEPS_PER_EPOCH + 6, (2, 3 * STEPS_PER_EPOCH, 2)
+CASES = {
+    "two processes": [
+        Stage(WORDS, 2, at(STOP_AT, signal.SIGINT), [130] * 2, (1, STOP_AT + 1, 2)),
+        Stage(TWO, 2, at(STOP_AT + STEPS_PER_EPOCH, signal.SIGKILL), [-9] * 2, (1, 2 * STEPS_PER_EPOCH, 2)),
+        Stage(TWO, 2, {}, [0] * 2, END),
+    ],
+    "two nodes": [Stage([*WORDS, "--nodes", "2", "--devices", "1"], NODES, {}, [0] * 2, END)],
+    "two tasks of SLURM": [
+        Stage(WORDS, TASKS, at(STOP_AT, signal.SIGUSR1, AT_STEP_RANK="1"), [138] * 2, (1, STOP_AT + 1, 2)),
+        Stage(WORDS, TASKS, {"SLURM_RESTART_COUNT": "1"}, [0] * 2, END),
+    ],
+    "torchrun starts both again": [
+        Stage(WORDS, 2, AGENT | at(STOP_AT, signal.SIGKILL, AT_STEP_RANK="1"), [1, -9], (0, STEPS_PER_EPOCH, 2)),
+        Stage(WORDS, 2, AGENT | {"TORCHELASTIC_RESTART_COUNT": "1"}, [0] * 2, END),
+    ],
+    "two, then three, then one": [
+        Stage([*ODD, *HOST], 2, at(4, signal.SIGTERM), [143] * 2, (0, 5, 2)),
+        Stage(THREE, 3, at(STEPS_PER_EPOCH + 8, signal.SIGTERM), [143] * 3, (1, STEPS_PER_EPOCH + 9, 3)),
+        Stage(ONE, 1, {}, [0], (1, 2 * STEPS_PER_EPOCH, 1)),
+    ],
+    "one, then two": [
+        Stage([*ODD, *SUMMED], 1, at(12, signal.SIGKILL), [-9], (1, 12, 1)),
+        Stage(TWO, 2, {}, [0] * 2, (1, 14, 2)),
+    ],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nodes(pool: ThreadPoolExecutor, pair_run: Future[object], tmp_path_factory: pytest.TempPathFactory) -> Future[list[Done]]:
-    """Started beside the others, waited for by the test that looks at it."""
-    return pool.submit(two_nodes, tmp_path_factory.getbasetemp() / "nodes")
-
-
-def curve(folder: Path, name: str) -> list[float]:
-    return [float(row[name]) for row in curves(folder) if row[name]]
+def stages(
+    forking: Callable[..., Any], pool: ThreadPoolExecutor, pair_run: object, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Future[tuple[Path, dict[str, list[list[int]]]]]]:
+    """The folder of all cases, and the exit codes of every stage of each; started beside the other tests."""
+    folder = tmp_path_factory.mktemp("stages")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun's agent
+    more = {"PATH": scontrol(folder / "bin")}
+    cases = {name: [stage._replace(environment=more | stage.environment) for stage in case] for name, case in CASES.items()}
+    for stage in cases["torchrun starts both again"]:
+        stage.environment["MASTER_PORT"] = str(store.port)
+    yield pool.submit(lambda: (folder, forking(run_stages, cases=cases, folder=str(folder))))
+    del store
 
 
 def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Future[tuple[Path, Done]], alone: Path) -> None:
@@ -71,14 +107,6 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Futur
     assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
 
 
-def assert_close_run(folder: Path, expected: Path) -> None:
-    """Both runs are one but for rounding."""
-    assert metrics(folder)["test"]["loss"] == pytest.approx(metrics(expected)["test"]["loss"], abs=1e-4)
-    for name in ("train/loss", "val/loss", "lr"):
-        assert curve(folder, name) == pytest.approx(curve(expected, name), abs=1e-4)
-    assert_close(final_weights(folder), final_weights(expected), atol=1e-4)
-
-
 def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two(pair: Path, tmp_path: Path) -> None:
     checkpoint = str(only_run(pair) / "checkpoints" / "best.ckpt")
     done = here(["test", "--ckpt_path", checkpoint, "--devices", "1"], tmp_path)
@@ -88,93 +116,8 @@ def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two
     assert one["test"] == two["test"]
 
 
-def test_two_nodes_train_as_one_and_write_one_run(
-    nodes: Future[list[Done]], pair: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    first, second = nodes.result()
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "8 = 2 × 4" in first.out
-    assert second.out == ""
-    folder = tmp_path_factory.getbasetemp() / "nodes"
-    assert metrics(folder)["devices"] == 2
-    assert same_bits(final_weights(folder), final_weights(pair))
-
-
-# ---- stopped, and gone on with
-
-# 99 images in batches of 8: the last one of 3, which are too few for two or three devices to share
-ODD = ["train", *SETTINGS, "--data.count", "119", "--epochs", "2", "--checkpoint-every", "4"]
-HOST = ["--data.placement", "host", "--data.workers", "1"]
-SUMMED = ["--trainer.accumulate_grad_batches", "2"]
-STOP_AT = STEPS_PER_EPOCH + 6
-TWO_EPOCHS = 2 * STEPS_PER_EPOCH
-# name: the first command, (processes, optimizer step of the signal, signal) of each stage,
-# and (exit code of each process, epoch and step of the checkpoint, random states in it)
-Stages = list[tuple[int, int, int]]
-CASES: dict[str, tuple[list[str], Stages, list[tuple[int, int, int, int]]]] = {
-    "two processes": (
-        ["train", *SETTINGS],
-        [(2, STOP_AT, 2), (2, STOP_AT + STEPS_PER_EPOCH, 9), (2, -1, 0)],
-        [(130, 1, STOP_AT + 1, 2), (-9, 1, TWO_EPOCHS, 2), (0, 2, 39, 2)],
-    ),
-    "two, then three, then one": (
-        [*ODD, *HOST],
-        [(2, 4, 15), (3, STEPS_PER_EPOCH + 8, 15), (1, -1, 0)],
-        [(143, 0, 5, 2), (143, 1, STEPS_PER_EPOCH + 9, 3), (0, 1, TWO_EPOCHS, 1)],
-    ),
-    "one, then two": ([*ODD, *SUMMED], [(1, 12, 9), (2, -1, 0)], [(-9, 1, 12, 1), (0, 1, 14, 2)]),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked(pool: ThreadPoolExecutor, nodes: object, tmp_path_factory: pytest.TempPathFactory) -> Future[Any]:
-    """The exit codes of every stage of each case; started beside the others."""
-    cases: dict[str, Any] = {}
-    for name, (words, stages, _) in CASES.items():
-        cases[name] = {"folder": str(tmp_path_factory.getbasetemp() / name), "stages": []}
-        for number, (processes, step, number_of_signal) in enumerate(stages):
-            line = ["train", "--resume", "--devices", str(processes)] if number else words
-            how = {"AT_STEP": str(step), "AT_STEP_SIGNAL": str(number_of_signal)}
-            cases[name]["stages"].append({"words": line, "processes": processes, "environment": how})
-
-    def made() -> dict[str, list[list[int]]]:
-        line = [sys.executable, forked_runs.__file__, json.dumps(cases)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=2 * LIMIT, check=False, env=environment())
-        assert done.returncode == 0, done.stderr
-        codes: dict[str, list[list[int]]] = json.loads(done.stdout)
-        return codes
-
-    return pool.submit(made)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="these trainings are forked")
-@pytest.mark.parametrize("name", CASES)
-def test_a_training_that_ended_too_soon_goes_on_as_if_undisturbed(
-    name: str, forked: Future[Any], pair: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    """To the last bit on as many processes, up to rounding on others."""
-    codes, folder = forked.result()[name], tmp_path_factory.getbasetemp() / name
-    words, stages, expected = CASES[name]
-    for number, ((processes, *_), (code, *reached)) in enumerate(zip(stages, expected, strict=True)):
-        said = (folder / f"{number}.txt").read_text()
-        assert codes[number] == [code] * processes, said
-        checkpoint = read_checkpoint(folder / f"{number}.ckpt")
-        assert [checkpoint["epoch"], checkpoint["global_step"], len(checkpoint["random_state"][0])] == reached
-        assert f"devices      {processes} × cpu" in said
-        if code > 128:
-            assert said.count("Go on with:") == 1 and "Traceback" not in said
-            assert said.count("stopping after this step") == (processes if code == 130 else 0)
-    assert metrics(folder)["devices"] == stages[-1][0]
-    if words[1:] == SETTINGS:
-        assert_same_run(folder, pair)
-    else:
-        whole = here(words, tmp_path)
-        assert whole.code == 0, whole.err
-        assert_close_run(folder, tmp_path)
-
-
 def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
-    done = here(["train", *SETTINGS], tmp_path, AT_STEP=str(STOP_AT), AT_STEP_SIGNAL="15")
+    done = here(WORDS, tmp_path, **at(STOP_AT, signal.SIGTERM))
     assert done.code == 143
     assert "Traceback" not in done.err
     last = only_run(tmp_path) / "checkpoints" / "last.ckpt"
@@ -199,3 +142,42 @@ def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_pa
             factor = 10 if int(row["step"]) > STOP_AT + 1 else 1
             assert float(row["lr"]) == pytest.approx(factor * float(usual["lr"]), rel=1e-6)
     assert metrics(folder)["test"] != metrics(alone)["test"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_in_stages_ends_as_an_undisturbed_one(
+    name: str, stages: Future[tuple[Path, dict[str, list[list[int]]]]], pair: Path, tmp_path: Path
+) -> None:
+    """To the last bit on as many processes, up to rounding on others."""
+    root, codes = stages.result()
+    folder, case = root / name, CASES[name]
+    printed = [
+        [(folder / f"{number}-{rank}.txt").read_text() for rank in range(len(each.codes))] for number, each in enumerate(case)
+    ]
+    for number, stage in enumerate(case):
+        assert codes[name][number] == stage.codes, printed[number]
+        checkpoint = read_checkpoint(folder / f"{number}.ckpt")
+        assert (checkpoint["epoch"], checkpoint["global_step"], len(checkpoint["random_state"][0])) == stage.reached
+        assert f"devices      {len(stage.codes)} × cpu" in printed[number][0]
+        text = "".join(printed[number])
+        assert "Traceback" not in text
+        assert text.count("Go on with:") == (stage.codes[0] in (130, 143))
+        assert text.count("stopping after this step") == (2 if stage.codes[0] == 130 else 0)
+    if name == "two nodes":
+        assert "8 = 2 × 4" in printed[0][0] and printed[0][1] == ""
+    if name == "two tasks of SLURM":
+        assert QUEUED in printed[0][0] and printed[0][1] == printed[1][1] == ""
+        assert (root / "bin/asked").read_text().split()[:2] == ["requeue", "7"]
+        assert "at epoch 2, step 20" in printed[1][0]
+    if name == "torchrun starts both again":
+        assert printed[0][0].rstrip().endswith("The run was ended. torchrun starts all of them again.")
+        assert printed[1][0].count("going on with lightning_logs/tudui-1: torchrun's job was started again") == 1
+        assert "at epoch 2, step 13" in printed[1][0]
+        assert (only_run(folder) / ".job").is_file()
+    assert metrics(folder)["devices"] == len(case[-1].codes)
+    if case[0].words[: len(ODD)] != ODD:
+        assert_same_run(folder, pair)
+    else:
+        whole = here(case[0].words, tmp_path)
+        assert whole.code == 0, whole.err
+        assert_close_run(folder, tmp_path)
