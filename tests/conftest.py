@@ -16,6 +16,9 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: workers with a thread for each core slow each other down
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from browser import browser, open_page
 from contract.command_line import RECIPE, SMALL, Training, run_command
@@ -68,6 +71,7 @@ def run_dir(training: Training) -> Path:
     return training.run_dir
 
 
+@pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """For processes that import this package and these tests."""
     paths = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")]
