@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError
@@ -20,7 +21,7 @@ from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite_weights, gather_rows
 from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
-from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score, total_norm
+from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
     REST_MOMENTUM,
@@ -226,7 +227,7 @@ class ImageClassifier(pl.LightningModule):
         rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            values["weight_norm"] = total_norm(self.net.parameters())
+            values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))
         self._write_values(values)
 
     def _device_sums(self) -> Tensor:

@@ -6,7 +6,7 @@ TensorBoard, metrics.json and the report by the name that it has there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -181,9 +181,3 @@ class PredictionCollector(Metric):
     def predictions(self) -> dict[str, Tensor]:
         """What `compute` returns, with one row also for a single image, of which torchmetrics makes scalars."""
         return {name: torch.atleast_1d(values) for name, values in self.compute().items()}
-
-
-def total_norm(parameters: Iterable[Tensor]) -> float:
-    """The 2-norm of all parameters together."""
-    norms = torch._foreach_norm([parameter.detach() for parameter in parameters])
-    return float(torch.stack([norm.float() for norm in norms]).norm())
