@@ -1,5 +1,6 @@
 """A training that is stopped by a signal, or dies, goes on to the same bits from whichever checkpoint there is; which is best."""
 
+import math
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ class Run(NamedTuple):
     weights: dict[str, Tensor]
     rows: list[tuple[int, dict[str, float]]]
     images: int
+    epoch_loss: float  # the mean over the last epoch
     best: dict[str, Any]
 
 
@@ -71,8 +73,9 @@ class Training:
         self.rows = Rows()
         options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, "max_epochs": 3}
         callbacks = [*more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
-        fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
-        return Run(weights(model), self.rows.rows, clock.images, read_checkpoint(self.folder / "best.ckpt"))
+        done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
+        epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # none where nothing was left to train
+        return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))
 
     def stop(self, callback: Callback, error: type[BaseException] = Interrupted) -> Any:
         """What ended a training that this callback stops."""
@@ -90,6 +93,7 @@ class Training:
         assert same(resumed.weights, whole.weights)
         assert [*before, *resumed.rows] == whole.rows
         assert resumed.images == whole.images == 300
+        assert resumed.epoch_loss == whole.epoch_loss or not resumed.rows
         assert resumed.best["epoch"] == whole.best["epoch"]
         assert same(resumed.best["state_dict"], whole.best["state_dict"])
 
@@ -122,6 +126,17 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(
     checkpoint = read_checkpoint(training.last)
     assert (checkpoint["global_step"], checkpoint["epoch"]) == (step, step // BATCHES)
     training.assert_goes_on_as(whole)
+
+
+def test_a_stop_waits_for_the_update_that_gradients_are_gathered_for(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    def between(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 3):  # the first of three
+            press(signal.SIGINT)()
+
+    training = Training(tmp_path, "sgd", accumulate=3)
+    training.stop(LambdaCallback(on_train_batch_start=between))
+    assert read_checkpoint(training.last)["global_step"] == 3 + 2
+    training.assert_goes_on_as(undisturbed("sgd", accumulate=3))
 
 
 @pytest.mark.parametrize("step", [7, 21])
