@@ -181,7 +181,6 @@ def judge(name: str, answers: Sequence[Answer], limit: float) -> tuple[list[list
 
 def check(accelerator: str, devices: str | None, limit: float) -> None:
     """Tries out the machine, or under torchrun all of the job's, and prints a table; raises Failure with all that is wrong."""
-    started = time.monotonic()
     groups = (try_job if by_torchrun(os.environ) else try_machine)(accelerator, devices, limit)
     if not groups:
         return  # the first process prints
@@ -195,7 +194,7 @@ def check(accelerator: str, devices: str | None, limit: float) -> None:
     console.for_tables().print(table)
     if complaints:
         raise Failure("; ".join(complaints))
-    console.say(f"all is well; it took {time.monotonic() - started:.1f} s")
+    console.say("all is well")
 
 
 def try_machine(accelerator: str, devices: str | None, limit: float) -> dict[str, list[Answer]]:
