@@ -15,8 +15,8 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -106,22 +106,16 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
     return Answer(code, out.getvalue(), err.getvalue())
 
 
-def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
-    """Does what `run_command` does, with streams that take what is printed; returns the exit code."""
+@contextmanager
+def undone() -> Iterator[None]:
+    """Takes back what a command changes in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     before, argv = dict(os.environ), sys.argv
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    variables_of_command = environment(Path.cwd(), **variables)
-    os.environ.clear()
-    os.environ.update(variables_of_command)
-    sys.argv = ["cifar-lit"]
-    torch.set_num_threads(1)  # nets this small only wait for a second thread
-    urllib.request.install_opener(None)  # it would remember the proxies of an earlier command
     try:
-        with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return main([str(word) for word in words], default)
+        with warnings.catch_warnings():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -133,6 +127,19 @@ def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "
             signal.signal(number, handler)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
+    """Does what `run_command` does, with streams that take what is printed; returns the exit code."""
+    variables_of_command = environment(Path.cwd(), **variables)
+    with undone(), redirect_stdout(out), redirect_stderr(err):
+        os.environ.clear()
+        os.environ.update(variables_of_command)
+        sys.argv = ["cifar-lit"]
+        torch.set_num_threads(1)  # nets this small only wait for a second thread
+        urllib.request.install_opener(None)  # it would remember the proxies of an earlier command
+        warnings.simplefilter("ignore")
+        return main([str(word) for word in words], default)
 
 
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:

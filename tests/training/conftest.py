@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_runs import SCRIPT, SETTINGS, Done, here, run
+from contract.command_line import Answer
+from real_runs import SCRIPT, SETTINGS, here, run
 from small_runs import build_dropout
 
 from cifar_lit.models.registry import NETS, NetSpec
@@ -37,14 +38,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair_run(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Future[tuple[Path, Done]]:
+def pair_run(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Future[tuple[Path, Answer]]:
     """The same in two processes, by `python scripts/train.py --devices 2`."""
     folder = tmp_path_factory.mktemp("pair")
     return pool.submit(lambda: (folder, run([*SCRIPT, *SETTINGS, "--devices", "2"], folder, RANK_WEIGHTS=str(folder))))
 
 
 @pytest.fixture(scope="session")
-def pair(pair_run: Future[tuple[Path, Done]]) -> Path:
+def pair(pair_run: Future[tuple[Path, Answer]]) -> Path:
     """Its folder."""
     folder, done = pair_run.result()
     assert done.code == 0, done.err

@@ -2,31 +2,31 @@
 
 import contextlib
 import csv
-import io
 import json
-import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from contract.command_line import Answer, run_command
 from safetensors.torch import load_file
 from small_runs import same as same_bits
 from torch import Tensor
 
+from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.files import PART
 from cifar_lit.runs.model_file import NOVELTY
 
 ROOT = Path(__file__).parent.parent.parent
+PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"
+CACHE = str(default_cache_dir().expanduser())  # one for all, as it has which runs are the user's own
 LIMIT = 300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
-MODULE, SCRIPT = ("-m", "cifar_lit", "train"), (str(ROOT / "scripts" / "train.py"),)
+SCRIPT = (str(ROOT / "scripts" / "train.py"),)
 
 # 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
 STEPS_PER_EPOCH = 13
@@ -41,14 +41,6 @@ SETTINGS = [
 ]
 
 
-class Done(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
 STRANGE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("CIFAR_LIT_RESUME", "CIFAR_LIT_COORDINATOR", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN", "AT_STEP"),
@@ -59,74 +51,31 @@ OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not
 
 def environment(**more: str) -> dict[str, str]:
     """That of a command, with nothing left in it of another run."""
-    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}", **more}
+    return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "CIFAR_LIT_CACHE": CACHE, **more}
 
 
-class Started:
-    """A command that runs in a process group of its own, in `folder`, which also takes its output."""
-
-    def __init__(self, words: Sequence[str], folder: Path, **more: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
-        with self._files[0].open("w") as out, self._files[1].open("w") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=environment(**more), stdout=out, stderr=err, start_new_session=True
-            )
-
-    def send(self, number: int) -> None:
-        """As a terminal does: to every process of the group."""
-        os.killpg(self.process.pid, number)
-
-    def wait(self) -> Done:
-        """Waits for the end; what is left of the group then is killed."""
-        try:
-            code = self.process.wait(LIMIT)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        out, err = (file.read_text() for file in self._files)
-        return Done(code, out, err)
-
-
-def run(words: Sequence[str], folder: Path, **more: str) -> Done:
-    """Runs a command to its end."""
-    return Started(words, folder, **more).wait()
-
-
-@contextlib.contextmanager
-def undone() -> Iterator[None]:
-    """Takes back what a command changes in its process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
-    before, folder, argv = dict(os.environ), Path.cwd(), sys.argv
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        os.chdir(folder)
-        sys.argv = argv
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-def here(words: Sequence[str], folder: Path, **more: str) -> Done:
-    """Runs a command of cifar-lit in this process."""
-    from cifar_lit.cli.main import main as dispatch  # not at the top, as `environment` has to be taken first
-
+def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
+    """Runs a command to its end in `folder` and in a process group of its own; what is left of the group then is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    out, err = io.StringIO(), io.StringIO()
-    with undone(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        os.environ.clear()
-        os.environ.update(environment(**more))
-        os.chdir(folder)
-        sys.argv = ["cifar-lit"]
-        torch.manual_seed(99)
-        code = dispatch(list(words), "fit")
-    return Done(code, out.getvalue(), err.getvalue())
+    files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
+    with files[0].open("w") as out, files[1].open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=environment(**more), stdout=out, stderr=err, start_new_session=True
+        )
+    try:
+        code = process.wait(LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return Answer(code, *(file.read_text() for file in files))
+
+
+def here(words: Sequence[str], folder: Path, **more: str) -> Answer:
+    """Runs a command of cifar-lit in this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(99)
+    with contextlib.chdir(folder):
+        return run_command(*words, default="fit", **environment(**more))
 
 
 def only_run(folder: Path) -> Path:
@@ -161,10 +110,3 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     results = [{name: value for name, value in metrics(each).items() if name not in timed} for each in (folder, expected)]
     assert results[0] == results[1]
     assert not list(folder.rglob(f"*{PART}")) and not list(folder.rglob(".lock"))
-
-
-def free_port() -> str:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from contract.command_line import Answer
 from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
-from real_runs import SETTINGS, STEPS_PER_EPOCH, Done, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
+from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
 from small_runs import assert_close
 
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -89,7 +90,7 @@ def stages(
     del store
 
 
-def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Future[tuple[Path, Done]], alone: Path) -> None:
+def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Future[tuple[Path, Answer]], alone: Path) -> None:
     folder, done = pair_run.result()
     assert done.code == 0, done.err
     assert "8 = 2 × 4 · 13 steps an epoch" in done.out

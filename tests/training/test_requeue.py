@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract.command_line import undone
 from forked_runs import QUEUED, SLURM, scontrol
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, here, only_run, run, undone
+from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, here, only_run, run
 from small_runs import classifier
 
 from cifar_lit.training.callbacks import NoSignalHandlers, OrderlyStop
