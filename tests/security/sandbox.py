@@ -31,7 +31,7 @@ class Answer:
     """What a reader gave.
 
     code: the exit code, None where the reader hung or died. lines: on stderr. cpu_seconds: those of the process itself.
-    megabytes: its memory at the highest, beyond what it started with. ran: signs that code of the file ran.
+    megabytes: its memory at the highest, beyond what it started with. ran: signs that code of the file ran. out: its stdout.
     """
 
     code: int | None
@@ -39,6 +39,7 @@ class Answer:
     cpu_seconds: float = 0.0
     megabytes: float = 0.0
     ran: list[str] = field(default_factory=list)
+    out: str = ""
 
     @property
     def harmless(self) -> bool:
@@ -99,6 +100,7 @@ def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - began, 3),
         "megabytes": round((_memory("VmHWM") - before) / 1e6, 1),
         "ran": sorted(events),
+        "out": out.getvalue(),
     }
 
 
