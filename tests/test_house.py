@@ -18,8 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode"},
 }
-TOP_LEVEL = {"errors", "files", "hardware", "plugins"}
-NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "models", "inference"}
+TOP_LEVEL = {"errors", "files", "hardware", "plugins", "text"}
+NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "text", "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.text import printable
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
@@ -90,6 +91,7 @@ def mcnemar(first: int, second: int) -> McNemar:
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
+MAX_FIGURE = 1e15  # of time, size and scores; NaN is not below it
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 
@@ -181,7 +183,8 @@ def read_run(path: Path) -> RunRecord:
         config = None
     settings = _flattened(config) if isinstance(config, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}
-    record = RunRecord(path, display_path(path), settings, read_metrics(path))
+    metrics = read_metrics(path)
+    record = RunRecord(path, display_path(path), settings, metrics if _countable(metrics) else {})
     if record.metrics:
         note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
     elif (path / "metrics.json").exists():
@@ -191,6 +194,19 @@ def read_run(path: Path) -> RunRecord:
     else:  # a running process holds the lock, and one that was killed leaves it
         note = "still running, or killed" if (path / LOCK).exists() else "did not end"
     return replace(record, note=note)
+
+
+def _countable(metrics: Mapping[str, Any]) -> bool:
+    """Whether the figures of a metrics.json, which may come from anyone, are such as a run can have."""
+    try:
+        parts = [metrics.get(name) or {} for name in ("test", "val")]
+        figures = [metrics.get(name) or 0 for name in ("train_seconds", "images_per_second", "parameters", "epochs")]
+        figures += [value for part in parts for value in part.values() if isinstance(value, int | float)]
+        images, fingerprint = parts[0].get("images") or 0, parts[0].get("fingerprint") or ""
+        right = all(abs(figure) < MAX_FIGURE for figure in figures) and isinstance(images, int) and isinstance(fingerprint, str)
+        return right and images >= 0 and all(0 <= (part.get("accuracy") or 0) <= 1 for part in parts)
+    except (AttributeError, TypeError):  # something else in the place of a part, or of a number
+        return False
 
 
 def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -216,7 +232,7 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 def _setting_text(run: RunRecord, name: str) -> str:
     """A setting's value as one would type it."""
     value = run.settings.get(name, "–")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)  # dates too
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -255,7 +271,7 @@ def _right_answers(run: RunRecord) -> list[bool] | None:
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
     except (KeyError, ValueError):
         return None
-    whole = rows and [index for index, _, _ in rows] == list(range(run.test.get("images", 0)))
+    whole = rows and len(rows) == run.test.get("images") and all(row[0] == place for place, row in enumerate(rows))
     return [label == predicted for _, label, predicted in rows] if whole else None
 
 
@@ -335,5 +351,6 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     grid[1][0].set_ylabel("training loss")
     for axes, text in zip(grid[1], ("epochs", "seconds of training (at each run's mean epoch)"), strict=False):
         axes.set_xlabel(text)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    names = [printable(label).replace("$", r"\$") for label in lines]  # what stands between dollars would be a formula
+    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(file, format="png")

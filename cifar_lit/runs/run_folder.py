@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART, write_text
+from cifar_lit.text import note
 
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
@@ -98,7 +98,7 @@ class RunFolder:
         try:
             before, host = owner_of(path), socket.gethostname()
             if before and not before.endswith(f" on {host}"):  # lost with its machine, or of a file system that shares no locks
-                print(f"{path} was left by {before}; going on with it", file=sys.stderr)
+                note(f"{path} was left by {before}; going on with it")
             write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
             for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
                 partial.unlink()
