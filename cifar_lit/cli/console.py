@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any
@@ -105,5 +104,6 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
-        code = f"import cifar_lit; print(cifar_lit.load({json.dumps(folder, ensure_ascii=False)}))"
-        say(f"  python -c {shlex.quote(code)}")
+        code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
+        code = f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)  # a shell looks for commands between "
+        say(f"  python -c {code}")
