@@ -153,7 +153,10 @@ def harmless(prepare: Maker, line: list[str] | Callable[[], int], says: str) -> 
 COMPARE = ["compare", "run", "run2"]
 CLASSIFY = ["classify", "run", "a.png", "--csv"]
 OWN = [*TRAIN, "--config", "own.yaml"]
-RECALL = "model.metrics.accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}\n"
+RECALL = """model:
+  metrics:
+    accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
+"""
 
 ATTACKS: dict[str, Attack] = {
     # a foreign run, beside others
