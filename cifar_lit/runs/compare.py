@@ -91,7 +91,6 @@ def mcnemar(first: int, second: int) -> McNemar:
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
-MAX_FIGURE = 1e15  # of time, size and scores; NaN is not below it
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 
@@ -183,8 +182,7 @@ def read_run(path: Path) -> RunRecord:
         config = None
     settings = _flattened(config) if isinstance(config, dict) else {}
     settings = {name: value for name, value in settings.items() if name not in PLACES}
-    metrics = read_metrics(path)
-    record = RunRecord(path, display_path(path), settings, metrics if _countable(metrics) else {})
+    record = RunRecord(path, display_path(path), settings, read_metrics(path))
     if record.metrics:
         note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
     elif (path / "metrics.json").exists():
@@ -194,19 +192,6 @@ def read_run(path: Path) -> RunRecord:
     else:  # a running process holds the lock, and one that was killed leaves it
         note = "still running, or killed" if (path / LOCK).exists() else "did not end"
     return replace(record, note=note)
-
-
-def _countable(metrics: Mapping[str, Any]) -> bool:
-    """Whether the figures of a metrics.json, which may come from anyone, are such as a run can have."""
-    try:
-        parts = [metrics.get(name) or {} for name in ("test", "val")]
-        figures = [metrics.get(name) or 0 for name in ("train_seconds", "images_per_second", "parameters", "epochs")]
-        figures += [value for part in parts for value in part.values() if isinstance(value, int | float)]
-        images, fingerprint = parts[0].get("images") or 0, parts[0].get("fingerprint") or ""
-        right = all(abs(figure) < MAX_FIGURE for figure in figures) and isinstance(images, int) and isinstance(fingerprint, str)
-        return right and images >= 0 and all(0 <= (part.get("accuracy") or 0) <= 1 for part in parts)
-    except (AttributeError, TypeError):  # something else in the place of a part, or of a number
-        return False
 
 
 def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
             headline = name == "images" or (part, name) == ("test", "accuracy")
             if isinstance(value, int | float) and not headline:
                 facts.append((f"{what} {name}", f"{value:.4f}"))
-            elif name == "tta":
+            elif name == "tta" and isinstance(value, dict):
                 facts.append((f"{what} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
     return facts
 

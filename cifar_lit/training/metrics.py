@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities import dim_zero_cat
 
 from cifar_lit.errors import UsageError
-from cifar_lit.text import is_name
+from cifar_lit.text import csv_cell, is_name
 
 
 class MeanLoss(Metric):
@@ -80,7 +80,7 @@ class Evaluation(nn.Module):
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
         for name in metrics or {}:
-            if not is_name(name) or name in TAKEN or "." in name:
+            if not is_name(name) or csv_cell(name) != name or name in TAKEN or "." in name:
                 raise UsageError(f"model.metrics: nothing can be called {name!r} beside the figures of metrics.json: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
