@@ -152,7 +152,7 @@ def harmless(prepare: Maker, line: list[str] | Callable[[], int], says: str) -> 
 
 COMPARE = ["compare", "run", "run2"]
 CLASSIFY = ["classify", "run", "a.png", "--csv"]
-OWN = [*TRAIN, "--config", "own.yaml"]
+OWN = ["train", "--config", "small.yaml", "--config", "own.yaml", "--logs", "runs"]  # in which the last may name the run
 RECALL = """model:
   metrics:
     accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
@@ -236,13 +236,13 @@ ATTACKS: dict[str, Attack] = {
     # a configuration
     "a recipe's name that leads out of the logs": Attack(config("recipe: ../outside/x\n"), OWN, says="cannot name the run"),
     "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
-    "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says=r"\ud800"),
+    "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
     "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
     "a deviation of the colours that no model file takes": Attack(config("data: {std: .inf}\n"), OWN, says="its std cannot be"),
     "a metric that stands for the accuracy": Attack(config(RECALL), OWN, says="rename it"),
     "images of 3,000 pixels a side": Attack(classes("b"), [*FOLDER, "--data.image_size=3000"], says="2,048"),
     "logs that a shell runs, where one types the line that is printed": harmless(
-        lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], r"""cifar_lit.load("$(mkdir ran)'/small-1")"""
+        lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
     ),
     "logs that are markup": harmless(lambda folder: None, on_terminal(*TRAIN[:-1], "x[bold]y[/z]"), "run x[bold]y[/z]"),
 }  # fmt: skip
