@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from cifar_lit.text import printable
+
 
 class _OneLine(Exception):
     """An exception whose text stays one line, whatever the file's name or the word holds that it tells of."""
 
     def __str__(self) -> str:
-        return super().__str__().replace("\r", "\\r").replace("\n", "\\n")
+        return printable(super().__str__())
 
 
 class Failure(_OneLine, RuntimeError):

@@ -22,10 +22,11 @@ from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.novelty import learn_novelty
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
-from cifar_lit.runs.model_file import ModelCard, build_loaded_net, save_weights
+from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
 from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path
+from cifar_lit.text import say
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -103,6 +104,7 @@ class Run(Callback):
 
     def fit(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None) -> None:
         """Trains, takes the best weights, tests them once if the command is `train`, and writes the results."""
+        check_card(model_card(model, data))
         data.trainer = trainer  # it tells how many devices there are
         data.train_dataloader()  # refuses what cannot be shared out among them, before there is a run folder
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
@@ -124,7 +126,7 @@ class Run(Callback):
         if self.command == "predict":
             batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
             count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches)
-            print(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
+            say(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
             return
         score = self._evaluate(self.command, trainer, model, data)
         self._finish(model, data, *((score, None) if self.command == "validate" else (None, score)))
@@ -154,11 +156,15 @@ class Run(Callback):
         print_results(self, metrics, test, data)
 
 
+def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
+    """What model.safetensors will say of the net."""
+    h, (mean, std) = model.hparams, data.statistics
+    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
+
+
 def write_model(path: Path, model: ImageClassifier, data: ImageData) -> None:
     """Writes model.safetensors, with what tells images that are unlike those of the training."""
-    h, (mean, std) = model.hparams, data.statistics
-    weights, options = model.net.state_dict(), dict(h["net_options"] or {})
-    card = ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options)
+    weights, card = model.net.state_dict(), model_card(model, data)
     classifier = Classifier(build_loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
     tensors: dict[str, Tensor] = {}
     if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):

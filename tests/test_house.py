@@ -18,8 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode"},
 }
-TOP_LEVEL = {"errors", "files", "hardware", "plugins"}
-NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "models", "inference"}
+TOP_LEVEL = {"errors", "files", "hardware", "plugins", "text"}
+NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "text", "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -66,3 +66,16 @@ def test_no_device_is_named_where_nets_and_training_are_written(path: Path) -> N
             assert not re.match(r"torch\.(device|cuda|mps)\b", call), call
             assert node.func.attr != "cuda", call
             assert node.func.attr != "to" or "device" not in call, call
+
+
+# The one way to a terminal; rich's consoles where what is drawn is ours, and words of one process of ours to another.
+PRINTING = {"text.py": {"print"}, "cli/console.py": {"Console"}, "cli/classify.py": {"Console"}, "data/progress.py": {"Console"},
+            "cli/check.py": {"print"}}  # fmt: skip
+
+
+def test_what_is_printed_goes_through_one_function() -> None:
+    for path in SOURCES:
+        allowed = PRINTING.get(str(path.relative_to(PACKAGE)), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            assert name not in {"print", "Console"} - allowed, f"{path}: {ast.unparse(node)}"

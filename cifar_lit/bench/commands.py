@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.text import say
 
 BENCHES = {
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory",
@@ -26,10 +27,8 @@ BENCHES = {
 def bench(argv: list[str]) -> None:
     """Runs the measurement that is named first in `argv`; raises UsageError for what is none, or cannot be measured."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: cifar-lit bench NAME [flags]\n")
-        for name, what in BENCHES.items():
-            print(f"  {name:<10} {what}")
-        print("\nEach prints a table; --json FILE writes its figures too. `cifar-lit bench NAME --help` lists its flags.")
+        say("usage: cifar-lit bench NAME [flags]", "", *(f"  {name:<10} {what}" for name, what in BENCHES.items()), "")
+        say("Each prints a table; --json FILE writes its figures too. `cifar-lit bench NAME --help` lists its flags.")
         return
     name, *rest = argv
     if name not in BENCHES:

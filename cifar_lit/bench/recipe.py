@@ -25,7 +25,6 @@ import torch
 import cifar_lit
 from cifar_lit.bench.process import without_places
 from cifar_lit.bench.report import environment, figures_of, print_table, spread, spread_text, write_figures
-from cifar_lit.cli.console import say
 from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import OWN, SHORT, parse, recipe_path
 from cifar_lit.cli.quiet import catch_signals
@@ -33,6 +32,7 @@ from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.compare import mean_interval
 from cifar_lit.runs.run_folder import display_path, read_metrics
+from cifar_lit.text import say
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
@@ -103,7 +103,7 @@ def run(settings: argparse.Namespace) -> None:
     say("")
     print_table(environment(), "test accuracy and time", ["recipe", *columns], table, *LEGEND)
     if file:
-        print(f"written: {display_path(file)}")
+        say(f"written: {display_path(file)}")
 
 
 def check(settings: argparse.Namespace) -> dict[str, Path]:

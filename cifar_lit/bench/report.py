@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Column, Table
 
+from cifar_lit.cli.console import for_tables
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
@@ -101,10 +100,8 @@ def print_table(
     where, gpu = machine_text(environment, "cpu"), environment["gpu"]
     versions = (f"{name} {number}" for name, number in environment["versions"].items())
     footer = " · ".join([where, *([gpu] if gpu else []), environment["date"], *versions])
-    # elsewhere than on a terminal no row is to be folded
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     for part in (title, table, *lines, footer):
-        console.print(part)
+        for_tables().print(part)
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
+from cifar_lit import text
 from cifar_lit.bench.process import train, without_places
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import UsageError
@@ -36,7 +36,7 @@ def run(settings: argparse.Namespace) -> None:
             metrics = train([*settings.flags, "--devices", str(count), "--seed", str(settings.seed + number)]).metrics
             runs[count].append(metrics)
             seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
-            print(f"{count} devices, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}", file=sys.stderr)
+            text.note(f"{count} devices, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
     shared = {name: metrics[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs", "precision", "accelerator")}
     cores = detect_machine().threads
     note = f"the processes share this machine's {cores} cores, which one process uses already: no speed-up is due"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from copy import copy, deepcopy
 
@@ -11,6 +10,7 @@ from cifar_lit.bench.plain import BareLoop
 from cifar_lit.bench.report import publish, spread
 from cifar_lit.bench.training import LINEAR, Round, Stopwatch, add_training_arguments, fit, subject_from
 from cifar_lit.errors import UsageError
+from cifar_lit.text import note
 
 WHAT = (
     "Training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, against a bare PyTorch loop with "
@@ -43,7 +43,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.steps is None:
         settings.steps = max(1, min(MAX_STEPS, int(SECONDS / (2 * per_step * (settings.rounds + 1)))))
     steps = settings.steps * (settings.rounds + 1)
-    print(f"this takes about {2 * per_step * steps:,.0f} s: {settings.rounds} rounds of {settings.steps} steps", file=sys.stderr)
+    note(f"this takes about {2 * per_step * steps:,.0f} s: {settings.rounds} rounds of {settings.steps} steps")
     turns = Stopwatch(
         settings.steps, settings.rounds, settings.steps, lambda trainer, model: BareLoop(trainer, model, subject.data).take
     )

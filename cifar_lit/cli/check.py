@@ -22,8 +22,9 @@ import torch.distributed as dist
 from rich.table import Column, Table
 from torch import Tensor, nn
 
+from cifar_lit import text
 from cifar_lit.bench.process import child_environment
-from cifar_lit.cli import console
+from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import LOST_PEER
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import apply_launcher
@@ -191,10 +192,10 @@ def check(accelerator: str, devices: str | None, limit: float) -> None:
         for row in rows:
             table.add_row(*row)
         complaints += [complaint] if complaint else []
-    console.for_tables().print(table)
+    for_tables().print(table)
     if complaints:
         raise Failure("; ".join(complaints))
-    console.say("all is well")
+    text.say("all is well")
 
 
 def try_machine(accelerator: str, devices: str | None, limit: float) -> dict[str, list[Answer]]:
@@ -202,7 +203,7 @@ def try_machine(accelerator: str, devices: str | None, limit: float) -> dict[str
     answers = {}
     for group in look(accelerator, devices or "auto", limit):
         name = f"{len(group)} × {group[0].partition(':')[0]}"  # as on the start card
-        console.say(f"trying {name}; whoever says nothing for {limit:g} s is ended")
+        text.say(f"trying {name}; whoever says nothing for {limit:g} s is ended")
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(group))}
         answers[name] = run_probes(group, {**meet, "TORCHELASTIC_USE_AGENT_STORE": "False"}, limit)
     return answers

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import note, printable
 
 if TYPE_CHECKING:
     from cifar_lit.inference.classify import ImageFile
@@ -61,7 +61,7 @@ def classify(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if failed:
-        _note(f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why")
+        note(f"cifar-lit: {failed:,} of {len(files):,} could not be classified; their rows say why")
     return 1 if failed else 0
 
 
@@ -165,9 +165,9 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     if settings.sheet is not None:
         save_picture(contact_sheet(sheet_rows), Path(settings.sheet))
         first = f"the first {len(sheet_rows):,} of " if len(sheet_rows) < len(files) else ""
-        _note(f"{first}{len(files):,} files on {display_path(Path(settings.sheet))}")
+        note(f"{first}{len(files):,} files on {display_path(Path(settings.sheet))}")
     if settings.explain is not None:
-        _note(f"{len(files) - failed:,} pictures in {display_path(Path(settings.explain))}/")
+        note(f"{len(files) - failed:,} pictures in {display_path(Path(settings.explain))}/")
     return failed
 
 
@@ -175,20 +175,18 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
 def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
     """Writes rows to a file, which is there as a whole at the end or not at all, or to standard output (-)."""
     if target == "-":
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="surrogateescape")  # names that are no text come out as they went in
         yield kind(sys.stdout, top).write
         return
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             yield kind(file, top).write
     except BrokenPipeError:  # of other rows, on standard output
         raise
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
-    _note(f"{count:,} rows in {display_path(path)}")
+    note(f"{count:,} rows in {display_path(path)}")
 
 
 def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Write:
@@ -200,29 +198,20 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
     widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[class_width + 6] * top]
     console = Console(highlight=False, soft_wrap=True)
 
-    def print_cells(cells: list[Text], note: str = "", style: str = "") -> None:
+    def print_cells(cells: list[Text], remark: str = "", style: str = "") -> None:
         cells += [Text() for _ in widths[len(cells) :]]
         for cell, width in zip(cells, widths, strict=True):
             cell.truncate(width, pad=True)
-        console.print(Text("  ").join([*cells, Text(note, style)]))
+        console.print(Text("  ").join([*cells, Text(printable(remark), style)]))
 
     def write(rows: Sequence[Row]) -> None:
         for row in rows:
             cells = [Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}") for name, value in row.top]
             for best in cells[:1]:
                 best.stylize("bold")
-            note = row.error or ("unlike the training images" if row.unlike else "")
-            print_cells([Text(printable(row.path or "")), *cells], note, "red" if row.error else "yellow")
+            remark = row.error or ("unlike the training images" if row.unlike else "")
+            print_cells([Text(printable(row.path or "")), *cells], remark, "red" if row.error else "yellow")
 
     names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
     print_cells([Text(name, "bold") for name in names])
     return write
-
-
-def printable(text: str) -> str:
-    """A text on one line, with escapes for what is no letter."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from cifar_lit.cli.console import for_tables, say
+from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import csv_cell, say
 
 if TYPE_CHECKING:
     from cifar_lit.runs.compare import McNemar, RunRecord
@@ -29,7 +30,7 @@ DESCRIPTION = (
 COLUMNS = (
     ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("loss", "loss", ".4f"),
     ("val_accuracy", "val accuracy", ".2%"), ("train_seconds", "train s", ",.1f"), ("images_per_second", "images/s", ",.0f"),
-    ("parameters", "parameters", ","), ("epochs", "epochs", "d"),
+    ("parameters", "parameters", ","), ("epochs", "epochs", ","),
 )  # fmt: skip
 Pairs = list[tuple[str, str, "McNemar"]]
 
@@ -166,7 +167,7 @@ def _writing(flag: str, name: str) -> Iterator[Path]:
 def _write(flag: str, name: str, text: str) -> None:
     """Writes a file, or to stdout for -."""
     if name == "-":
-        print(text, end="")
+        say(*text.splitlines())
         return
     with _writing(flag, name) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -177,11 +178,11 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
     for place, run in enumerate(runs):
         settings = {name: values[place] for name, values in differences.items()}
         rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
-    names = dict.fromkeys(name for row in rows for name in row if name != "note")
+    names = [*dict.fromkeys(name for row in rows for name in row if name != "note"), "note"]
     out = io.StringIO()
-    writer = csv.DictWriter(out, [*names, "note"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    csv.writer(out, lineterminator="\n").writerows(
+        [csv_cell(value) for value in row] for row in (names, *([row.get(name) for name in names] for row in rows))
+    )
     return out.getvalue()
 
 
@@ -200,4 +201,4 @@ def _as_json(
         "pairs": [{"first": first, "second": second, "only_first_right": test.first, "only_second_right": test.second,
                    "p_exact": test.exact, "p_mid": test.mid} for first, second, test in tests],
     }  # fmt: skip
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

@@ -6,12 +6,13 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-import rich
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Column, Table
+from rich.text import Text
 
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import printable, say
 
 if TYPE_CHECKING:  # for commands that need no torch
     import lightning.pytorch as pl
@@ -21,16 +22,17 @@ if TYPE_CHECKING:  # for commands that need no torch
     from cifar_lit.training.metrics import Score
 
 
-def say(*lines: str) -> None:
-    """Prints lines as they are, however long; nothing where there are none."""
-    for line in lines:
-        print(line)
-    sys.stdout.flush()
+class TextConsole(Console):
+    """rich's, but a text is no markup there, has no emoji by name, and nothing that a terminal obeys."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """What becomes of every text that is printed, and of each in a table."""
+        return super().render_str(printable(text), **{**settings, "markup": False, "emoji": False})
 
 
 def for_tables() -> Console:
     """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
@@ -61,10 +63,10 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     if not sys.stdout.isatty():
         say(*(f"{name:<12} {value}" for name, value in rows.items()))
         return
-    grid = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        grid.add_row(f"[dim]{name}[/]", value)
-    rich.get_console().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+    grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
+    for row in rows.items():
+        grid.add_row(*row)
+    for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
@@ -83,7 +85,7 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
     """Prints the results and the next commands."""
     if test:
-        rich.get_console().print(accuracy_table(test, data))
+        for_tables().print(accuracy_table(test, data))
         if views := metrics["test"].get("tta"):
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
         for name, value in test.metrics.items():
@@ -102,4 +104,6 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
-        say(f"  python -c \"import cifar_lit; print(cifar_lit.load('{folder}'))\"")
+        code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
+        code = f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)  # a shell looks for commands between "
+        say(f"  python -c {code}")

@@ -65,12 +65,12 @@ def _list_machine() -> None:
     table.add_row("cpu", what, ram, choose_precision(machine, "cpu")[0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
-    console.print("--devices 2 takes two of them: GPUs, or processes on the CPU (DDP)", highlight=False)
+    console.print("--devices 2 takes two of them: GPUs, or processes on the CPU (DDP)")
     if not machine.gpus:
         reason = "none is visible to it" if machine.cuda_build else "this torch is a build for CPUs only"
-        console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.", highlight=False)
-    console.print(" · ".join(f"{name} {number}" for name, number in versions().items()), highlight=False)
-    console.print("try them out, alone and together:  cifar-lit devices --check", highlight=False)
+        console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.")
+    console.print(" · ".join(f"{name} {number}" for name, number in versions().items()))
+    console.print("try them out, alone and together:  cifar-lit devices --check")
 
 
 def _list_parameters(settings: Namespace) -> None:
@@ -93,4 +93,4 @@ def _list_parameters(settings: Namespace) -> None:
     console = for_tables()
     console.print(table)
     size = f"{total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32"
-    console.print(f"{settings.net}: {size}; the Trainer moves it and its images to one device", highlight=False)
+    console.print(f"{settings.net}: {size}; the Trainer moves it and its images to one device")

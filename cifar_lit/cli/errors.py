@@ -12,15 +12,16 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from cifar_lit.cli.flags import SHORT
 from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.text import printable
 
-_CONTROL = re.compile(r"[^\S\n ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
 
 
 def explain_error(error: BaseException) -> tuple[str, int]:
     """What to print (nothing when empty) and the exit code for anything that ended a command."""
     line, code = _explain(error)
-    line = _CONTROL.sub(lambda match: repr(match[0])[1:-1], line)  # names out of files must not move a terminal's cursor
+    if isinstance(error, Exception):  # the others have two lines, of our own
+        line = printable(line)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank != "0" and line:
         line = "" if is_lost_peer(error) or code >= 128 else f"[rank {rank}] {line}"

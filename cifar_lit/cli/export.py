@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from cifar_lit.cli.console import for_tables, say
+from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import say
 
 DESCRIPTION = (
     "Writes a run's net as ONNX, torch-export or safetensors: any number of uint8 images in, normalised inside, probabilities "
@@ -19,10 +20,12 @@ DESCRIPTION = (
 )
 CHECKED = 1000
 USAGE = {  # how a file of each format is used
-    "onnx": "  session = onnxruntime.InferenceSession(FILE)\n"
-    '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
-    "torch-export": "  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",
-    "safetensors": "  cifar-lit classify FILE PICTURE",
+    "onnx": (
+        "  session = onnxruntime.InferenceSession(FILE)",
+        '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
+    ),
+    "torch-export": ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
+    "safetensors": ("  cifar-lit classify FILE PICTURE",),
 }
 
 
@@ -77,5 +80,5 @@ def export(argv: list[str]) -> None:
         f"wrote {file}",
         "",
         "use it:",
-        USAGE[settings.to].replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file)),
+        *(line.replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file)) for line in USAGE[settings.to]),
     )

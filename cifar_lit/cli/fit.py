@@ -30,6 +30,7 @@ from cifar_lit.models.registry import net_spec
 from cifar_lit.plugins import own_modules
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.text import is_name, note
 from cifar_lit.train import Run
 from cifar_lit.training.callbacks import Interrupted, NoProfiler
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
@@ -243,6 +244,8 @@ def check_settings(settings: Any) -> None:
     """Raises UsageError for what no type refuses and no training can be made with, before data are touched."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
+    if (recipe := settings.recipe) is not None and (not is_name(recipe) or Path(recipe).name != recipe):
+        raise UsageError(f"recipe: {recipe!r} cannot name the run's folder: leave slashes, tabs, line breaks and the like out")
     strategy = str(settings.trainer.strategy)
     if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
         reason = "shares tensors out, which checkpoints and Muon need whole: use --trainer.strategy ddp"
@@ -279,6 +282,6 @@ def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Pa
         checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
     step = int(contents["global_step"])
     if damaged and first:
-        print(f"{damaged}: going on from {display_path(checkpoint)} of step {step}", file=sys.stderr)
+        note(f"{damaged}: going on from {display_path(checkpoint)} of step {step}")
     os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
     return checkpoint, step

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping, MutableMapping
 from hashlib import sha256
 from pathlib import Path
 
+from cifar_lit import text
 from cifar_lit.cli.flags import LOGS, SHORT, Command
 from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
 from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
@@ -77,10 +77,10 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     if run is not None and is_finished(run, needs_test=command.name == "train"):
         if first:
             results = display_path(run / "metrics.json")
-            print(f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do")
+            text.say(f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do")
         raise SystemExit(0)
     if note and first:
-        print(note, file=sys.stderr, flush=True)
+        text.note(note)
 
 
 def _resume(command: Command, run: Path, job: Job, line: str) -> None:

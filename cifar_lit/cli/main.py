@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.text import note, say
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
@@ -84,12 +85,12 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
 
 def _run(argv: list[str], default: str) -> int:
     if (default == "fit" and not argv) or argv[:1] in (["--help"], ["-h"], ["help"]):
-        print(OVERVIEW, end="")
+        say(*OVERVIEW.splitlines())
         return 0
     if argv[:1] == ["--version"]:
         from cifar_lit import __version__
 
-        print(f"cifar-lit {__version__}")
+        say(f"cifar-lit {__version__}")
         return 0
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
     if name in flags.TRAINING:
@@ -150,7 +151,7 @@ def _report(error: BaseException, debug: bool) -> int:
     if debug:
         import traceback
 
-        traceback.print_exception(error)
+        note(*"".join(traceback.format_exception(error)).splitlines())
     line, code = explain_error(error)
     line = leave(line, code, is_lost_peer(error))
     if getattr(error, "requeue", False):
@@ -158,5 +159,5 @@ def _report(error: BaseException, debug: bool) -> int:
 
         line = requeue(os.environ, getattr(error, "resume", None))
     if line:
-        print(line, file=sys.stderr, flush=True)
+        note(*line.split("\n"))
     return code

@@ -10,17 +10,18 @@ from rich.table import Table
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
 from cifar_lit.errors import UsageError
+from cifar_lit.text import say
 
 
 def list_recipes(argv: list[str]) -> None:
     """Prints every recipe in a line, or the files of those that are named: header and settings."""
     if argv[:1] in (["-h"], ["--help"]):
-        print("usage: cifar-lit recipes [NAME]\n\nlists the packaged recipes, or prints the settings of one")
+        say("usage: cifar-lit recipes [NAME]", "", "lists the packaged recipes, or prints the settings of one")
         return
     if unknown := next((word for word in argv if word.startswith("-")), None):
         raise UsageError(f"recipes knows no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
     for path in [flags.packaged_recipe(name) for name in argv]:
-        print(path.read_text(), end="")
+        say(*path.read_text().splitlines())
     if argv:
         return
     table = Table("recipe", "what", "accuracy", "time")
@@ -28,9 +29,8 @@ def list_recipes(argv: list[str]) -> None:
         header = recipe_header(flags.recipe_path(name))
         what = header[0].removeprefix(f"{name} — ")
         table.add_row(name, what, _summary(header, "Score"), _summary(header, "Time"))
-    console = for_tables()
-    console.print(table)
-    console.print("start one:  python scripts/train.py --recipe NAME\nabout one:  cifar-lit recipes NAME", highlight=False)
+    for_tables().print(table)
+    say("start one:  python scripts/train.py --recipe NAME", "about one:  cifar-lit recipes NAME")
 
 
 def recipe_header(path: Path) -> list[str]:

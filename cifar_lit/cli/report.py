@@ -12,6 +12,7 @@ from cifar_lit.inference.load import load
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import say
 
 DESCRIPTION = (
     "Writes report.html, a page about a run: results, curves, calibration, mistakes, and, from a pass over the "
@@ -38,6 +39,6 @@ def report(words: list[str]) -> None:
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
     write_text(out, inspected_page(run, data, classifier.logits_and_embeddings, device))
-    print(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
+    say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())

@@ -13,6 +13,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
 from cifar_lit.runs.run_folder import weights_file
+from cifar_lit.text import say
 
 DESCRIPTION = """Serves a run's net over HTTP, with a page at / for trying it.
 
@@ -57,13 +58,13 @@ def serve(argv: list[str]) -> None:
 
         def on_ready() -> None:
             size = "×".join(map(str, classifier.card.input_shape))
-            print(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
+            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
-                print(f"open to every machine that reaches {host}: there is no password and no encryption")
-            print(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it", flush=True)
+                say(f"open to every machine that reaches {host}: there is no password and no encryption")
+            say(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it")
 
         run_service(classifier, sock, local, limits, __version__, on_ready)
-    print("stopped", flush=True)
+    say("stopped")
 
 
 def _listen(host: str, port: int) -> socket.socket:

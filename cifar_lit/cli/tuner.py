@@ -22,6 +22,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.text import say
 from cifar_lit.training.classifier import WHITENING_IMAGES, ImageClassifier
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 
@@ -165,11 +166,11 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
     count, lr = len(data.split[0]), model.hparams["lr"]
     if "batch" in auto:
         size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
-        print(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}", flush=True)
+        say(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}")
         data.batch_size = size
     if "lr" in auto:
         count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
         images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-        print(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest", flush=True)
+        say(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest")
         model.hparams["lr"] = rate

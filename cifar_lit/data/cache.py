@@ -35,6 +35,7 @@ from cifar_lit.data.download import file_lock
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
 from cifar_lit.files import atomic_write, write_text
+from cifar_lit.text import note
 
 FORMAT = 2  # raise it when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
@@ -89,7 +90,7 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
             if cached := _load(slot, root, files):  # a read-only cache is still a cache
                 return cached
             text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
-            print(f"{text}; $CIFAR_LIT_CACHE can name another folder", file=sys.stderr, flush=True)
+            note(f"{text}; $CIFAR_LIT_CACHE can name another folder")
             # the mapped file lives on without its name
             slot = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)))
         if cached := _load(slot, root, files):

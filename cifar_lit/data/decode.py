@@ -22,6 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
+from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
@@ -54,7 +55,7 @@ class DecodeError(Failure):
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
-        return f"{self.name} cannot be read as an image: {self.reason}"
+        return printable(f"{self.name} cannot be read as an image: {self.reason}")
 
 
 class SizesDiffer(ValueError):

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
+from cifar_lit.text import note
 
 STALL_SECONDS = 20.0  # no connection, or no byte, for so long: the next mirror
 MAX_ATTEMPTS = 5  # times that a mirror is asked which breaks off in the middle, before the next one's turn
@@ -82,7 +82,7 @@ def file_lock(path: Path, work: str, patience: float = 0.0) -> Iterator[None]:
     try:
         held = lock.acquire(timeout=patience)
     except Timeout:
-        print(f"waiting for another process that {work}", file=sys.stderr, flush=True)
+        note(f"waiting for another process that {work}")
         held = lock.acquire()
     with held:
         yield
@@ -118,7 +118,7 @@ def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path
             if error.rate:
                 rates[url] = error.rate
             if rates:
-                print(f"{name} from {_host(url)}: {error}; trying another source", file=sys.stderr, flush=True)
+                note(f"{name} from {_host(url)}: {error}; trying another source")
     listed = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
     kept = " What has come is kept, the next start goes on from there." if _size(part) else ""
     raise Failure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
@@ -13,8 +12,9 @@ import torch
 
 from cifar_lit.data.cache import File, decoded
 from cifar_lit.data.decode import SUFFIXES
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import MAX_SIDE, ImageSet, check_class_names
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.text import note
 
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
@@ -55,8 +55,8 @@ def folder(
     """
     if not 0 < test_size < 1:
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
-    if image_size is not None and image_size < 1:
-        raise UsageError(f"--data.image_size must be at least 1, not {image_size}")
+    if image_size is not None and not 1 <= image_size <= MAX_SIDE:
+        raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,}, not {image_size}")
     if channels not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     parts = scan(root, test_size, split_seed)
@@ -141,6 +141,7 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     if len(classes) == 1:
         hint = f" Is --data-dir {classes[0].path} meant?" if _has_subfolders(classes[0].path) else ""
         raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
+    check_class_names([entry.name for entry in classes], f"in {root}, the folder")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
     empty = [name for name, files in tree.items() if not files]
     if empty:
@@ -192,4 +193,4 @@ def _listed(names: Iterable[str] | Mapping[str, str]) -> str:
 def _note(line: str) -> None:
     """Prints a note once a process, and in one process a machine: a run opens its data several times."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        note(line)

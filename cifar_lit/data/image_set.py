@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
+from cifar_lit.text import MAX_NAME, is_name
+
+MAX_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class ImageSet:
             raise ValueError(f"labels must be int64 ({len(self.images)},), not {self.labels.dtype} {tuple(self.labels.shape)}")
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
+        check_class_names(self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,6 +49,16 @@ class ImageSet:
         """Channels, height and width of each image, in a net's order."""
         height, width, channels = self.images.shape[1:]
         return [channels, height, width]
+
+
+def check_class_names(names: Sequence[object], of: str = "the data set's class") -> None:
+    """Raises UsageError for names that nothing could be told by: model.safetensors, tables and pages have the same rule."""
+    for name in names:
+        if not is_name(name):
+            rule = f"a class is called by 1 to {MAX_NAME} characters, without tabs, line breaks and other control characters"
+            raise UsageError(f"{of} {str(name)[:80]!r} has to be renamed: {rule}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"{len(names)} classes have {len(set(names))} names only: give each its own")
 
 
 def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from cifar_lit.text import note, printable
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -24,11 +26,12 @@ def progress(
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
     if sys.stderr.isatty() and not silent:
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        task = bar.add_task(what, total=total or None, amount="")
+        task = bar.add_task(escape(printable(what)), total=total or None, amount="")
 
     def amount() -> str:
         rate = done * scale / max(time.monotonic() - started, 1e-6)
@@ -42,9 +45,9 @@ def progress(
             bar.update(task, completed=done, amount=amount())
         elif not silent and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
-            print(f"{what}: {amount()}", file=sys.stderr, flush=True)
+            note(f"{what}: {amount()}")
 
     with bar or nullcontext():
         yield advance
     if not silent and time.monotonic() - started >= min_seconds:
-        print(f"{what}: {amount()} · {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        note(f"{what}: {amount()} · {time.monotonic() - started:.1f} s")

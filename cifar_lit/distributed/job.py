@@ -13,7 +13,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 from cifar_lit.distributed.rank_info import by_torchrun, is_first_process
 from cifar_lit.runs.run_folder import runs_of_job
+from cifar_lit.text import note
 
 NAME = "CIFAR_LIT_JOB"  # set by a user or a scheduler's file; it must be unique among the jobs that share --logs
 JOB_RUN = "CIFAR_LIT_JOB_RUN"  # tells processes that this one starts which run it goes on with, "" for a new one
@@ -85,7 +85,7 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
         return ""
     job = slurm_number(environment)
     state = "stopped at its checkpoint" if resume else "stopped"
-    print(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself", file=sys.stderr, flush=True)
+    note(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself")
     try:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
         return ""

@@ -30,6 +30,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.errors import UsageError
+from cifar_lit.text import note
 
 GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED = "gone", "orphaned", "failed", "silent", "stuck", "stopped"
 # Seconds that the main thread is given to end by itself, by the error that a lost rank gives it; frozen ones give none.
@@ -267,7 +268,7 @@ class RankWatch(threading.Thread):
         if self.main_thread_ends.wait(EXIT_SECONDS[fault.kind]):
             time.sleep(REQUEUE_SECONDS if fault.kind == STOPPED else CLEANUP_SECONDS)
         elif line := self.line_about(fault):
-            print(line, file=sys.stderr, flush=True)
+            note(*line.split("\n"))
         with suppress(Exception):
             self.release()
         self.end_children()
@@ -359,7 +360,7 @@ class Coordinator(RankWatch):
         others = [rank for rank in range(0, self.info.world, self.info.per_node) if rank not in self.members]
         if others and not self._announced and self.now > ANNOUNCE_SECONDS:
             self._announced = True
-            print(f"waiting for rank {', '.join(map(str, others))} of {self.info.world}", file=sys.stderr, flush=True)
+            note(f"waiting for rank {', '.join(map(str, others))} of {self.info.world}")
         children = [rank for rank in self.children if rank not in self.members]
         for absent, since in ((others, 0.0), (children, self.children_started)):
             if absent and self.now - since > JOIN_FACTOR * self.limit:

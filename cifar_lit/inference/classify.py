@@ -22,6 +22,7 @@ from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, 
 from cifar_lit.errors import Failure
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
+from cifar_lit.text import printable
 
 # ---- From what is typed to image files: files, folders, patterns, and a list on standard input.
 
@@ -179,7 +180,7 @@ def _thumbnail(row: Row) -> Image.Image:
 
 
 def _shortened(text: str, width: int) -> str:
-    plain = "".join(letter if letter.isprintable() else "�" for letter in text)
+    plain = printable(text)
     kept, short = len(plain), plain
     while kept > 1 and _font().getlength(short) > width:
         kept -= 1

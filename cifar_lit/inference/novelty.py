@@ -11,6 +11,7 @@ on one of the two. The 13.5 % would be 5 % with validation images (--data.val_si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,8 +47,10 @@ def learn_novelty(embed: Embed, images: Tensor, train: Tensor, val: Tensor) -> t
         return None
     tensors = {"known": sample}
     settings: dict[str, Any] = {"method": "nearest neighbours", "neighbour": NEIGHBOUR, "held_out": source}
-    threshold = novelty(held_out_embeddings, tensors, settings).quantile(1 - FALSE_ALARMS)
-    return tensors, {**settings, "threshold": round(float(threshold), 6), "images": [len(known), len(held_out)]}
+    threshold = float(novelty(held_out_embeddings, tensors, settings).quantile(1 - FALSE_ALARMS))
+    if not math.isfinite(threshold):
+        return None
+    return tensors, {**settings, "threshold": round(threshold, 6), "images": [len(known), len(held_out)]}
 
 
 def choose(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor, str]:

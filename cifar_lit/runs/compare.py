@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.text import printable
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
@@ -216,7 +217,7 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 def _setting_text(run: RunRecord, name: str) -> str:
     """A setting's value as one would type it."""
     value = run.settings.get(name, "–")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)  # dates too
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -255,7 +256,7 @@ def _right_answers(run: RunRecord) -> list[bool] | None:
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
     except (KeyError, ValueError):
         return None
-    whole = rows and [index for index, _, _ in rows] == list(range(run.test.get("images", 0)))
+    whole = rows and len(rows) == run.test.get("images") and all(row[0] == place for place, row in enumerate(rows))
     return [label == predicted for _, label, predicted in rows] if whole else None
 
 
@@ -335,5 +336,6 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     grid[1][0].set_ylabel("training loss")
     for axes, text in zip(grid[1], ("epochs", "seconds of training (at each run's mean epoch)"), strict=False):
         axes.set_xlabel(text)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    names = [printable(label).replace("$", r"\$") for label in lines]  # what stands between dollars would be a formula
+    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(file, format="png")

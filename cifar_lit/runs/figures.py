@@ -21,6 +21,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from cifar_lit.text import printable
+
 # ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -37,7 +39,8 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
     figure, axes = _chart()
     for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
         steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, color=colour, linewidth=1.6, marker="o" if len(points) < 30 else None, markersize=3, label=what)
+        marker, name = "o" if len(points) < 30 else None, _tick(what)
+        axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3, label=name)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
@@ -83,7 +86,8 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = re.sub(r"^.*?<svg", f'<svg role="img" aria-label="{escape(label)}"', file.getvalue(), count=1, flags=re.DOTALL)
+    start = f'<svg role="img" aria-label="{escape(printable(label))}"'
+    text = re.sub(r"^.*?<svg", lambda _: start, file.getvalue(), count=1, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # other charts of the page have the same names
     return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], text)
 
@@ -194,7 +198,7 @@ def _pixels(figure: Figure) -> Tensor:
 
 def _short(name: str, most: int = 18) -> str:
     """A name cut to fit, of letters that can be drawn."""
-    plain = "".join(letter if letter.isprintable() else "�" for letter in name)
+    plain = printable(name)
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 
 

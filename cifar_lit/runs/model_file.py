@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -17,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, InvalidFileError, first_line
+from cifar_lit.data.image_set import MAX_SIDE
+from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.registry import build_net, build_on_meta_device
 from cifar_lit.runs.run_folder import weights_file
+from cifar_lit.text import MAX_NAME, is_name
 
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # of the metadata; files of before there were checksums have none
@@ -149,12 +150,11 @@ def load_model_file(path: str | Path) -> LoadedNet:
 
 # ---- What a file says of itself, looked at before memory is spent on it: it may come from anywhere.
 
+MAX_CARD = 3 << 20  # bytes of the header
 MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
-MAX_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
 MAX_CHANNELS = 64
 MAX_WIDTH = 1000.0  # times the hidden widths
 MAX_CLASSES = 100_000
-MAX_NAME = 300  # characters of a class or a net
 MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
@@ -177,6 +177,17 @@ def card_values(text: str) -> dict[str, Any]:
         if channels and len(values.get(name, range(channels))) != channels:
             raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
     return values
+
+
+def check_card(card: ModelCard) -> None:
+    """Raises UsageError for a card that `load_model_file` would refuse, so that nobody trains for hours what cannot be used."""
+    try:
+        text = json.dumps(asdict(card))
+        card_values(text)
+        if len(json.dumps(text)) > MAX_CARD:
+            raise InvalidFileError("the names of its classes are too long together")
+    except (InvalidFileError, TypeError) as error:  # TypeError: of an option that is no plain value
+        raise UsageError(f"a net that is trained so could not be loaded again ({error}): choose others") from None
 
 
 def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
@@ -209,11 +220,6 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_number, value))
 
 
-def _name(value: Any) -> bool:
-    """Whether a text has no control characters, which a terminal would obey, nor halves of pairs, which it cannot print."""
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
-
-
 def _shape(value: Any) -> bool:
     whole = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
     return whole and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
@@ -228,11 +234,12 @@ def _plain(value: Any, depth: int = 0) -> bool:
 
 
 _CHECKS = {
-    "net": _name,
+    "net": is_name,
     "width": lambda value: _number(value) and 0 < value <= MAX_WIDTH,
     "input_shape": _shape,
-    "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(_name, value)),
+    "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(is_name, value)),
     "mean": _numbers,
     "std": lambda value: _numbers(value) and min(value, default=0) > 0,
     "options": lambda value: isinstance(value, dict) and _plain(value),
+    "novelty": lambda value: isinstance(value, dict) and (not value or _number(value.get("threshold"))),
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cifar_lit.files import atomic_write
 from cifar_lit.runs.run_folder import read_rows
+from cifar_lit.text import csv_cell
 
 ROWS_AT_ONCE = 4096  # of the set, as Python numbers
 
@@ -69,16 +70,16 @@ def write_predictions(path: Path, classes: Sequence[str], batches: Sequence[Mapp
     """
     columns = ("indices", "labels", "probabilities")
     indices, labels, probabilities = (torch.cat([batch[name] for batch in batches]) for name in columns)
-    order = indices.argsort(stable=True)
+    order, names = indices.argsort(stable=True), [csv_cell(name) for name in classes]
     digits = ",".join(["%.6f"] * len(classes))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in classes)])
+        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names)])
         for rows in order.split(ROWS_AT_ONCE):
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*(column.tolist() for column in part), strict=True):
                 cells = (digits % tuple(values)).split(",")
-                writer.writerow([index, classes[label], classes[predicted], cells[predicted], *cells])
+                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells])
     with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as array:
         np.save(array, probabilities[order].float().numpy())
     return len(order)
@@ -89,7 +90,8 @@ def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | No
 
     Only the first four columns are looked at: in files of before, the others are of the next likeliest classes.
     """
-    number = {name: place for place, name in enumerate(classes)}
+    number: dict[object, int] = {name: place for place, name in enumerate(classes)}  # in files of before
+    number |= {csv_cell(name): place for place, name in enumerate(classes)}
     try:
         rows = [
             (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
@@ -155,7 +157,7 @@ class CsvRows:
         """Adds rows."""
         for row in rows:
             values = {**row.values(self._top), "unlike": {True: "yes", False: "no", None: None}[row.unlike]}
-            self._writer.writerow(f"{value:.6f}" if isinstance(value, float) else value for value in values.values())
+            self._writer.writerow(f"{value:.6f}" if isinstance(value, float) else csv_cell(value) for value in values.values())
 
 
 class JsonRows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from cifar_lit.runs.figures import GALLERY_SIZE, Bin, Picture, confusion_matrix,
 from cifar_lit.runs.label_errors import Findings, inspect_labels, nearest_embeddings
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
+from cifar_lit.text import note, printable
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -41,7 +41,7 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     same = recorded == fingerprint(test.images, test.labels)
     predictions = read_predictions(run / "predictions.csv", data.classes) if same else None
     if recorded and not same:
-        print("these are other test images than the run was tested on: they are scored anew", file=sys.stderr, flush=True)
+        note("these are other test images than the run was tested on: they are scored anew")
         metrics = {**metrics, "test": None}
     logits, embeddings = _looked_at(look, test, "test images")
     if predictions is None:
@@ -91,7 +91,7 @@ def render(
         if place := next(filter(Path.exists, places), None):
             commands.append((what, f"cifar-lit {command} {shlex.quote(display_path(place))}"))
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
-                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+                       finalize=_shown, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
@@ -114,6 +114,12 @@ def render(
         mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
         doubtful=_pictures(data, predictions, predictions.doubtful_hits(GALLERY_SIZE)),
     )
+
+
+def _shown(value: Any) -> Any:
+    """A value of the page: of text each line as `printable`, but for charts, which are HTML."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return "\n".join(map(printable, value.split("\n"))) if is_text else value
 
 
 def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
@@ -141,9 +147,10 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Facts of metrics.json by name, those that are there, with all figures of the test and the validation."""
     forms = {
         "recipe": "{}", "net": "{}", "parameters": "{:,}", "dataset": "{}", "epochs": "{:,}", "batch_size": "{:,}",
-        "seed": "{}", "precision": "{}", "accelerator": f"{metrics.get('devices', 1)} × {{}}", "train_seconds": "{:,.1f} s",
-        "images_per_second": "{:,.0f}",
+        "seed": "{}", "precision": "{}", "accelerator": "{}", "train_seconds": "{:,.1f} s", "images_per_second": "{:,.0f}",
     }  # fmt: skip
+    if metrics.get("accelerator") is not None:
+        metrics = {**metrics, "accelerator": f"{metrics.get('devices', 1)} × {metrics['accelerator']}"}
     known = [name for name in forms if metrics.get(name) is not None]
     facts = [(name.replace("_", " "), forms[name].format(metrics[name])) for name in known]
     for part, what in (("test", "test"), ("val", "validation")):
@@ -151,7 +158,7 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
             headline = name == "images" or (part, name) == ("test", "accuracy")
             if isinstance(value, int | float) and not headline:
                 facts.append((f"{what} {name}", f"{value:.4f}"))
-            elif name == "tta":
+            elif name == "tta" and isinstance(value, dict):
                 facts.append((f"{what} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
     return facts
 

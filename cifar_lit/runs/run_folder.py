@@ -7,8 +7,7 @@ import json
 import os
 import re
 import socket
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ from filelock import FileLock, Timeout
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART, write_text
+from cifar_lit.text import note
 
+FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second")  # in metrics.json, beside the scores
+MAX_FIGURE = 1e15  # which NaN is not below
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
@@ -98,7 +100,7 @@ class RunFolder:
         try:
             before, host = owner_of(path), socket.gethostname()
             if before and not before.endswith(f" on {host}"):  # lost with its machine, or of a file system that shares no locks
-                print(f"{path} was left by {before}; going on with it", file=sys.stderr)
+                note(f"{path} was left by {before}; going on with it")
             write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
             for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
                 partial.unlink()
@@ -205,8 +207,22 @@ def weights_file(path: str | Path) -> Path:
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """The contents of a run's metrics.json, empty when there is none."""
-    return _read_json(run / "metrics.json")
+    """The contents of a run's metrics.json, empty when there is none, or its figures are none that a run can have."""
+    metrics = _read_json(run / "metrics.json")
+    return metrics if _countable(metrics) else {}
+
+
+def _countable(metrics: Mapping[str, Any]) -> bool:
+    """Whether figures of a metrics.json, which may come from anyone, can be counted with and shown."""
+    try:
+        parts = [metrics.get(name) or {} for name in ("test", "val")]
+        figures = [metrics.get(name) or 0 for name in FIGURES]
+        figures += [value for part in parts for value in part.values() if isinstance(value, int | float)]
+        images, fingerprint = parts[0].get("images") or 0, parts[0].get("fingerprint") or ""
+        right = all(abs(figure) < MAX_FIGURE for figure in figures) and isinstance(images, int) and isinstance(fingerprint, str)
+        return right and images >= 0 and all(0 <= (part.get("accuracy") or 0) <= 1 for part in parts)
+    except (AttributeError, TypeError):  # something else in the place of a part, or of a number
+        return False
 
 
 def _read_json(file: Path) -> dict[str, Any]:

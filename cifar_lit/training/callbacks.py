@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -19,6 +18,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
+
+from cifar_lit.text import note
 
 # ---- time
 
@@ -205,7 +206,7 @@ class OrderlyStop(Checkpoint):
             raise self._interrupted(number)
         self._received = number
         if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
-            print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+            note("", "stopping after this step; once more to stop at once")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Learns from SLURM's plugin which signal asks for a requeue."""
@@ -327,7 +328,7 @@ class DivergenceWarning(Callback):
         if loss > self.FAR_ABOVE * self._start:
             if trainer.is_global_zero:
                 where = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
-                print(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs", file=sys.stderr, flush=True)
+                note(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs")
             self._start = math.inf
 
 

@@ -16,6 +16,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities import dim_zero_cat
 
+from cifar_lit.errors import UsageError
+from cifar_lit.text import csv_cell, is_name
+
 
 class MeanLoss(Metric):
     """The mean loss over images, the same to the last digit in whatever order and on whatever devices.
@@ -68,11 +71,17 @@ class Score(NamedTuple):
         return {f"{stage}/{name}": value for name, value in values.items()}
 
 
+TAKEN = ("accuracy", "loss", "images", "per_class", "tta", "fingerprint")  # names of figures in metrics.json
+
+
 class Evaluation(nn.Module):
     """Loss, confusion matrix and further metrics of one pass over a set; accuracies follow from the matrix's whole numbers."""
 
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
+        for name in metrics or {}:
+            if not is_name(name) or csv_cell(name) != name or name in TAKEN or "." in name:
+                raise UsageError(f"model.metrics: nothing can be called {name!r} beside the figures of metrics.json: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.metrics = MetricCollection({name: metric.clone() for name, metric in (metrics or {}).items()}, compute_groups=False)

@@ -41,6 +41,11 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are i
         (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv"), 1),
         (OSError(errno.ENOSPC, "No space left on device"), DISK_FULL.format("while writing"), 1),
         (PermissionError(13, "no", "/data"), "no permission for /data: choose another folder with --logs or --data-dir", 1),
+        (
+            PermissionError(13, "no", "/a\ncifar-lit: b"),
+            r"no permission for /a\ncifar-lit: b: choose another folder with --logs or --data-dir",
+            1,
+        ),
         (LOST_PEER, "another process of this run ended early; what it printed says why. Go on with --resume.", 1),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # names out of files must not move a terminal's cursor
     ],

@@ -140,6 +140,7 @@ def archive_in_place(root: Path) -> None:
             r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move each .* such as .*pets/cat/cat1.png",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
+        (lambda root: save(root / "train/a\tb/0.png"), r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is"),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],
 )
@@ -150,7 +151,7 @@ def test_a_folder_that_is_no_data_set_is_refused_in_one_line(root: Path, spoil: 
     assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
 
 
-@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}])
+@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": 2049}])
 def test_settings_that_cannot_be_meant_are_named(root: Path, settings: dict) -> None:
     with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
         open_set(root, **settings)

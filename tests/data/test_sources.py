@@ -214,6 +214,21 @@ def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root:
         load_images("shapes", SourceSettings(count=9), train=True)
 
 
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("a", "b\x1b[2J"), r"class 'b\\x1b\[2J' has to be renamed"),
+        (("a", ""), "class '' has to be renamed"),
+        (("a", "b" * 301), "class 'b{80}' has to be renamed"),
+        ((0, 1), "class '0' has to be renamed"),
+        (("a", "a"), "2 classes have 1 names only"),
+    ],
+)
+def test_classes_that_could_not_be_told_by_their_names_are_refused(names: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        ImageSet(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), names)
+
+
 def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

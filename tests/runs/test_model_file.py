@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ import cifar_lit
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
 from cifar_lit.files import PART
 from cifar_lit.models.registry import NETS, build_net
-from cifar_lit.runs.model_file import FORMAT, MAX_EXTRA, MAX_HEADER, ModelCard, check_tensors, load_model_file, save_weights
+from cifar_lit.runs.model_file import (
+    FORMAT,
+    MAX_EXTRA,
+    MAX_HEADER,
+    ModelCard,
+    check_card,
+    check_tensors,
+    load_model_file,
+    save_weights,
+)
 
 CARD = ModelCard("lenet", 1.0, [3, 20, 24], ["cat", "dog", "œuf"], [0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
 CARD_VALUES = asdict(CARD)
@@ -139,12 +149,28 @@ def test_a_flipped_bit_and_another_card_shape_or_dtype_break_the_checksum(path: 
         {"net": "x" * 301}, {"net": "a\x1b[2J"}, {"width": 0}, {"width": 1001}, {"width": 10**400}, {"mean": [0.5]},
         {"input_shape": [65, 20, 24]}, {"input_shape": [3, 20, 2049]}, {"input_shape": [3, 20]}, {"classes": []},
         {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
-        {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]},
+        {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]}, {"classes": ["a\tb"]},
+        {"novelty": {"threshold": "x"}},
     ],
 )  # fmt: skip
 def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:
     rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
     refused(path, rf"is damaged or false \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
+    with pytest.raises(UsageError, match=rf"could not be loaded again \(its {next(iter(values))} "):  # before it is trained
+        check_card(replace(CARD, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"options": {"when": date(2026, 1, 1)}}, "date is not JSON"),
+        ({"classes": [f"{n:0>290}" for n in range(20_000)]}, "too long"),
+    ],
+)
+def test_a_net_whose_file_could_not_be_written_or_read_is_not_trained(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        check_card(replace(CARD, **values))
+    check_card(replace(CARD, classes=[f"class {number}" for number in range(100_000)]))
 
 
 def test_tensors_that_are_not_finite_not_the_nets_or_too_many_beside_it_are_refused(path: Path) -> None:

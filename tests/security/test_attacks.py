@@ -51,4 +51,5 @@ def test_no_attack_does_any_harm(
             shutil.rmtree(folder)
         headline[area.replace("_", ": ")] = len(harm) - sum(headline.values())
     write_counts({"harm": harm, "headline": headline, "unit": dict.fromkeys(headline, "tried")})
-    assert {name: done for name, done in harm.items() if done} == {}
+    done = [f"{name}: {'; '.join(lines)}" for name, lines in harm.items() if lines]
+    assert not done, "\n".join(done)

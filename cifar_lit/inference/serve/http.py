@@ -29,6 +29,7 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
+from cifar_lit.text import note
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
@@ -110,7 +111,7 @@ class App:
         except ClientDisconnect:
             return
         except Exception as error:
-            print(f"cifar-lit: {scope['path']} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            note(f"cifar-lit: {scope['path']} failed: {type(error).__name__}: {error}")
             answer = JSONResponse({"error": "the service failed on this request; its console says why"}, 500)
         finally:
             self._running -= 1

@@ -1,0 +1,248 @@
+"""Attacks by text: names and values that a terminal obeys, a spreadsheet computes or markup swallows, or that lose a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+from security.attack import Attack
+from security.hostile_models import Maker
+
+from cifar_lit.cli import main
+
+CLEAR = "\x1b[2J\x1b]0;gone\x07"
+TRAIN = ["train", "--recipe", "small.yaml", "--logs", "runs"]
+FOLDER = [*TRAIN, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
+SKIP = [*FOLDER, "--data.skip_bad=true"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(*line: str) -> Callable[[], int]:
+    """The line typed on a terminal that has no colours and no cursor, so that what moves it is not rich's."""
+
+    def type_line() -> int:
+        os.environ["TERM"] = "dumb"
+        with redirect_stdout(Terminal()) as screen:
+            code = main(list(line))
+        print(screen.getvalue())
+        return code
+
+    return type_line
+
+
+def and_then_shows(line: list[str], pattern: str) -> Callable[[], int]:
+    """The line, and then the text of the files that it has made."""
+
+    def type_line() -> int:
+        code = main(line)
+        for file in Path.cwd().glob(pattern):
+            print(file.read_text().replace("\x00", "\ufffd"))
+        return code
+
+    return type_line
+
+
+def renamed(name: str) -> Maker:
+    return lambda folder: (folder / "run").rename(folder / name)
+
+
+def second(settings: dict[str, Any] | None = None, /, **metrics: Any) -> Maker:
+    """A copy of the run, `run2`, with other settings and other values in its metrics.json."""
+
+    def prepare(folder: Path) -> None:
+        shutil.copytree(folder / "run", folder / "run2")
+        _change(folder / "run2", settings or {}, metrics)
+
+    return prepare
+
+
+def changed(**metrics: Any) -> Maker:
+    """The run with other values in its metrics.json."""
+    return lambda folder: _change(folder / "run", {}, metrics)
+
+
+def _change(run: Path, settings: dict[str, Any], metrics: dict[str, Any]) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | settings))
+    values = json.loads((run / "metrics.json").read_text())
+    (run / "metrics.json").write_text(json.dumps({**values, **metrics}))
+
+
+def tested(**values: Any) -> Maker:
+    """The run with other values in the test's part of its metrics.json, and a copy of it."""
+
+    def prepare(folder: Path) -> None:
+        metrics = json.loads((folder / "run/metrics.json").read_text())
+        second(test={**metrics["test"], **values})(folder)
+
+    return prepare
+
+
+def curve(*columns: str) -> Maker:
+    """The run with a curve of these names in its metrics.csv."""
+    rows = (("step", *columns), *((str(step), *("1",) * len(columns)) for step in range(3)))
+    return lambda folder: (folder / "run/metrics.csv").write_text("".join(",".join(row) + "\n" for row in rows))
+
+
+def classes(*names: str) -> Maker:
+    """A folder of images of classes `a` and of these names."""
+
+    def prepare(folder: Path) -> None:
+        for name in ("a", *names):
+            for number in range(5):
+                picture(f"images/{name}/{number}.png")(folder)
+
+    return prepare
+
+
+def picture(path: str) -> Maker:
+    def prepare(folder: Path) -> None:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16)).save(folder / path, "PNG")
+
+    return prepare
+
+
+def beside(path: str) -> Maker:
+    """A folder of images of two classes, and a file beside them that is none."""
+
+    def prepare(folder: Path) -> None:
+        classes("b")(folder)
+        (folder / path).write_text("no image")
+
+    return prepare
+
+
+def config(text: str) -> Maker:
+    return lambda folder: (folder / "own.yaml").write_text(text)
+
+
+def card(**values: Any) -> Maker:
+    """The run's model.safetensors with other values on its card, and a picture."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / "run/model.safetensors"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        known = header.pop("__metadata__")  # its checksum is left out, as in files of before
+        text = json.dumps(json.loads(known["card"]) | values)
+        content = json.dumps({"__metadata__": {"format": known["format"], "card": text}, **header}).encode()
+        path.write_bytes(len(content).to_bytes(8, "little") + content + data[end:])
+        picture("a.png")(folder)
+
+    return prepare
+
+
+def harmless(prepare: Maker, line: list[str] | Callable[[], int], says: str) -> Attack:
+    """An attack that is not refused, but does no harm, and is told."""
+    return Attack(prepare, line, refused=False, says=says)
+
+
+COMPARE = ["compare", "run", "run2"]
+CLASSIFY = ["classify", "run", "a.png", "--csv"]
+OWN = ["train", "--config", "small.yaml", "--config", "own.yaml", "--logs", "runs"]  # in which the last may name the run
+RECALL = """model:
+  metrics:
+    accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
+"""
+
+ATTACKS: dict[str, Attack] = {
+    # a foreign run, beside others
+    "a setting that clears the terminal and names its window": harmless(second({"recipe": CLEAR}), COMPARE, r"\x1b[2J"),
+    "a setting that is a link of the terminal's": harmless(
+        second({"recipe": "\x1b]8;;http://evil.example\x07small\x1b]8;;\x07"}), COMPARE, r"\x1b]8;;"
+    ),
+    "a setting with a terminal's commands of one byte": harmless(second({"recipe": "\x9b2J"}), COMPARE, r"\x9b2J"),
+    "a setting of two lines, the second a result": harmless(second({"recipe": "x\nrun 99.99%"}), COMPARE, r"x\nrun"),
+    "a setting's name that clears the terminal": harmless(second({CLEAR: 1}), COMPARE, r"\x1b[2J"),
+    "a setting that is a date": harmless(second({"when": yaml.safe_load("2026-01-01")}), COMPARE, "2026-01-01"),
+    "a recipe called [/b]": harmless(second({"recipe": "[/b]"}, recipe="[/b]"), COMPARE, "[/b]"),
+    "a recipe that is markup": harmless(second({"recipe": "[red]x[/red]"}), COMPARE, "[red]x[/red]"),
+    "a run's folder that clears the terminal": harmless(renamed(f"run{CLEAR}"), ["compare", "run*"], r"run\x1b[2J"),
+    "a run's folder that is markup": harmless(renamed("run[bold]"), ["compare", "."], "run[bold]"),
+    "a run's folder whose name is an emoji's": harmless(renamed("run:skull:"), ["compare", "."], "run:skull:"),
+    "a run's folder that turns the line round": harmless(renamed("run\u202e1"), ["compare", "."], r"run\u202e1"),
+    "a run's folder with letters of no width": harmless(renamed("run\u200b\u3164"), ["compare", "."], r"run\u200b\u3164"),
+    "a run's folder that is a formula for TeX": harmless(
+        renamed(r"run$\frac$"), ["compare", ".", "--plot", "curves.png"], "wrote curves.png"
+    ),
+    "a test of 10¹⁰ images": harmless(tested(images=10**10, fingerprint="same"), COMPARE, "run2"),
+    "an accuracy of 10³⁰⁰": harmless(tested(accuracy=1e300), COMPARE, "damaged"),
+    "an accuracy that is not a number": harmless(tested(accuracy=float("nan")), COMPARE, "damaged"),
+    "images that are counted below zero": harmless(tested(images=-5), COMPARE, "damaged"),
+    "a fingerprint that is a list": harmless(tested(fingerprint=[1]), COMPARE, "damaged"),
+    "a time that is text": harmless(second(train_seconds=CLEAR), COMPARE, "damaged"),
+    "one and a half epochs": harmless(second(epochs=1.5), COMPARE, "1.5"),
+    "a setting that a spreadsheet would run": harmless(
+        second({"recipe": "=cmd|' /C calc'!A0"}), [*COMPARE, "--csv", "-"], "'=cmd|"
+    ),
+    "the same behind a semicolon, for spreadsheets that end a cell there": harmless(
+        second({"recipe": "x;@SUM(1)"}), [*COMPARE, "--csv", "-"], "x;'@SUM"
+    ),
+    "a setting's name that a spreadsheet would run": harmless(second({"+1+cmd": 1}), [*COMPARE, "--csv", "-"], "'+1+cmd"),
+    "a setting in JSON that turns the line round": harmless(
+        second({"recipe": "\u202e\x9bx"}), [*COMPARE, "--json", "-"], r"\u202e\u009bx"
+    ),
+    # its page
+    "a number of devices that asks for 400 GB": harmless(changed(devices="{:>400000000000}"), ["report", "run"], "report run"),
+    "parameters that are text": harmless(changed(parameters="many"), ["report", "run"], "report run"),
+    "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), ["report", "run"], "report run"),
+    "a curve's name that is a formula for TeX": harmless(curve(r"$\frac$", r"val/$\frac$"), ["report", "run"], "report run"),
+    "a version in the page that turns the line round": harmless(
+        changed(versions={"torch": "\u202e\x1b[2J"}), and_then_shows(["report", "run"], "run/report.html"), r"\u202e\x1b[2J"
+    ),
+    # its net
+    "class names that turn the line round": harmless(card(classes=["\u202egnp", *"bcd"]), [*CLASSIFY, "--top=4"], r"\u202egnp"),
+    "class names that a spreadsheet would run": harmless(card(classes=["=1+1", *"bcd"]), [*CLASSIFY, "--top=4"], "'=1+1"),
+    "a threshold of unlike pictures that is text": Attack(card(novelty={"threshold": "x"}), CLASSIFY, says="its novelty cannot"),
+    # images
+    "a picture's name that clears the terminal": harmless(
+        picture(f"p/{CLEAR}.png"), ["classify", "run", "p", "--csv"], r"p/\x1b[2J"
+    ),
+    "a picture's name of two rows": harmless(
+        picture("p/a.png\n1,,cat,1.0,.png"), ["classify", "run", "p", "--csv"], r"p/a.png\n1"
+    ),
+    "a picture's name that a spreadsheet would run": harmless(
+        picture("=1+1.png"), ["classify", "run", "=1+1.png", "--csv"], "'=1+1.png"
+    ),
+    "a picture's name that is no text": harmless(
+        picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_then_shows(["classify", "run", "p", "--csv=r.csv"], "r.csv"), r"\udc9b"
+    ),
+    "a damaged image that clears the terminal": harmless(beside(f"images/a/{CLEAR}.png"), SKIP, "test accuracy"),
+    "a file that is no image and clears the terminal": harmless(beside(f"images/a/{CLEAR}.txt"), FOLDER, "test accuracy"),
+    # classes
+    "a class folder with a tab in its name": Attack(classes("b\tc"), FOLDER, says=r"'b\tc' has to be renamed"),
+    "a class folder of two lines": Attack(classes("b\nc"), FOLDER, says=r"'b\nc' has to be renamed"),
+    "a class folder that clears the terminal": Attack(classes(CLEAR), FOLDER, says=r"'\x1b[2J"),
+    "a class folder whose name is no text": Attack(classes(os.fsdecode(b"b\xff")), FOLDER, says=r"'b\udcff' has to be renamed"),
+    "class folders that are markup, formulas and from right to left": harmless(
+        classes("[x]", ":cat:", "=1+1", r"$\frac$", "\u202eb"), on_terminal(*FOLDER), r"\u202eb"
+    ),
+    "a class folder that a spreadsheet would run": harmless(
+        classes("=1+1"), and_then_shows(FOLDER, "runs/*/predictions.csv"), "'=1+1"
+    ),
+    # a configuration
+    "a recipe's name that leads out of the logs": Attack(config("recipe: ../outside/x\n"), OWN, says="cannot name the run"),
+    "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
+    "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
+    "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
+    "a deviation of the colours that no model file takes": Attack(config("data: {std: .inf}\n"), OWN, says="its std cannot be"),
+    "a metric that stands for the accuracy": Attack(config(RECALL), OWN, says="rename it"),
+    "images of 3,000 pixels a side": Attack(classes("b"), [*FOLDER, "--data.image_size=3000"], says="2,048"),
+    "logs that a shell runs, where one types the line that is printed": harmless(
+        lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
+    ),
+    "logs that are markup": harmless(lambda folder: None, on_terminal(*TRAIN[:-1], "x[bold]y[/z]"), "run x[bold]y[/z]"),
+}  # fmt: skip
