@@ -1,7 +1,12 @@
-"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone."""
+"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone.
+
+And which places they may name: see `check_places`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +70,63 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
     if known[id(node)] > MAX_VALUES:
         raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
     return known[id(node)]
+
+
+# ---- Places: what a run reads and writes, and from where it is fetched.
+
+_NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
+_NAMED = {"recipe", "filename", "name"}
+PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
+_NAME = re.compile(r"(?!\.\.?$)(?:[^/\\{}]|\{\w+(?:/\w+)*(?::[\w.]*)?\})*")  # in braces a metric, as ModelCheckpoint takes them
+_allowed: set[tuple[str, str]] = set()
+
+
+def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every single value in nested settings as text, with the names that lead to it; a name may be dotted (`model.net`)."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from leaves(value, (*key, *str(name).rstrip("+").split(".")))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from leaves(value, key)
+    elif settings is not None:
+        yield key, str(settings)
+
+
+def unsafe_places(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Those of `leaves` that name a place which a file may not decide on: see `check_places`."""
+    for key, text in leaves(settings):
+        name = key[-1]
+        near = name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+        if name in PLACES and key[0] != "model" and not near and not (name in _NAMED and _NAME.fullmatch(text)):
+            yield key, text
+
+
+def allow_places(settings: Any) -> None:
+    """Lets files name the places that `settings` do, which the user typed or trusts, under the same name."""
+    _allowed.update((key[-1], text) for key, text in leaves(settings))
+
+
+def check_places(settings: dict[str, Any]) -> None:
+    """Raises UsageError where nested settings name a place that neither the user has typed or trusted nor a file may decide on.
+
+    | setting | what a file may say |
+    |---|---|
+    | `logs`, `data.cache_dir`, `ckpt_path` | places in the working folder |
+    | `data.root` | also one elsewhere, where the data set is already: it is read; nothing is downloaded there |
+    | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
+    | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
+    """
+    for key, text in unsafe_places(settings):
+        if (key[-1], text) not in _allowed and not (key == ("data", "root") and _has_data(settings["data"])):
+            setting = ".".join(name for name in key if name != "init_args")
+            raise UsageError(
+                f"a configuration file sets {setting} to {text[:200]}, which no file may choose: type that setting yourself, or "
+                "give --trust if you know where the file comes from"
+            )
+
+
+def _has_data(settings: dict[str, Any]) -> bool:
+    from cifar_lit.data.sources import SourceSettings, at_hand  # here, as it imports torch
+
+    return at_hand(str(settings.get("dataset", "cifar10")), SourceSettings(root=str(settings["root"])))
