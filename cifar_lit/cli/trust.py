@@ -70,7 +70,7 @@ def guard(command: Command, base: Path | None) -> None:
     trusted = typed = _typed(command)
     for group, file in files:
         values = plain_values(file)
-        if command.trust or _is_own(plain_text(file)):
+        if command.trust or _mark(plain_text(file)).is_file():
             trusted = [*trusted, {group: values} if group else values]
         elif untrusted := sorted(_own_names(values) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
@@ -92,7 +92,7 @@ def _typed(command: Command) -> list[dict[str, Any]]:
 
 def allow_run(config: Path, trusted: bool) -> None:
     """Lets a run's config.yaml name nets, data sets and places, if the user trusts it, or a run of this user wrote it."""
-    if trusted or _is_own(plain_text(config)):
+    if trusted or _mark(plain_text(config)).is_file():
         settings = plain_values(config)
         allow_imports(_own_names(settings))
         allow_places(settings)
@@ -107,22 +107,15 @@ def remember(text: str) -> None:
     """Notes that a run of this user writes `text` to its config.yaml, where it names what files may not name."""
     settings = yaml.safe_load(text)
     if "class_path" in text or _own_names(settings) or any(unsafe_places(settings)):
-        with suppress(OSError, RuntimeError):  # no home, or one that cannot be written: --trust will be asked for
+        with suppress(OSError):  # no home, or one that cannot be written: --trust will be asked for
             _mark(text).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _mark(text).touch()
 
 
-def _is_own(text: str) -> bool:
-    try:
-        return _mark(text).is_file()
-    except (OSError, RuntimeError):  # no home, or one that cannot be read
-        return False
-
-
 def _mark(text: str) -> Path:
     """Where a configuration is noted: in the user's own cache, and not in $CIFAR_LIT_CACHE, which others may have filled."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (raises nothing without a home)
+    return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 
 def allow(settings: Any) -> None:
