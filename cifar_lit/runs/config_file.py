@@ -121,10 +121,8 @@ def check_places(settings: dict[str, Any]) -> None:
     for key, text in unsafe_places(settings):
         if (key[-1], text) not in _allowed and not (key == ("data", "root") and _has_data(settings["data"])):
             setting = ".".join(name for name in key if name != "init_args")
-            raise UsageError(
-                f"a configuration file sets {setting} to {text[:200]!r}, which no file may choose: type that setting yourself, or "
-                "give --trust if you know where the file comes from"
-            )
+            line = f"a configuration file sets {setting} to {text[:200]!r}, which no file may choose"
+            raise UsageError(f"{line}: type that setting yourself, or give --trust if you know where the file comes from")
 
 
 def _has_data(settings: dict[str, Any]) -> bool:
