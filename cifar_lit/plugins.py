@@ -7,6 +7,7 @@ may have come from anyone too, is searched for their modules alone, after all ot
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,17 @@ def all_imports_allowed() -> Iterator[None]:
         yield
     finally:
         _allowed.discard(_EVERY_NAME)
+
+
+def guard_child_processes() -> None:
+    """Keeps the working folder off the import path of processes that are started from here: `python -c` puts it first.
+
+    So do multiprocessing, and the parser where it looks for a signature. A script's own folder, left out likewise, is put back.
+    """
+    if not os.environ.get("PYTHONSAFEPATH"):
+        own = [] if sys.flags.safe_path else sys.path[:1]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def is_import_path(name: str) -> bool:

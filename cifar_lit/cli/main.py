@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.plugins import all_imports_allowed
+from cifar_lit.plugins import all_imports_allowed, guard_child_processes
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
         The exit code: 0, 2 for what was typed, 1 for what failed, 128 and the signal's number for an interruption.
     """
     argv = sys.argv[1:] if argv is None else argv
+    guard_child_processes()
     try:
         return _run(argv, default)
     except BaseException as error:

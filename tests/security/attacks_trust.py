@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from security.attack import Attack
 from security.hostile_files import BESIDE
-from security.test_hostile import FIT
+from security.test_hostile import FIT, SMALL
 
 from cifar_lit.cli import main
 
@@ -251,9 +251,6 @@ ATTACKS: dict[str, Attack] = {
     "a table of curves in the user's folder": refused_place(
         trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"
     ),
-    "TensorBoard's files in the user's home": refused_place(
-        trainer("logger", "TensorBoardLogger", save_dir="~", name=""), "trainer.logger.save_dir"
-    ),
     "curves over those of another run, below a folder that is typed": refused_place(
         trainer("logger", "CSVLogger", save_dir="../outside", version=".."),
         "trainer.logger.version",
@@ -265,7 +262,11 @@ ATTACKS: dict[str, Attack] = {
     ),
     "run folders in the user's folder": refused_place(config("logs: OUTSIDE"), "logs"),
     "run folders in the user's folder, by a link": refused_place(with_link(config("logs: results"), "results"), "logs"),
-    "a recipe's name that leads out of the folder of runs": refused_place(config("recipe: ../../outside/x"), "recipe"),
+    "a recipe's name that leads out of the folder of runs": Attack(
+        config(f"{SMALL}recipe: ../../outside/x"),
+        in_work(["fit", "--config", "own.yaml"]),
+        says="a configuration file sets recipe to ",
+    ),
     "decoded images in the user's folder": refused_place(
         with_pictures(config("data: {dataset: folder, cache_dir: OUTSIDE}")),
         "data.cache_dir",
