@@ -18,6 +18,11 @@ from typing import Any
 
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
+
+class UntrustedName(UsageError):
+    """A name that would be imported, and that the user has neither typed nor trusted."""
+
+
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
 
@@ -73,10 +78,10 @@ def import_module_of(path: str) -> ModuleType:
 def import_callable(path: str) -> Callable[..., Any]:
     """What a dotted name stands for.
 
-    Raises UsageError for a name that is not allowed or not there, Failure when its module cannot be imported.
+    Raises UntrustedName for a name that is not allowed, UsageError for one that is not there, Failure when its module cannot be imported.
     """
     if _allowed.isdisjoint((path, _EVERY_NAME)):
-        raise UsageError(f"{path} would run code of its module: type it on the command line, or add --trust")
+        raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")
     module, name = import_module_of(path), path.rpartition(".")[2]
     if not hasattr(module, name):
         raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, vars(module))}")
