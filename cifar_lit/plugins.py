@@ -78,7 +78,8 @@ def import_module_of(path: str) -> ModuleType:
 def import_callable(path: str) -> Callable[..., Any]:
     """What a dotted name stands for.
 
-    Raises UntrustedName for a name that is not allowed, UsageError for one that is not there, Failure when its module cannot be imported.
+    Raises UntrustedName for a name that is not allowed, UsageError for one that is not there, Failure when its module cannot be
+    imported.
     """
     if _allowed.isdisjoint((path, _EVERY_NAME)):
         raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")

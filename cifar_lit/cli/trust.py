@@ -63,10 +63,10 @@ def guard(command: Command, base: Path | None) -> None:
 
     base: the weakest settings, as for `arguments`. Raises UsageError for a file that is refused.
     """
-    files: list[tuple[str | None, Path]] = [(None, base)] if base is not None and base.parent != RECIPES else []
-    files += [(None, Path(config).expanduser()) for config in command.configs]
-    for group in ("trainer", "model", "data"):
-        files += [(group, Path(value)) for value in command.values(group) if Path(value).is_file()]
+    files = [("", base)] if base is not None and base.parent != RECIPES else []
+    files += [("", Path(config).expanduser()) for config in command.configs]
+    for part in ("trainer", "model", "data"):
+        files += [(part, Path(value)) for value in command.values(part) if Path(value).is_file()]
     trusted = typed = _typed(command)
     for group, file in files:
         values = plain_values(file)

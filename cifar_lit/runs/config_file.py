@@ -97,9 +97,9 @@ def unsafe_places(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """Those of `leaves` that name a place which a file may not decide on: see `check_places`."""
     for key, text in leaves(settings):
         name = key[-1]
-        safe = name in _NAMED and _NAME.fullmatch(text)
-        safe = safe or (name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd()))
-        if name in PLACES and key[0] != "model" and not safe:
+        plain = name in _NAMED and _NAME.fullmatch(text)
+        near = name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+        if name in PLACES and key[0] != "model" and not plain and not near:
             yield key, text
 
 

@@ -82,7 +82,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     on_train_batch_end = Callback.on_train_batch_end
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Brings the state of every ModelCheckpoint into its folder of today: a run moves, and what it names may be deleted."""
         states = checkpoint.get("callbacks", {})
         for callback in (callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)):
