@@ -8,10 +8,10 @@ place has it written to, fetched from, or cleared. Therefore
   `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote.
   jsonargparse asks before each import, also for files that a file points to;
 - so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
-- which places it may name says `config_file.check_places`; it looks at what the parser has made of all files and flags;
+- what else it may choose says `config_file.check_choices`, which looks at what the parser has made of all files and flags;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 
-Numbers, choices, seed, devices and intervals are a file's to say.
+All other numbers and choices (seed, epochs, intervals, precision, …) are a file's to say.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
 from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
-from cifar_lit.runs.config_file import PLACES, allow_places, leaves, plain_text, plain_values, unsafe_places
+from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
 
 # Classes of Lightning's that take plain values only, run no command and send nothing over the network.
 SAFE = {
@@ -95,7 +95,7 @@ def allow_run(config: Path, trusted: bool) -> None:
     if trusted or _mark(plain_text(config)).is_file():
         settings = plain_values(config)
         allow_imports(_own_names(settings))
-        allow_places(settings)
+        allow_choices(settings)
 
 
 def _own_names(settings: Any) -> set[str]:
@@ -106,7 +106,7 @@ def _own_names(settings: Any) -> set[str]:
 def remember(text: str) -> None:
     """Notes that a run of this user writes `text` to its config.yaml, where it names what files may not name."""
     settings = yaml.safe_load(text)
-    if "class_path" in text or _own_names(settings) or any(unsafe_places(settings)):
+    if "class_path" in text or _own_names(settings) or any(unsafe_choices(settings)):
         with suppress(OSError):  # no home, or one that cannot be written: --trust will be asked for
             _mark(text).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _mark(text).touch()
@@ -119,14 +119,14 @@ def _mark(text: str) -> Path:
 
 
 def allow(settings: Any) -> None:
-    """Lets files name the classes in `SAFE` and what `settings` name, and parsers of this process import no other classes."""
+    """Lets files name the classes in `SAFE` and choose what `settings` do; parsers of this process import no other classes."""
     known = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
     named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
     paths = {path for _, path in named}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(known | paths | {SAFE_PACKAGE}))
     allow_imports(paths)
-    allow_places(settings)
+    allow_choices(settings)
     _allowed_before.update(paths - known)
     for key, path in named:  # those that the parser is to import, which does not look in the working folder
         is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)

@@ -288,6 +288,11 @@ ATTACKS: dict[str, Attack] = {
         config("data: {dataset: cifar10, root: ., url: 'OUTSIDE/.ssh/config'}"), "data.url", *NO_SHAPES
     ),
     "a checkpoint of the user's to begin with": refused_place(config("ckpt_path: OUTSIDE/best.ckpt"), "ckpt_path"),
+    # how much it starts
+    "a hundred processes": refused_place(config("trainer: {devices: 100}"), "trainer.devices"),
+    "a hundred processes that read images": refused_place(
+        config("data: {placement: host, workers: 100}"), "data.workers", "--epochs", "2"
+    ),
     # what is imported
     "a folder of images whose name is a class's too": imported("--data-dir", "pics.Set"),
     "a cache folder whose name is a class's too": imported("--data.cache_dir=pics.Set"),
