@@ -6,7 +6,7 @@ place has it written to, fetched from, or cleared. Therefore
 - what is typed on the command line is trusted: classes and places that its flags name may be named by files too;
 - of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those of
   `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote.
-  jsonargparse asks before each import, also for files that a file points to;
+  jsonargparse asks before each import; files that such a file points to are not read;
 - so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
 - what else it may choose says `config_file.check_choices`, which looks at what the parser has made of all files and flags;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
@@ -74,7 +74,19 @@ def guard(command: Command, base: Path | None) -> None:
             trusted = [*trusted, {group: values} if group else values]
         elif untrusted := sorted(_own_names(values) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
+        elif further := next(_further_files(values, file.parent), None):
+            raise UsageError(
+                f"a configuration file has settings in {further}, which is not read: name it with --config, or --trust"
+            )
     allow(trusted)
+
+
+def _further_files(settings: Any, folder: Path) -> Iterator[str]:
+    """What a file in `folder` points to that the parser would read, whatever its size and kind."""
+    for key, text in leaves(settings):
+        if key == ("config",) or key[:2] in CLASSES and key[-1] not in OWN:
+            with suppress(OSError):  # a text that is too long for a path
+                yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
 
 
 def _typed(command: Command) -> list[dict[str, Any]]:

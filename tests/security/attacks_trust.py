@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from security.attack import Attack
-from security.hostile_files import BESIDE
+from security.hostile_files import BESIDE, LAUGHS
 from security.test_hostile import FIT, SMALL
 
 from cifar_lit.cli import main
@@ -29,13 +29,13 @@ Prepare = Callable[[Path], object]
 # ---- a run that is gone on with
 
 
-def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any], **contents: Any) -> None:
+def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) -> None:
     """Makes of the run one to go on with: with a ModelCheckpoint in its config.yaml, and this state of it in its checkpoint."""
     (folder / "run/metrics.json").unlink()
     config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
     text = json.dumps([{"class_path": "ModelCheckpoint", "init_args": callback}])
     config.write_text(config.read_text().replace("callbacks: null", f"callbacks: {text}"))
-    checkpoint = torch.load(path, weights_only=True) | contents
+    checkpoint = torch.load(path, weights_only=True)
     empty = {
         "best_model_path": "",
         "last_model_path": "",
@@ -132,6 +132,20 @@ def refused_place(prepare: Prepare, setting: str, *words: str) -> Attack:
     return Attack(prepare, beside(*words), says=f"a configuration file sets {setting} to ")
 
 
+def with_pipe(prepare: Prepare) -> Prepare:
+    """And a named pipe part.yaml, that nobody writes to."""
+
+    def both(folder: Path) -> None:
+        prepare(folder)
+        os.mkfifo(folder / "work/part.yaml")
+
+    return both
+
+
+def pointing(prepare: Prepare) -> Attack:
+    return Attack(prepare, beside(), says="a configuration file has settings in part.yaml, which is not read")
+
+
 def dotted(name: str, key: str = "callbacks") -> Prepare:
     """A module pics.py that leaves a trace, and a configuration that names what is in it."""
 
@@ -201,20 +215,6 @@ ATTACKS: dict[str, Attack] = {
     "the same, to a file, as its last checkpoint": Attack(
         removal("outside/notes.txt", True, lambda path: {"last_model_path": str(path)}, save_last=True), RESUME, refused=False
     ),
-    "the same, in the words of Lightning 0.9": Attack(
-        lambda folder: unfinished(
-            folder,
-            {},
-            {},
-            **{
-                "pytorch-lightning_version": "0.9.0",
-                "callbacks": {},
-                "checkpoint_callback_best_model_path": str(folder / "run/checkpoints/../../outside/notes.txt"),
-            },
-        ),
-        RESUME,
-        refused=False,
-    ),
     "a checkpoint that names the run's own folder as its best": Attack(
         lambda folder: unfinished(
             folder, WATCHED, {**best(f"{folder}/run/checkpoints/.."), "dirpath": f"{folder}/run/checkpoints"}
@@ -226,9 +226,8 @@ ATTACKS: dict[str, Attack] = {
     "a callback that keeps its checkpoints in the user's folder": refused_place(
         trainer("callbacks", "ModelCheckpoint", dirpath="../outside"), "trainer.callbacks.dirpath"
     ),
-    "the same, in a file that it points to": refused_place(
-        config("trainer: {callbacks: part.yaml}", part_yaml="class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"),
-        "trainer.callbacks.dirpath",
+    "the same, in a file that it points to": pointing(
+        config("trainer: {callbacks: part.yaml}", part_yaml="class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n")
     ),
     "the same, by dotted names": refused_place(
         config("trainer.callbacks.class_path: ModelCheckpoint\ntrainer.callbacks.init_args.dirpath: OUTSIDE"),
@@ -288,7 +287,12 @@ ATTACKS: dict[str, Attack] = {
         config("data: {dataset: cifar10, root: ., url: 'OUTSIDE/.ssh/config'}"), "data.url", *NO_SHAPES
     ),
     "a checkpoint of the user's to begin with": refused_place(config("ckpt_path: OUTSIDE/best.ckpt"), "ckpt_path"),
-    # how much it starts
+    # how much it starts and reads
+    "callbacks in a file of 10¹² values": pointing(config("trainer: {callbacks: part.yaml}", part_yaml=LAUGHS)),
+    "a logger in a file of 30,000 brackets": pointing(config("trainer.logger: part.yaml", part_yaml="[" * 30_000)),
+    "metrics in a file of 10¹² values": pointing(config("model: {metrics: part.yaml}", part_yaml=LAUGHS)),
+    "a further configuration of 10¹² values": pointing(config("config: part.yaml", part_yaml=LAUGHS)),
+    "a further configuration that is a named pipe": pointing(with_pipe(config("config: part.yaml"))),
     "a hundred processes": refused_place(config("trainer: {devices: 100}"), "trainer.devices"),
     "a hundred processes that read images": refused_place(
         config("data: {placement: host, workers: 100}"), "data.workers", "--epochs", "2"
