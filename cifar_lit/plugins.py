@@ -1,20 +1,29 @@
 """Nets, data sets and optimizers from one's own file, by their dotted name, such as `my_nets.MyNet`.
 
 An import runs the module's code, and a name may stand in a config.yaml or a model file that came from anyone. So only names that
-the user typed or trusted are imported: `allow_imports` is called for those, and all others are refused.
+the user typed or trusted are imported: `allow_imports` is called for those, and all others are refused. The working folder, which
+may have come from anyone too, is searched for their modules alone, after all other places, and is on no import path else.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
+
+class UntrustedName(UsageError):
+    """A name that would be imported, and that the user has neither typed nor trusted."""
+
+
+_EVERY_NAME = "*"
 _allowed: set[str] = set()
 
 
@@ -24,13 +33,24 @@ def allow_imports(paths: Iterable[str]) -> None:
 
 
 @contextmanager
-def own_modules() -> Iterator[None]:
-    """Modules of the working directory can be imported meanwhile: after all others, so that no file there takes one's place."""
-    sys.path.append(str(Path.cwd()))
+def all_imports_allowed() -> Iterator[None]:
+    """Within, `import_callable` imports whatever a file names."""
+    _allowed.add(_EVERY_NAME)
     try:
         yield
     finally:
-        sys.path.pop()
+        _allowed.discard(_EVERY_NAME)
+
+
+def guard_child_processes() -> None:
+    """Keeps the working folder off the import path of processes that are started from here: `python -c` puts it first.
+
+    So do multiprocessing, and the parser where it looks for a signature. A script's own folder, left out likewise, is put back.
+    """
+    if not os.environ.get("PYTHONSAFEPATH"):
+        own = [] if sys.flags.safe_path else sys.path[:1]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def is_import_path(name: str) -> bool:
@@ -38,22 +58,33 @@ def is_import_path(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def import_callable(path: str) -> Callable[..., Any]:
-    """What a dotted name stands for; its module is also looked for in the working directory.
+def import_module_of(path: str) -> ModuleType:
+    """The module of a dotted name that the user gave; a file of the working folder takes no other module's place.
 
-    Raises UsageError for a name that is not allowed or not there, Failure when its module cannot be imported.
+    Raises UsageError where there is none, Failure when it cannot be imported.
     """
-    if path not in _allowed:
-        raise UsageError(f"{path} would run code of its module: type it on the command line, or add --trust")
-    module_name, _, name = path.rpartition(".")
+    name, here = path.rpartition(".")[0], str(Path.cwd())
+    sys.path.append(here)
     try:
-        with own_modules():
-            module = import_module(module_name)
+        return import_module(name)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from None
-        raise Failure(f"{module_name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+        raise Failure(f"{name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path[:] = [place for place in sys.path if place is not here]  # the module may have added some of its own
+
+
+def import_callable(path: str) -> Callable[..., Any]:
+    """What a dotted name stands for.
+
+    Raises UntrustedName for a name that is not allowed, UsageError for one that is not there, Failure when its module cannot be
+    imported.
+    """
+    if _allowed.isdisjoint((path, _EVERY_NAME)):
+        raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")
+    module, name = import_module_of(path), path.rpartition(".")[2]
     if not hasattr(module, name):
-        raise UsageError(f"{module_name} has no {name!r}.{nearest(name, vars(module))}")
+        raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, vars(module))}")
     target: Callable[..., Any] = getattr(module, name)
     return target

@@ -78,8 +78,11 @@ _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 def command_parser(name: str, description: str) -> ArgumentParser:
-    """The parser of a command of ours: it raises its errors, and takes no abbreviations."""
-    return ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
+    """The parser of a command of ours on runs: it raises its errors, and takes no abbreviations."""
+    parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
+    text = "let a run name a net or a data set of any package, whose code then runs, and places to fetch data from or to"
+    parser.add_argument("--trust", action="store_true", help=text)  # which `main` looks for
+    return parser
 
 
 def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:

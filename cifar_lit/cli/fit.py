@@ -27,8 +27,7 @@ from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import net_spec
-from cifar_lit.plugins import own_modules
-from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.text import is_name, note
 from cifar_lit.train import Run
@@ -135,8 +134,8 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses our line; the usage screen that argparse prints with an error is left out."""
-        with own_modules():  # of callbacks, loggers and metrics; what may be imported `trust` says
-            self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
+        self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
+        check_choices(self.settings.as_dict())
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: a checkpoint's settings must not override flags."""

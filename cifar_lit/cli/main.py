@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.plugins import all_imports_allowed, guard_child_processes
 from cifar_lit.text import note, say
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -43,7 +44,8 @@ flags of fit, train, validate, test and predict
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --resume [PATH]    go on with the newest run, or with the given one
-  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs
+  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs, and
+                     any place; also for the runs of classify, report, export and serve
   --debug            show the traceback of a failure
 
 Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
         The exit code: 0, 2 for what was typed, 1 for what failed, 128 and the signal's number for an interruption.
     """
     argv = sys.argv[1:] if argv is None else argv
+    guard_child_processes()
     try:
         return _run(argv, default)
     except BaseException as error:
@@ -99,22 +102,24 @@ def _run(argv: list[str], default: str) -> int:
     if name not in OWN:
         known = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
-    _allow_own_runs(rest)
+    trusted = "--trust" in rest and name != "bench"  # which hands its flags on
+    _allow_runs(rest, trusted)
     module, _, function = OWN[name].partition(":")
-    code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+    with all_imports_allowed() if trusted else nullcontext():
+        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
     return code or 0
 
 
-def _allow_own_runs(argv: list[str]) -> None:
-    """Lets the nets and data sets from files of the user's own be imported that the runs on a line were trained with."""
+def _allow_runs(argv: list[str], trusted: bool) -> None:
+    """Lets the runs on a line name nets, data sets and places: those that this user has trained, or all that are trusted."""
     for word in argv:
         with suppress(UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
             path = Path(word)
             config = (path if path.is_dir() else path.parent) / "config.yaml"
             if path.exists() and config.is_file():
-                from cifar_lit.cli.trust import allow_own_run
+                from cifar_lit.cli.trust import allow_run
 
-                allow_own_run(config)
+                allow_run(config, trusted)
 
 
 def _train(command: flags.Command, argv: list[str]) -> None:

@@ -1,21 +1,24 @@
-"""What a configuration file may do: set plain values, and name classes that are known to be harmless.
+"""What a configuration file may do: set plain values, name classes that are known to be harmless, and places that are near.
 
-A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; therefore
+A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; naming a
+place has it written to, fetched from, or cleared. Therefore
 
-- what is typed on the command line is trusted: classes that flags name may be named by files too;
+- what is typed on the command line is trusted: classes and places that its flags name may be named by files too;
 - of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those of
   `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote.
-  jsonargparse asks before each import, also for files that a file points to;
+  jsonargparse asks before each import; files that such a file points to are not read;
 - so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
+- what else it may choose says `config_file.check_choices`, which looks at what the parser has made of all files and flags;
 - tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
 
-A file can still say where a run reads images and writes results: that is what it is for.
+All other numbers and choices (seed, epochs, intervals, precision, …) are a file's to say.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
@@ -26,11 +29,10 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from cifar_lit.cli.errors import UNTRUSTED
-from cifar_lit.cli.flags import RECIPES, Command
-from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
-from cifar_lit.plugins import allow_imports
-from cifar_lit.runs.config_file import plain_text, plain_values
+from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
+from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
 
 # Classes of Lightning's that take plain values only, run no command and send nothing over the network.
 SAFE = {
@@ -44,79 +46,116 @@ SAFE = {
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
 SAFE_PACKAGE = "torchmetrics.classification"  # all in it; jsonargparse asks for where a class is defined, too
-_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-_CLASS = re.compile(r"\b[A-Z]\w+\b")
+# Settings in which, or below which, a class can be named.
+CLASSES = {
+    *(("trainer", name) for name in ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")),
+    *(("model", name) for name in ("metrics", "net", "net_options", "optimizer")),
+    ("data", "dataset"),
+}
+OWN = ("net", "optimizer", "dataset")  # that our registries import
 _PLAIN_NAME = re.compile(r"[\w-]+")  # of what comes with the package or with torchvision
 
 _allowed_before: set[str] = set()
 
 
 def guard(command: Command, base: Path | None) -> None:
-    """Checks every file that a command takes settings from, and sets which classes its parser may import from now on.
+    """Checks every file that a command takes settings from, and sets what files may name from now on.
 
     base: the weakest settings, as for `arguments`. Raises UsageError for a file that is refused.
     """
-    files = [base] if base is not None and base.parent != RECIPES else []
-    files += [Path(config).expanduser() for config in command.configs]
-    files += [Path(value) for group in ("trainer", "model", "data") for value in command.values(group) if Path(value).is_file()]
-    typed = {value for flag in ("model.net", "model.optimizer", "data.dataset") for value in command.values(flag)}
-    trusted = []
-    for file in files:
-        text = plain_text(file)
-        if command.trust or _mark(text).is_file():
-            trusted.append(text)
-        elif untrusted := sorted(_own_names(plain_values(file)) - typed):
+    files = [("", base)] if base is not None and base.parent != RECIPES else []
+    files += [("", Path(config).expanduser()) for config in command.configs]
+    for part in ("trainer", "model", "data"):
+        files += [(part, Path(value)) for value in command.values(part) if Path(value).is_file()]
+    trusted = typed = _typed(command)
+    for group, file in files:
+        values = plain_values(file)
+        if command.trust or _mark(plain_text(file)).is_file():
+            trusted = [*trusted, {group: values} if group else values]
+        elif untrusted := sorted(_own_names(values) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
-    allow([*command.flags, *trusted])
+        elif further := next(_further_files(values, file.parent), None):
+            raise UsageError(
+                f"a configuration file has settings in {further}, which is not read: name it with --config, or --trust"
+            )
+    allow(trusted)
 
 
-def allow_own_run(config: Path) -> None:
-    """Lets the net and the data set that a config.yaml names be imported, if a run of this user wrote it."""
-    if _mark(plain_text(config)).is_file():
-        allow_imports(_own_names(plain_values(config)))
+def _further_files(settings: Any, folder: Path) -> Iterator[str]:
+    """What a file in `folder` points to that the parser would read, whatever its size and kind."""
+    for key, text in leaves(settings):
+        if key == ("config",) or key[:2] in CLASSES and key[-1] not in OWN:
+            with suppress(OSError):  # a text that is too long for a path
+                yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
+
+
+def _typed(command: Command) -> list[dict[str, Any]]:
+    """The settings that a line's flags say."""
+    settings: list[dict[str, Any]] = [{"logs": command.logs or LOGS}]
+    if command.recipe:
+        settings.append({"recipe": recipe_path(command.recipe).stem})
+    for word in command.flags:
+        name, _, value = word.removeprefix("--").partition("=")
+        settings.append({name: value})
+        with suppress(yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError):  # a text that is no YAML
+            settings.append({name: yaml.safe_load(value)})
+    return settings
+
+
+def allow_run(config: Path, trusted: bool) -> None:
+    """Lets a run's config.yaml name nets, data sets and places, if the user trusts it, or a run of this user wrote it."""
+    if trusted or _mark(plain_text(config)).is_file():
+        settings = plain_values(config)
+        allow_imports(_own_names(settings))
+        allow_choices(settings)
 
 
 def _own_names(settings: Any) -> set[str]:
-    """Nets, optimizers and data sets of one's own in nested settings; a key may be `net`, `model.net` or `model: {net: …}`."""
-    names: set[str] = set()
-    for key, value in settings.items() if isinstance(settings, dict) else ():
-        names |= _own_names(value)
-        nameable = str(key).rpartition(".")[2] in ("net", "optimizer", "dataset")
-        if nameable and isinstance(value, str) and not _PLAIN_NAME.fullmatch(value):
-            names.add(value)
-    return names
+    """Nets, optimizers and data sets of one's own in nested settings."""
+    return {text for key, text in leaves(settings) if key and key[-1] in OWN and not _PLAIN_NAME.fullmatch(text)}
 
 
 def remember(text: str) -> None:
-    """Notes that a run of this user writes `text` to its config.yaml, where it names classes that files may not name."""
-    if "class_path" not in text and not _own_names(yaml.safe_load(text)):
-        return
-    with suppress(OSError):  # a home that cannot be written: --trust will be asked for
-        _mark(text).parent.mkdir(parents=True, exist_ok=True)
-        _mark(text).touch()
+    """Notes that a run of this user writes `text` to its config.yaml, where it names what files may not name."""
+    settings = yaml.safe_load(text)
+    if "class_path" in text or _own_names(settings) or any(unsafe_choices(settings)):
+        with suppress(OSError):  # no home, or one that cannot be written: --trust will be asked for
+            _mark(text).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _mark(text).touch()
 
 
 def _mark(text: str) -> Path:
-    return default_cache_dir().expanduser() / "own-configurations" / sha256(text.encode()).hexdigest()
+    """Where a configuration is noted: in the user's own cache, and not in $CIFAR_LIT_CACHE, which others may have filled."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (raises nothing without a home)
+    return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 
-def allow(words: Iterable[str]) -> None:
-    """Lets parsers of this process import the classes in `SAFE` and those that `words` name, and nothing else."""
+def allow(settings: Any) -> None:
+    """Lets files name the classes in `SAFE` and choose what `settings` do; parsers of this process import no other classes."""
     known = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
-    named = {name for word in words for name in named_classes(word)}
-    own = {name for name in named if name.partition(".")[0] != "jsonargparse"}
+    named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
+    paths = {path for _, path in named}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
-    set_parsing_settings(import_path_allowlist=sorted(known | own | {SAFE_PACKAGE}))
-    allow_imports(own)
-    _allowed_before.update(own - known)
+    set_parsing_settings(import_path_allowlist=sorted(known | paths | {SAFE_PACKAGE}))
+    allow_imports(paths)
+    allow_choices(settings)
+    _allowed_before.update(paths - known)
+    for key, path in named:  # those that the parser is to import, which does not look in the working folder
+        is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)
+        if is_class and key[-1] not in OWN and path not in known:
+            with suppress(UsageError):  # the parser says it
+                import_module_of(path)
 
 
-def named_classes(word: str) -> set[str]:
-    """Import paths in a word of a command line, or in a text; a bare class name stands for Lightning's of that name."""
-    names = set(_PATH.findall(word))
-    for name in _CLASS.findall(word):
-        names |= {path for group in SAFE for path in _paths(group.partition(".")[0], name)}
-    return names
+def class_names(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Import paths in nested settings, with the names that lead to each; of a class of Lightning's the name is enough."""
+    for key, text in leaves(settings):
+        if key[:2] not in CLASSES or key[-1] in PLACES:
+            continue
+        if is_import_path(text) and not Path(text).is_file():  # which the parser would read
+            yield key, text
+        for group in SAFE if text.isidentifier() else ():
+            yield from ((key, path) for path in _paths(group.partition(".")[0], text))
 
 
 def _paths(group: str, name: str) -> set[str]:

@@ -1,7 +1,13 @@
-"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone."""
+"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone.
+
+And what such a file may choose: see `check_choices`.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +71,67 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
     if known[id(node)] > MAX_VALUES:
         raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
     return known[id(node)]
+
+
+# ---- What a file may choose of places that are read, written and fetched from, and of processes.
+
+MAX_PROCESSES = max(8, os.cpu_count() or 1)
+_COUNTS = {"devices", "workers"}
+_NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
+_NAMED = {"recipe", "filename", "name"}
+PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
+_NAME = re.compile(r"(?!\.\.?$)(?:[^/\\{}]|\{\w+(?:/\w+)*(?::[\w.]*)?\})*")  # in braces a metric, as ModelCheckpoint takes them
+_allowed: set[tuple[str, str]] = set()
+
+
+def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every single value in nested settings as text, with the names that lead to it; a name may be dotted (`model.net`)."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from leaves(value, (*key, *str(name).rstrip("+").split(".")))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from leaves(value, key)
+    elif settings is not None:
+        yield key, str(settings)
+
+
+def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Those of `leaves` that a file may not decide on: see `check_choices`."""
+    for key, text in leaves(settings):
+        name = key[-1]
+        plain = name in _NAMED and _NAME.fullmatch(text)
+        near = name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+        number = text.replace(" ", "") if name in _COUNTS else ""
+        many = number.isdecimal() and (len(number) > 4 or int(number) > MAX_PROCESSES)
+        if key[0] != "model" and (many or (name in PLACES and not plain and not near)):
+            yield key, text
+
+
+def allow_choices(settings: Any) -> None:
+    """Lets files choose what `settings` do, which the user typed or trusts, under the same names."""
+    _allowed.update((key[-1], text) for key, text in leaves(settings))
+
+
+def check_choices(settings: dict[str, Any]) -> None:
+    """Raises UsageError where nested settings choose what neither the user has typed or trusted, nor a file may decide on.
+
+    | setting | what a file may say |
+    |---|---|
+    | `logs`, `data.cache_dir`, `ckpt_path` | places in the working folder |
+    | `data.root` | also one elsewhere, where the data set is already: it is read; nothing is downloaded there |
+    | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
+    | `trainer.devices`, `data.workers` | as many processes as the machine has cores, or eight |
+    | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
+    """
+    for key, text in unsafe_choices(settings):
+        if (key[-1], text) not in _allowed and not (key == ("data", "root") and _has_data(settings["data"])):
+            setting = ".".join(name for name in key if name != "init_args")
+            line = f"a configuration file sets {setting} to {text[:200]!r}, which no file may choose"
+            raise UsageError(f"{line}: type that setting yourself, or give --trust if you know where the file comes from")
+
+
+def _has_data(settings: dict[str, Any]) -> bool:
+    from cifar_lit.data.sources import SourceSettings, at_hand  # here, as it imports torch
+
+    return at_hand(str(settings.get("dataset", "cifar10")), SourceSettings(root=str(settings["root"])))

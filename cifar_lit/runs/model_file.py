@@ -20,6 +20,7 @@ from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.registry import build_net, build_on_meta_device
+from cifar_lit.plugins import UntrustedName
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
 
@@ -197,6 +198,8 @@ def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: Model
     """
     try:
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
+    except UntrustedName:
+        raise
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
     further = {name: shape for name, (_, shape) in claims.items() if name not in expected}

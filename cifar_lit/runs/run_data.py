@@ -12,7 +12,7 @@ from torch import Tensor
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
 
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
     """Settings of the data: those of a run's config.yaml, or what a named data set needs for the card's net; else none.
 
+    Those of config.yaml are to be checked with `check_choices` before they are used.
+
     dataset: another than config.yaml names, needed where there is none. data_dir: where it lies, if not where it was.
     """
+    if data_dir:
+        allow_choices({"root": data_dir})
     if dataset:
         settings: Any = {"dataset": dataset}
         channels, height, width = card.input_shape
@@ -50,6 +54,7 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
     settings.pop("chunk", None)  # older versions wrote it
     if not settings:
         raise UsageError(f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
+    check_choices({"data": settings})
     try:
         data = ImageData(**settings)
     except TypeError as error:
@@ -85,10 +90,11 @@ class RunData:
 
     def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:
         self.card, self.data_dir = card, data_dir
-        values = data_settings(model.parent, card, None, data_dir) or data_settings(model.parent, card, "folder", data_dir)
-        self.dataset = str(values.get("dataset", "folder"))
+        run = model.parent
+        self.values = data_settings(run, card, None, data_dir) or data_settings(run, card, "folder", data_dir)
+        self.dataset = str(self.values.get("dataset", "folder"))
         known = {field.name for field in fields(SourceSettings)}
-        self.settings = SourceSettings(**{name: value for name, value in values.items() if name in known})
+        self.settings = SourceSettings(**{name: value for name, value in self.values.items() if name in known})
 
     def load(self, train: bool, count: int) -> RunImages:
         """`count` of the train or the test images, evenly spread over them; all for 0.
@@ -101,6 +107,7 @@ class RunData:
             raise Failure(
                 f"the images of {self.dataset} that it was trained on are not here{place}: name their place with --data-dir"
             )
+        check_choices({"data": self.values})
         source = load_images(self.dataset, self.settings, train)
         _check_fit(self.card, source.classes, source.input_shape)
         count = min(count or len(source), len(source))

@@ -65,6 +65,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Reads plain values and tensors only; raises Failure for a file that is damaged or would execute code."""
         return read_checkpoint(Path(path))
 
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint; never a folder, nor what no checkpoint is called."""
+        file = Path(path)
+        if file.suffix == ModelCheckpoint.FILE_EXTENSION and not file.is_dir():
+            file.unlink(missing_ok=True)
+
 
 class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that saves at the ends of epochs only, and knows its best checkpoint after its folder was moved."""
@@ -76,16 +82,28 @@ class RunCheckpoint(ModelCheckpoint):
 
     on_train_batch_end = Callback.on_train_batch_end
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Brings the state of every ModelCheckpoint into its folder of today: a run moves, and what it names may be deleted."""
+        states = checkpoint.get("callbacks", {})
+        for callback in (callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)):
+            for key in {callback.state_key, type(callback)} & states.keys():  # Lightning's own, and that of its old versions
+                states[key] = _in_folder(states[key], str(callback.dirpath))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state with every path in today's folder."""
-
-        def moved(path: str) -> str:
-            return f"{self.dirpath}/{Path(path).name}" if path else path
-
-        paths = {name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": self.dirpath})
+        """Restores the state."""
+        super().load_state_dict(state_dict)
         self.current_score = state_dict.get("current_score")  # which Lightning saves, and leaves out here
+
+
+def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """A ModelCheckpoint's state in which every path is that of a file in `folder`."""
+
+    def moved(path: str) -> str:
+        return f"{folder}/{Path(path).name}" if path else path
+
+    paths = {name: moved(state.get(name, "")) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    best = {moved(path): score for path, score in state.get("best_k_models", {}).items()}
+    return {**state, **paths, "best_k_models": best, "dirpath": folder}
 
 
 class RegularCheckpoint(RunCheckpoint):

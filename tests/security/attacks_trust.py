@@ -1,0 +1,327 @@
+"""Runs, checkpoints and configurations that want classes imported, or files written, deleted or fetched where they say."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+from security.attack import Attack
+from security.hostile_files import BESIDE, LAUGHS
+from security.test_hostile import FIT, SMALL
+
+from cifar_lit.cli import main
+
+RESUME = ["--resume", "run", "--epochs", "2"]
+NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
+CHOSEN = "which no file may choose: type that setting yourself, or give --trust"
+WATCHED: dict[str, Any] = {"monitor": "val/loss"}  # of a ModelCheckpoint: it keeps the best, and removes what was best before
+
+Prepare = Callable[[Path], object]
+
+
+# ---- a run that is gone on with
+
+
+def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) -> None:
+    """Makes of the run one to go on with: with a ModelCheckpoint in its config.yaml, and this state of it in its checkpoint."""
+    (folder / "run/metrics.json").unlink()
+    config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
+    text = json.dumps([{"class_path": "ModelCheckpoint", "init_args": callback}])
+    config.write_text(config.read_text().replace("callbacks: null", f"callbacks: {text}"))
+    checkpoint = torch.load(path, weights_only=True)
+    empty = {
+        "best_model_path": "",
+        "last_model_path": "",
+        "kth_best_model_path": "",
+        "best_k_models": {},
+        "best_model_score": None,
+    }
+    checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {**empty, "dirpath": callback.get("dirpath"), **state}
+    torch.save(checkpoint, path)
+
+
+def best(path: object) -> dict[str, Any]:
+    """The state of a ModelCheckpoint whose best model so far is at `path`, and is bad."""
+    score = torch.tensor(1e9)
+    scores = {"best_model_score": score, "current_score": score, "kth_value": score}
+    return {"best_model_path": str(path), "kth_best_model_path": str(path), "best_k_models": {str(path): score}, **scores}
+
+
+def removal(target: str, inside: bool = False, state: Callable[[object], dict[str, Any]] = best, **callback: Any) -> Prepare:
+    """A checkpoint that names `target` for removal; the callback's folder is above it or, if `inside`, that of the run."""
+
+    def prepare(folder: Path) -> None:
+        path, own = folder / target, {} if inside else {"dirpath": str((folder / target).parent)}
+        checkpoints = folder / "run/checkpoints"
+        where = {"dirpath": str(checkpoints)} if inside else own
+        path = checkpoints / ".." / ".." / target if inside else path
+        unfinished(folder, {**callback, **own}, {**state(path), **where})
+
+    return prepare
+
+
+def whole_run() -> int:
+    """Goes on with the run, which must be there afterwards."""
+    code = main(RESUME)
+    assert Path("run/config.yaml").exists(), "the run was removed"
+    return code
+
+
+# ---- configurations
+
+
+def config(text: str, **files: str) -> Prepare:
+    """The configuration own.yaml, in a working folder beside the user's one; OUTSIDE in it is the path of that."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "work").mkdir()
+        for name, content in {"own_yaml": text, **files}.items():
+            path = folder / "work" / name.replace("_yaml", ".yaml")
+            path.write_text(content.replace("OUTSIDE", str(folder / "outside")))
+
+    return prepare
+
+
+def trainer(key: str, class_path: str, **init_args: Any) -> Prepare:
+    """A configuration with a class of Lightning's."""
+    value = json.dumps({"class_path": class_path, "init_args": init_args})
+    return config(f"trainer: {{{key}: {f'[{value}]' if key == 'callbacks' else value}}}")
+
+
+def with_pictures(prepare: Prepare) -> Prepare:
+    """And a folder of images of two classes."""
+
+    def both(folder: Path) -> None:
+        prepare(folder)
+        for name in "ab":
+            (folder / "images" / name).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (16, 16)).save(folder / f"images/{name}/{number}.png")
+
+    return both
+
+
+def with_link(prepare: Prepare, name: str) -> Prepare:
+    """And a link of this name to the user's folder."""
+
+    def both(folder: Path) -> None:
+        prepare(folder)
+        (folder / "work" / name).symlink_to(folder / "outside")
+
+    return both
+
+
+def beside(*words: str) -> Callable[[], int]:
+    """A training with own.yaml, typed in the folder where it lies."""
+
+    def typed() -> int:
+        os.chdir("work")
+        return main(["fit", "--recipe", "../small.yaml", "--config", "own.yaml", *words])
+
+    return typed
+
+
+def refused_place(prepare: Prepare, setting: str, *words: str) -> Attack:
+    return Attack(prepare, beside(*words), says=f"a configuration file sets {setting} to ")
+
+
+def with_pipe(prepare: Prepare) -> Prepare:
+    """And a named pipe part.yaml, that nobody writes to."""
+
+    def both(folder: Path) -> None:
+        prepare(folder)
+        os.mkfifo(folder / "work/part.yaml")
+
+    return both
+
+
+def pointing(prepare: Prepare) -> Attack:
+    return Attack(prepare, beside(), says="a configuration file has settings in part.yaml, which is not read")
+
+
+def dotted(name: str, key: str = "callbacks") -> Prepare:
+    """A module pics.py that leaves a trace, and a configuration that names what is in it."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "pics.py").write_text(BESIDE["evil.py"].replace("Evil", "Set"))
+        (folder / "own.yaml").write_text(f"trainer: {{{key}: [{{class_path: {name}}}]}}\n")
+
+    return prepare
+
+
+def imported(*words: str, key: str = "callbacks") -> Attack:
+    return Attack(dotted("pics.Set", key), [*FIT, "--config", "own.yaml", *words], says="names pics.Set, whose code would run")
+
+
+def forged_mark(folder: Path) -> None:
+    """A configuration with a class of its own, and a note in the cache beside it that it is the user's."""
+    (folder / "evil.py").write_text(BESIDE["evil.py"])
+    text = "trainer: {callbacks: [{class_path: evil.Evil}]}\n"
+    (folder / "own.yaml").write_text(text)
+    mark = folder / "cache/own-configurations" / sha256(text.encode()).hexdigest()
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+
+
+# ---- a run that is looked at
+
+
+def data_of_run(**settings: Any) -> Prepare:
+    """A run whose config.yaml names these data; OUTSIDE is the path of the user's folder."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "work").mkdir()
+        values = {"dataset": "cifar10", **settings}
+        text = json.dumps({"data": values}).replace("OUTSIDE", str(folder / "outside"))
+        (folder / "run/config.yaml").write_text(text)
+
+    return prepare
+
+
+def in_work(line: Sequence[str]) -> Callable[[], int]:
+    def typed() -> int:
+        os.chdir("work")
+        return main(list(line))
+
+    return typed
+
+
+def report(setting: str, **settings: Any) -> Attack:
+    line = in_work(["report", "../run", "--device", "cpu"])
+    return Attack(with_pictures(data_of_run(**settings)), line, says=f"a configuration file sets data.{setting} to ")
+
+
+ATTACKS: dict[str, Attack] = {
+    # what a checkpoint names for removal
+    "a run to resume that names a folder of the user's as its earlier best checkpoint": Attack(
+        removal("outside/Documents", **WATCHED), RESUME, says=CHOSEN
+    ),
+    "the same, of a file, as its last checkpoint": Attack(
+        removal("outside/notes.txt", state=lambda path: {"last_model_path": str(path)}, save_last=True), RESUME, says=CHOSEN
+    ),
+    "the same, of a callback that watches nothing": Attack(
+        removal("outside/notes.txt", state=lambda path: {"best_model_path": str(path)}), RESUME, says=CHOSEN
+    ),
+    "a checkpoint that leads out of the run to a folder of the user's": Attack(
+        removal("outside/Documents", inside=True, **WATCHED), RESUME, refused=False
+    ),
+    "the same, to a file, as its last checkpoint": Attack(
+        removal("outside/notes.txt", True, lambda path: {"last_model_path": str(path)}, save_last=True), RESUME, refused=False
+    ),
+    "a checkpoint that names the run's own folder as its best": Attack(
+        lambda folder: unfinished(
+            folder, WATCHED, {**best(f"{folder}/run/checkpoints/.."), "dirpath": f"{folder}/run/checkpoints"}
+        ),
+        whole_run,
+        refused=False,
+    ),
+    # where a configuration has files written
+    "a callback that keeps its checkpoints in the user's folder": refused_place(
+        trainer("callbacks", "ModelCheckpoint", dirpath="../outside"), "trainer.callbacks.dirpath"
+    ),
+    "the same, in a file that it points to": pointing(
+        config("trainer: {callbacks: part.yaml}", part_yaml="class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n")
+    ),
+    "the same, by dotted names": refused_place(
+        config("trainer.callbacks.class_path: ModelCheckpoint\ntrainer.callbacks.init_args.dirpath: OUTSIDE"),
+        "trainer.callbacks.dirpath",
+    ),
+    "the same, in a part of the configuration that is a file": Attack(
+        config("model: {}", part_yaml="callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: OUTSIDE}}]"),
+        beside("--trainer", "part.yaml"),
+        says=CHOSEN,
+    ),
+    "a checkpoint's name that leads out of the run": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="../../../../outside/x"), "trainer.callbacks.filename"
+    ),
+    "a checkpoint's name that becomes a path when it is filled in": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="{epoch:/>9}"), "trainer.callbacks.filename"
+    ),
+    "a metric whose name leads out of the run, in a checkpoint's name": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="{../../../../outside/x}"), "trainer.callbacks.filename"
+    ),
+    "a table of curves in the user's folder": refused_place(
+        trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"
+    ),
+    "curves over those of another run, below a folder that is typed": refused_place(
+        trainer("logger", "CSVLogger", save_dir="../outside", version=".."),
+        "trainer.logger.version",
+        "--trainer.logger=CSVLogger",
+        "--trainer.logger.save_dir=../outside",
+    ),
+    "a profile in the user's folder": refused_place(
+        trainer("profiler", "SimpleProfiler", dirpath="../outside", filename="x"), "trainer.profiler.dirpath"
+    ),
+    "run folders in the user's folder": refused_place(config("logs: OUTSIDE"), "logs"),
+    "run folders in the user's folder, by a link": refused_place(with_link(config("logs: results"), "results"), "logs"),
+    "a recipe's name that leads out of the folder of runs": Attack(
+        config(f"{SMALL}recipe: ../../outside/x"),
+        in_work(["fit", "--config", "own.yaml"]),
+        says="a configuration file sets recipe to ",
+    ),
+    "decoded images in the user's folder": refused_place(
+        with_pictures(config("data: {dataset: folder, cache_dir: OUTSIDE}")),
+        "data.cache_dir",
+        "--data-dir",
+        "../images",
+        *NO_SHAPES,
+    ),
+    "archives that are fetched into the user's folder": refused_place(
+        config("data: {dataset: cifar10, root: OUTSIDE}"), "data.root", "--data.url", "none", *NO_SHAPES
+    ),
+    "the same, by a link": refused_place(
+        with_link(config("data: {dataset: fashion_mnist, root: here}"), "here"), "data.root", "--data.url", "none", *NO_SHAPES
+    ),
+    # what a configuration has fetched and read
+    "an archive from an address of a stranger's": refused_place(
+        config("data: {dataset: cifar10, root: ., url: 'http://127.0.0.1:9/x'}"), "data.url", *NO_SHAPES
+    ),
+    "an archive that is the user's key": refused_place(
+        config("data: {dataset: cifar10, root: ., url: 'OUTSIDE/.ssh/config'}"), "data.url", *NO_SHAPES
+    ),
+    "a checkpoint of the user's to begin with": refused_place(config("ckpt_path: OUTSIDE/best.ckpt"), "ckpt_path"),
+    # how much it starts and reads
+    "callbacks in a file of 10¹² values": pointing(config("trainer: {callbacks: part.yaml}", part_yaml=LAUGHS)),
+    "a logger in a file of 30,000 brackets": pointing(config("trainer.logger: part.yaml", part_yaml="[" * 30_000)),
+    "metrics in a file of 10¹² values": pointing(config("model: {metrics: part.yaml}", part_yaml=LAUGHS)),
+    "a further configuration of 10¹² values": pointing(config("config: part.yaml", part_yaml=LAUGHS)),
+    "a further configuration that is a named pipe": pointing(with_pipe(config("config: part.yaml"))),
+    "a hundred processes": refused_place(config("trainer: {devices: 100}"), "trainer.devices"),
+    "a hundred processes that read images": refused_place(
+        config("data: {placement: host, workers: 100}"), "data.workers", "--epochs", "2"
+    ),
+    # what is imported
+    "a folder of images whose name is a class's too": imported("--data-dir", "pics.Set"),
+    "a cache folder whose name is a class's too": imported("--data.cache_dir=pics.Set"),
+    "a source whose name is a class's too": imported("--data.url", "pics.Set"),
+    "a folder of checkpoints whose name is a class's too": Attack(
+        dotted("pics.Set", "logger"),
+        [*FIT, "--config", "own.yaml", "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=pics.Set"],
+        says="names pics.Set, whose code would run",
+    ),
+    "a root folder whose name is a class's too": imported("--trainer.default_root_dir=pics.Set"),
+    "a note in the cache that a configuration is the user's own": Attack(
+        forged_mark, [*FIT, "--config", "own.yaml"], says="names evil.Evil, whose code would run"
+    ),
+    # a run that is looked at
+    "a run to report whose archives are fetched into the user's folder": report("root", root="OUTSIDE"),
+    "a run to report whose archive is fetched from an address of a stranger's": report(
+        "url", root=".", url="http://127.0.0.1:9/"
+    ),
+    "a run to report whose images are decoded into the user's folder": report(
+        "cache_dir", dataset="folder", root="../images", cache_dir="OUTSIDE"
+    ),
+    "a run to export whose images are decoded into the user's folder": Attack(
+        with_pictures(data_of_run(dataset="folder", root="../images", cache_dir="OUTSIDE")),
+        in_work(["export", "../run", "--to", "safetensors", "--out", "x.safetensors"]),
+        refused=False,
+        says="drawn images",
+    ),
+}

@@ -1,0 +1,102 @@
+"""What the working folder, the environment and a new version of Lightning must not decide, beside what files may say."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.command_line import RECIPE, assert_refused, run_command
+from security.hostile_files import BESIDE
+
+from cifar_lit import plugins
+from cifar_lit.cli.trust import SAFE
+from cifar_lit.runs.config_file import PLACES
+
+# texts that the classes in SAFE take, and that are no places
+NO_PLACES = {"console_kwargs", "device", "duration", "interval", "mode", "monitor", "prefix", "process_group_backend"}
+OWN_CALLBACK = "import helper_beside\nfrom lightning.pytorch.callbacks import Callback\nclass Own(Callback): pass\n"
+OWN_NET = """from torch import nn
+def net(channels, image_size, num_classes, width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
+"""
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
+    for name in ("yaml", "torch", "jsonargparse", "rich", "pathlib", "json"):  # the last is what a process of the parser imports
+        (working_folder / f"{name}.py").write_text(BESIDE["evil.py"])
+    words = ["fit", "--recipe", "small.yaml", "--trainer.logger", "TensorBoardLogger", "--print_config"]
+    command = [sys.executable, "-m", "cifar_lit", *words]
+    done = subprocess.run(command, cwd=working_folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "TensorBoardLogger" in done.stdout
+    assert not (working_folder / "ran").exists()
+
+
+def test_the_working_folder_is_searched_only_while_a_module_is_imported_that_was_typed(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (working_folder / "own_beside.py").write_text(OWN_CALLBACK)
+    (working_folder / "helper_beside.py").write_text("")
+    searched: list[str] = []
+
+    class Watch:
+        def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            if path is None and str(working_folder) in sys.path:
+                searched.append(name)
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [Watch(), *sys.meta_path])
+    answer = run_command("--recipe", "small.yaml", "--epochs", "1", "--trainer.callbacks", "own_beside.Own")
+    assert answer.code == 0, answer.err
+    assert searched == ["own_beside", "helper_beside"]
+
+
+def test_every_text_that_a_class_takes_which_files_may_name_is_known_to_be_a_place_or_none() -> None:
+    for group, names in SAFE.items():
+        for name in names:
+            parameters = inspect.signature(getattr(import_module(f"lightning.pytorch.{group}"), name)).parameters
+            texts = {key for key, one in parameters.items() if "str" in str(one.annotation) or "Path" in str(one.annotation)}
+            assert texts - PLACES - NO_PLACES == set(), f"{name} has new settings: are they places?"
+
+
+def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "nets_from_elsewhere"
+    (working_folder / f"{module}.py").write_text(OWN_NET)
+    words = ("--recipe", "small.yaml", "--epochs", "1", "--net", f"{module}.net")
+    assert run_command(*words).code == 0
+    run = working_folder / "lightning_logs/small-1"
+    export = ("export", run, "--to", "safetensors", "--images", "10", "--out")
+    assert run_command(*export, "own.safetensors").code == 0  # its configuration is one that this user's run wrote
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\n")
+    sys.modules.pop(module)
+    monkeypatch.setattr(plugins, "_allowed", set())  # as in another process
+    assert_refused(run_command(*export, "other.safetensors"), 2, f"{module}.net would run code of its module", "--trust")
+    assert module not in sys.modules
+    assert run_command(*export, "other.safetensors", "--trust").code == 0
+
+
+def test_a_file_that_the_user_trusts_names_places(working_folder: Path) -> None:
+    (working_folder / "work").mkdir()
+    os.chdir(working_folder / "work")
+    words = ("fit", "--recipe", "../small.yaml", "--epochs", "1", "--config", "own.yaml")
+    Path("own.yaml").write_text(f"logs: {working_folder}/elsewhere\n")
+    assert_refused(run_command(*words), 2, "a configuration file sets logs to", "type that setting yourself", "--trust")
+    assert run_command(*words, "--trust").code == 0
+    assert run_command(*words, "--logs", f"{working_folder}/elsewhere").code == 0
+    own = f"{working_folder}/elsewhere/small-1/config.yaml"  # a run of the user's wrote it
+    assert run_command("fit", "--config", own).code == 0
+    assert len(list((working_folder / "elsewhere").iterdir())) == 3
