@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
 import os
 import re
 import socket
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import PART, write_text
+from cifar_lit.files import PART, read_text, write_text
 
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
+SIGN_SECONDS = 2.0  # between two signs of life of a run's owner
+MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
 
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind, and locked from then on.
 
     The lock is filelock's, which the system takes back when the process ends. Beside it lies a record of who holds it, which
-    filelock's own file cannot say: whoever tries to lock it empties it.
+    filelock's own file cannot say: whoever tries to lock it empties it. The owner touches the record every SIGN_SECONDS, as some
+    network file systems have no locks, or give them to a process on each machine: there these signs decide.
 
     Raises Failure when the folder cannot be written, or another process (which is named) is writing it.
 
@@ -45,6 +54,8 @@ class RunFolder:
         self._first, self._job = first, job
         self._path: Path | None = None
         self._lock: FileLock | None = None
+        self._ended = Event()
+        weakref.finalize(self, self._ended.set)  # the thread that gives signs does not outlive what it gives them for
         if path is not None and first:
             self._hold(path)
 
@@ -86,41 +97,72 @@ class RunFolder:
 
     def _hold(self, path: Path) -> None:
         """Locks the folder, after a killed process too; says so where that one ran on another machine."""
-        lock = FileLock(path / LOCK, thread_local=False)
+        lock, host, in_use = FileLock(path / LOCK, thread_local=False, fallback_to_soft=False), socket.gethostname(), False
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            owner = owner_of(path) or "another process"
-            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume") from None
+            in_use = True
         except OSError as error:
-            raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
+            if error.errno not in NO_LOCKS:
+                raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
+        before = owner_of(path)
+        unsure = before and not (lock.is_locked and before.endswith(f" on {host}"))
+        if in_use or (unsure and _gives_signs(path / OWNER)):
+            lock.release()
+            owner = before or "another process"
+            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume")
         self._lock, self._path = lock, path
         try:
-            before, host = owner_of(path), socket.gethostname()
-            if before and not before.endswith(f" on {host}"):  # lost with its machine, or of a file system that shares no locks
+            if unsure:
                 print(f"{path} was left by {before}; going on with it", file=sys.stderr)
             write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
+            Thread(target=_give_signs, args=(path / OWNER, self._ended), daemon=True).start()
             for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
-                partial.unlink()
+                if not partial.is_dir():
+                    partial.unlink()
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
         """Lets other processes go on with the folder; the lock's traces go with it."""
-        if self._lock is not None and self._path is not None and self._lock.is_locked:
-            (self._path / OWNER).unlink(missing_ok=True)
-            with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it
-                (self._path / LOCK).unlink(missing_ok=True)  # stays
-            self._lock.release()
+        lock, self._lock = self._lock, None
+        if lock is not None and self._path is not None:
+            self._ended.set()
+            for name in (OWNER, LOCK):  # before it is given back, or they might be another's
+                with suppress(OSError):  # the folder is gone or read-only, or the system does not remove open files
+                    (self._path / name).unlink()
+            lock.release()
 
 
 def owner_of(run: Path) -> str | None:
     """Who writes a run folder, or was killed while writing it: `process 41 on node-7`; None after an orderly end."""
     with suppress(OSError, UnicodeDecodeError):
-        record = (run / OWNER).read_text(encoding="utf-8").strip()
+        record = read_text(run / OWNER).strip()
         return record if re.fullmatch(r"process \d+ on [\w.-]+", record) else None
     return None
+
+
+def _give_signs(record: Path, ended: Event) -> None:
+    while not ended.wait(SIGN_SECONDS):
+        with suppress(OSError):
+            os.utime(record)
+
+
+def _gives_signs(record: Path) -> bool:
+    """Whether the owner of a record is alive; it takes three times as long as between two signs to say that it is not."""
+
+    def changed() -> int:
+        with record.open() as file:  # a network file system may answer for a file that is not open from its memory
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    with suppress(OSError):  # it is gone: that run has just ended
+        first = changed()
+        for _ in range(3):
+            time.sleep(SIGN_SECONDS)
+            if changed() != first:
+                return True
+    return False
 
 
 def display_path(path: Path) -> str:
@@ -154,7 +196,24 @@ def find_resumable(logs: Path, name: str | None) -> Path:
     if not checkpoint.is_file():
         place = display_path(checkpoint)
         raise UsageError(f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume.")
+    if run := path if path.is_dir() else run_of(path):
+        refuse_links(run)
     return checkpoint
+
+
+def refuse_links(run: Path) -> None:
+    """Raises Failure for a run in which a link leads out of it: to go on would write, or remove, somewhere else.
+
+    A stranger may have made it. The folder itself may be a link, and `.lock`, which may be emptied, must have one name only.
+    """
+    top, lock = os.path.realpath(run), run / LOCK
+    for folder, folders, files in os.walk(top):  # which follows no links
+        for place in (Path(folder, name) for name in (*folders, *files)):
+            if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
+                link = display_path(run / place.relative_to(top))
+                raise Failure(f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to")
+    if lock.exists() and lock.stat().st_nlink > 1:
+        raise Failure(f"{display_path(lock)} is another file's second name, so its run is not gone on with: delete it")
 
 
 def _started(run: Path) -> int:
@@ -211,7 +270,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -223,9 +282,9 @@ def read_rows(file: Path) -> list[dict[str, str]]:
     A last line without an end is left out: it is being written, or a kill or a full disk cut it short.
     """
     try:
-        with file.open(newline="", encoding="utf-8") as opened:
-            rows = csv.DictReader([line for line in opened if line.endswith("\n")])
-            return [{name: value for name, value in row.items() if name and value} for row in rows]
+        lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
+        rows = csv.DictReader(line for line in lines if line.endswith("\n"))
+        return [{name: value for name, value in row.items() if name and value} for row in rows]
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
 
