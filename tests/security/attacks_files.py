@@ -107,12 +107,12 @@ def start_job() -> int:
     return main(["fit", "--recipe", "small.yaml", "--logs", "logs"])
 
 
-def data_with(part: str) -> Prepare:
-    """A folder of data with a link in the place of a broken download."""
+def data_with(name: str) -> Prepare:
+    """A folder of data with a link in it."""
 
     def prepare(folder: Path) -> None:
         (folder / "data").mkdir()
-        (folder / "data" / f"cifar-10-python.tar.gz{part}").symlink_to(folder / "outside/notes.txt")
+        (folder / "data" / name).symlink_to(folder / "outside/notes.txt")
         (folder / "mirror.gz").write_bytes(b"what another host gives")
 
     return prepare
@@ -208,11 +208,9 @@ ATTACKS: dict[str, Attack] = {
     "a second name of a file of the user's for the curves": Attack(second_name("metrics.csv"), RESUME, refused=False),
     "a second name of a file of the user's for the last figures": Attack(second_name("metrics.json"), RESUME, refused=False),
     # what is read
-    "figures from a device that never ends": Attack(
-        link("metrics.json", "/dev/zero"), COMPARE, refused=False, says="cannot be read"
-    ),
-    "curves from a device that never ends": Attack(link("metrics.csv", "/dev/zero"), COMPARE),
-    "predictions from a device that never ends": Attack(link("predictions.csv", "/dev/zero"), REPORT, refused=False),
+    "figures from an endless device": Attack(link("metrics.json", "/dev/zero"), COMPARE, refused=False, says="cannot be read"),
+    "curves from an endless device": Attack(link("metrics.csv", "/dev/zero"), COMPARE),
+    "predictions from an endless device": Attack(link("predictions.csv", "/dev/zero"), REPORT, refused=False),
     "figures from a pipe": Attack(pipe("metrics.json"), COMPARE, refused=False, says="cannot be read"),
     "curves from a pipe": Attack(pipe("metrics.csv"), REPORT, refused=False),
     "predictions from a pipe": Attack(pipe("predictions.csv"), REPORT, refused=False),
@@ -223,7 +221,7 @@ ATTACKS: dict[str, Attack] = {
     "curves of 20 GiB": Attack(endless("metrics.csv", "epoch,step\n0,1\n"), COMPARE),
     "predictions of 20 GiB": Attack(endless("predictions.csv", "index,label\n"), REPORT, refused=False),
     # data and their cache
-    "a link for a broken download": Attack(data_with(".part"), DOWNLOAD),
+    "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD),
     "a link for the lock of a download": Attack(
         lambda folder: (
             data_with("")(folder),
