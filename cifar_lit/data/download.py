@@ -71,11 +71,11 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
 
 
 def _part_of(target: Path) -> Path:
-    """Where the transfer goes; a link there, or another file's second name, is removed: it would be written through."""
+    """Where the transfer goes. What cannot be ours makes way: a link or another file's second name would be written through."""
     part = target.with_name(target.name + ".part")
     with suppress(FileNotFoundError):
         state = part.lstat()
-        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1 or state.st_size > MAX_DOWNLOAD:
             part.unlink()
     return part
 

@@ -11,14 +11,15 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.command_line import SMALL, Fork, contents_of, run_command
+from contract.command_line import OWN_IMAGES, SMALL, Fork, contents_of, draw_folder, run_command
 from contract.test_errors import NO_SMALL_DISK, small_disk
 from stress.compare_runs import differences
+from stress.forked import Forked
 
 from cifar_lit.errors import Failure
 from cifar_lit.runs import run_folder
@@ -132,6 +133,36 @@ def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_wha
     assert differences(folder / "again/small-1", undisturbed) == []
 
 
+def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
+    """Exit codes of a training of two ranks, of which one has no room for the images that it decodes."""
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "images", "--data.val_size", "4", "--devices", "2"]
+
+    def command() -> int:
+        from cifar_lit.cli import main
+
+        os.environ["CIFAR_LIT_CACHE"] = str(Path(folder, "cache" if os.environ["RANK"] != str(rank) else "disk"))
+        with small_disk(Path(folder, "disk"), 4) if os.environ["RANK"] == str(rank) else nullcontext():
+            return main(words, "train")
+
+    return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_of_any_rank_is_told_by_that_rank_and_ends_the_others(
+    folder: Path, forking: Callable[..., Any], rank: int
+) -> None:
+    draw_folder(folder / "images", {"train/cat": 12, "train/dog": 12, "test/cat": 4, "test/dog": 4}, size=32)
+    (folder / "disk").mkdir()
+    codes = forking(decode_on_a_full_disk, folder=str(folder), rank=rank)
+    if NO_SMALL_DISK in codes:
+        pytest.skip("the system lets no small file system be mounted")
+    lines = [line for line in (folder / f"rank-{rank}.txt").read_text().splitlines() if "cifar-lit: " in line]
+    assert codes == [1, 1], lines
+    (line,) = lines
+    assert "could not be written to" in line and "No space left on device; they need 0.1 MB there" in line
+    assert not (folder / "lightning_logs").exists()
+
+
 # ---- file systems without locks
 
 
@@ -139,16 +170,6 @@ def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_wha
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.setattr(run_folder, "SIGN_SECONDS", 0.05)
     return RunFolder(tmp_path, "fast")
-
-
-def assert_used_by_one(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused while its owner lives, and taken when that was killed."""
-    path, logs = run.path, run.logs
-    with pytest.raises(Failure, match=f"process {os.getpid()} on .* is writing {path}: wait until it ends"):
-        RunFolder(logs, "fast", path)
-    with pytest.raises(Failure, match="is writing"):
-        RunFolder(logs, "fast", path)
-    assert RunFolder(logs, "fast").path == logs / "fast-2"
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -159,14 +180,17 @@ def test_a_run_on_a_file_system_without_locks_is_refused_while_its_owner_gives_s
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert_used_by_one(run, capsys)
     path = run.path
+    for _ in range(2):
+        with pytest.raises(Failure, match=f"process {os.getpid()} on .* is writing {path}: wait until it ends"):
+            RunFolder(path.parent, "fast", path)
+    assert RunFolder(path.parent, "fast").path == path.with_name("fast-2")
     run.release()
     assert list(path.iterdir()) == []
-    again = RunFolder(path.parent, "fast", path)
+    killed = RunFolder(path.parent, "fast", path)
     assert capsys.readouterr().err == ""
-    del again, run
-    gc.collect()  # its owner gives no signs any more, as if it had been killed
+    del killed
+    gc.collect()  # which gives no signs any more
     RunFolder(path.parent, "fast", path).release()
     assert f"{path} was left by process {os.getpid()} on " in capsys.readouterr().err
 

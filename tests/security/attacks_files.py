@@ -193,6 +193,16 @@ ATTACKS: dict[str, Attack] = {
     "a link for a half-written picture of curves": Attack(
         link(f"curves.png{PART}"), ["compare", "run", "--plot", "run/curves.png"], refused=False
     ),
+    "a link for a contact sheet": Attack(
+        lambda folder: (images(folder), link("sheet.png")(folder)),
+        ["classify", "run", "images", "--sheet", "run/sheet.png"],
+        refused=False,
+    ),
+    "a link for a picture of what a net looked at": Attack(
+        lambda folder: (images(folder), (folder / "run/maps").mkdir(), link("maps/00000-0.png")(folder)),
+        ["classify", "run", "images", "--explain", "run/maps"],
+        refused=False,
+    ),
     "a folder that is called as what is half written": Attack(folder_in_place(f"x{PART}"), RESUME, refused=False),
     # what is written in place, or through a folder
     **{
