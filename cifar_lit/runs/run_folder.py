@@ -197,16 +197,17 @@ def find_resumable(logs: Path, name: str | None) -> Path:
         place = display_path(checkpoint)
         raise UsageError(f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume.")
     if run := path if path.is_dir() else run_of(path):
-        refuse_links(run)
+        check_files(run)
     return checkpoint
 
 
-def refuse_links(run: Path) -> None:
-    """Raises Failure for a run in which a link leads out of it: to go on would write, or remove, somewhere else.
+def check_files(run: Path) -> None:
+    """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
-    A stranger may have made it. The folder itself may be a link, and `.lock`, which may be emptied, must have one name only.
+    A link that leads out of it would be written through. The folder itself may be one. `.lock`, which may be emptied, must have one
+    name only, and `metrics.csv` must be such as is read.
     """
-    top, lock = os.path.realpath(run), run / LOCK
+    top, lock, curves = os.path.realpath(run), run / LOCK, run / "metrics.csv"
     for folder, folders, files in os.walk(top):  # which follows no links
         for place in (Path(folder, name) for name in (*folders, *files)):
             if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
@@ -214,6 +215,8 @@ def refuse_links(run: Path) -> None:
                 raise Failure(f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to")
     if lock.exists() and lock.stat().st_nlink > 1:
         raise Failure(f"{display_path(lock)} is another file's second name, so its run is not gone on with: delete it")
+    if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
+        raise Failure(f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to go on without it")
 
 
 def _started(run: Path) -> int:

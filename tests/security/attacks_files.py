@@ -223,6 +223,7 @@ ATTACKS: dict[str, Attack] = {
     "predictions from an endless device": Attack(link("predictions.csv", "/dev/zero"), REPORT, refused=False),
     "figures from a pipe": Attack(pipe("metrics.json"), COMPARE, refused=False, says="cannot be read"),
     "curves from a pipe": Attack(pipe("metrics.csv"), REPORT, refused=False),
+    "curves from a pipe, of a run to go on with": Attack(pipe("metrics.csv", unfinished=True), RESUME, says="move it away"),
     "predictions from a pipe": Attack(pipe("predictions.csv"), REPORT, refused=False),
     "a configuration from a pipe": Attack(pipe("config.yaml"), COMPARE, refused=False, says="config.yaml is missing or damaged"),
     "a record of the owner from a pipe": Attack(pipe(".owner", unfinished=True), RESUME, refused=False),
