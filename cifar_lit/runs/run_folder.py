@@ -204,8 +204,8 @@ def find_resumable(logs: Path, name: str | None) -> Path:
 def check_files(run: Path) -> None:
     """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
-    A link that leads out of it would be written through. The folder itself may be one. `.lock`, which may be emptied, must have one
-    name only, and `metrics.csv` must be such as is read.
+    A link that leads out of it would be written through; the folder itself may be one. `.lock`, which may be emptied, must have one
+    name only, and the curves must be such as are read, as they are written anew.
     """
     top, lock, curves = os.path.realpath(run), run / LOCK, run / "metrics.csv"
     for folder, folders, files in os.walk(top):  # which follows no links
