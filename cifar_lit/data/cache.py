@@ -126,7 +126,7 @@ def read_index(slot: Path) -> Index | None:
         if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path would lead to any file
             return None
         readable = sum(file.path not in index.bad for file in files)
-        whole = (slot / index.data).stat().st_size == prod(index.shape) and readable == rows
+        whole = readable == rows == len(files) - len(index.bad) and (slot / index.data).stat().st_size == prod(index.shape)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if whole else None

@@ -10,15 +10,12 @@ import os
 import re
 import socket
 import sys
-import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART, read_text, write_text
@@ -28,16 +25,15 @@ JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
-SIGN_SECONDS = 2.0  # between two signs of life of a run's owner
+LEASE_SECONDS = 10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
 
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind, and locked from then on.
 
-    The lock is filelock's, which the system takes back when the process ends. Beside it lies a record of who holds it, which
-    filelock's own file cannot say: whoever tries to lock it empties it. The owner touches the record every SIGN_SECONDS, as some
-    network file systems have no locks, or give them to a process on each machine: there these signs decide.
+    The lock is the system's, which takes it back when the process ends. As some network file systems have no locks, or give them
+    to a process on each machine, filelock's lease lies beside it: a record of who writes the run, with signs of life.
 
     Raises Failure when the folder cannot be written, or another process (which is named) is writing it.
 
@@ -54,8 +50,7 @@ class RunFolder:
         self._first, self._job = first, job
         self._path: Path | None = None
         self._lock: FileLock | None = None
-        self._ended = Event()
-        weakref.finalize(self, self._ended.set)  # the thread that gives signs does not outlive what it gives them for
+        self._lease: SoftFileLease | None = None
         if path is not None and first:
             self._hold(path)
 
@@ -97,26 +92,28 @@ class RunFolder:
 
     def _hold(self, path: Path) -> None:
         """Locks the folder, after a killed process too; says so where that one ran on another machine."""
-        lock, host, in_use = FileLock(path / LOCK, thread_local=False, fallback_to_soft=False), socket.gethostname(), False
+        lock, lease = FileLock(path / LOCK, thread_local=False, fallback_to_soft=False), _lease(path)
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            in_use = True
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
-        before = owner_of(path)
-        unsure = before and not (lock.is_locked and before.endswith(f" on {host}"))
-        if in_use or (unsure and _gives_signs(path / OWNER)):
+            try:
+                lock.acquire(timeout=0)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            before = owner_of(path)
+            if lock.is_locked and before is None:
+                lease.force_break()  # a record that names nobody, of whom no sign could come
+            lease.acquire(timeout=1.5 * LEASE_SECONDS)
+        except (Timeout, LeaseSettingsMismatch):
             lock.release()
-            owner = before or "another process"
-            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume")
-        self._lock, self._path = lock, path
+            owner = owner_of(path) or "another process"
+            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume") from None
+        except OSError as error:
+            lock.release()
+            raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
+        self._lock, self._lease, self._path = lock, lease, path
         try:
-            if unsure:
+            if before and not before.endswith(f" on {socket.gethostname()}"):
                 print(f"{path} was left by {before}; going on with it", file=sys.stderr)
-            write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
-            Thread(target=_give_signs, args=(path / OWNER, self._ended), daemon=True).start()
             for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
                 if not partial.is_dir():
                     partial.unlink()
@@ -127,42 +124,22 @@ class RunFolder:
     def release(self) -> None:
         """Lets other processes go on with the folder; the lock's traces go with it."""
         lock, self._lock = self._lock, None
-        if lock is not None and self._path is not None:
-            self._ended.set()
-            for name in (OWNER, LOCK):  # before it is given back, or they might be another's
-                with suppress(OSError):  # the folder is gone or read-only, or the system does not remove open files
-                    (self._path / name).unlink()
+        if lock is not None and self._lease is not None and self._path is not None:
+            self._lease.release()
+            with suppress(OSError):  # before it is given back, or it might be another's; the folder may be gone or read-only, and
+                (self._path / LOCK).unlink()  # some systems do not remove open files
             lock.release()
+
+
+def _lease(run: Path) -> SoftFileLease:
+    return SoftFileLease(run / OWNER, lease_duration=LEASE_SECONDS, thread_local=False)
 
 
 def owner_of(run: Path) -> str | None:
     """Who writes a run folder, or was killed while writing it: `process 41 on node-7`; None after an orderly end."""
-    with suppress(OSError, UnicodeDecodeError):
-        record = read_text(run / OWNER).strip()
-        return record if re.fullmatch(r"process \d+ on [\w.-]+", record) else None
-    return None
-
-
-def _give_signs(record: Path, ended: Event) -> None:
-    while not ended.wait(SIGN_SECONDS):
-        with suppress(OSError):
-            os.utime(record)
-
-
-def _gives_signs(record: Path) -> bool:
-    """Whether the owner of a record is alive; it takes three times as long as between two signs to say that it is not."""
-
-    def changed() -> int:
-        with record.open() as file:  # a network file system may answer for a file that is not open from its memory
-            return os.fstat(file.fileno()).st_mtime_ns
-
-    with suppress(OSError):  # it is gone: that run has just ended
-        first = changed()
-        for _ in range(3):
-            time.sleep(SIGN_SECONDS)
-            if changed() != first:
-                return True
-    return False
+    owner = _lease(run).owner
+    host = owner.hostname.partition("?")[0] if owner else ""  # behind it filelock marks a container
+    return f"process {owner.pid} on {host}" if owner and re.fullmatch(r"[\w.-]+", host) else None
 
 
 def display_path(path: Path) -> str:
@@ -204,17 +181,15 @@ def find_resumable(logs: Path, name: str | None) -> Path:
 def check_files(run: Path) -> None:
     """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
-    A link that leads out of it would be written through; the folder itself may be one. `.lock`, which may be emptied, must have one
-    name only, and the curves must be such as are read, as they are written anew.
+    A link that leads out of it would be written through; the folder itself may be one. The curves must be such as are read, as they
+    are written anew; by that, one that is another file's second name is left alone.
     """
-    top, lock, curves = os.path.realpath(run), run / LOCK, run / "metrics.csv"
+    top, curves = os.path.realpath(run), run / "metrics.csv"
     for folder, folders, files in os.walk(top):  # which follows no links
         for place in (Path(folder, name) for name in (*folders, *files)):
             if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
                 link = display_path(run / place.relative_to(top))
                 raise Failure(f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to")
-    if lock.exists() and lock.stat().st_nlink > 1:
-        raise Failure(f"{display_path(lock)} is another file's second name, so its run is not gone on with: delete it")
     if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
         raise Failure(f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to go on without it")
 

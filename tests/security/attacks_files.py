@@ -47,6 +47,16 @@ def second_name(name: str) -> Prepare:
     return prepare
 
 
+def owner(record: str) -> Prepare:
+    """A run that says who writes it."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "run/metrics.json").unlink()
+        (folder / "run/.owner").write_text(record)
+
+    return prepare
+
+
 def pipe(name: str, unfinished: bool = False) -> Prepare:
     """Puts a pipe that nobody writes to in the place of a file."""
 
@@ -214,7 +224,14 @@ ATTACKS: dict[str, Attack] = {
     "a link that leads nowhere": Attack(link("metrics.csv", "outside/new.csv", unfinished=True), RESUME, says=LEADS_OUT),
     "a link that leads to itself": Attack(link("loop", "run/loop", unfinished=True), RESUME, refused=False),
     "a link for the report to a file of the user's": Attack(link("report.html"), REPORT, refused=False),
-    "a second name of a file of the user's for the lock": Attack(second_name(".lock"), RESUME, says="second name"),
+    "a second name of a file of the user's for the lock": Attack(second_name(".lock"), RESUME, refused=False),
+    "a second name of a file of the user's for the record of the owner": Attack(second_name(".owner"), RESUME, refused=False),
+    "a record of the owner that names an owner of another kind": Attack(
+        owner("filelock/2\npid=1\nhost=node-7\nmode=exclusive\n"), RESUME, says="process 1 on node-7 is writing"
+    ),
+    "a record of the owner with a terminal's commands in it": Attack(
+        owner("filelock/2\npid=1\nhost=\x1b]0;x\x07\nmode=exclusive\n"), RESUME, refused=False
+    ),
     "a second name of a file of the user's for the curves": Attack(second_name("metrics.csv"), RESUME, refused=False),
     "a second name of a file of the user's for the last figures": Attack(second_name("metrics.json"), RESUME, refused=False),
     # what is read
@@ -232,14 +249,8 @@ ATTACKS: dict[str, Attack] = {
     "curves of 20 GiB": Attack(endless("metrics.csv", "epoch,step\n0,1\n"), COMPARE),
     "predictions of 20 GiB": Attack(endless("predictions.csv", "index,label\n"), REPORT, refused=False),
     # data and their cache
-    "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD),
-    "a link for the lock of a download": Attack(
-        lambda folder: (
-            data_with("")(folder),
-            (folder / "data/cifar-10-batches-py.lock").symlink_to(folder / "outside/notes.txt"),
-        ),
-        DOWNLOAD,
-    ),
+    "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, refused=False, says="wrong md5"),
+    "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
     "a link for the cache of a folder": Attack(cache_that_is_a_link, DECODE, refused=False, says="is a link"),
     "a link for the index of a cache": Attack(cache_with("index.json"), DECODE, refused=False),
     "a link for the half-written index of a cache": Attack(cache_with(f"index.json{PART}"), DECODE, refused=False),
