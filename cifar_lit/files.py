@@ -1,13 +1,21 @@
-"""Files that are whole or absent: written beside their place, synced to the disk, then renamed."""
+"""Files that are whole or absent: written beside their place, synced to the disk, then renamed.
+
+A folder may come from a stranger who has put links into it. What is written takes a name that nobody can foresee, and that is
+not there yet; the renaming replaces a link and does not follow it.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PART = ".cifar-lit-part"  # of what is being written; a name that no other program gives, so that leftovers can be removed
+PART = ".cifar-lit-part"  # ends the name of what is being written; no other program gives it, so that leftovers can be removed
+MAX_TEXT = 8 << 20  # bytes; of 100,000 classes a metrics.json has 5 MiB
 
 
 @contextmanager
@@ -19,8 +27,8 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
 
     previous: where the file that `path` was before is kept.
     """
-    partial = path.with_name(path.name + PART)
-    partial.touch()
+    partial = _new_name(path)
+    partial.touch(exist_ok=False)
     mode = partial.stat().st_mode
     try:
         yield partial
@@ -48,10 +56,21 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def read_text(path: Path, most: int = MAX_TEXT) -> str:
+    """The text of a file of at most `most` bytes; raises OSError for others: a pipe would be waited for, a device never ends."""
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode) or state.st_size > most:
+        raise OSError(errno.EFBIG, f"not a file of at most {most >> 20} MiB", str(path))
+    return path.read_bytes().decode()
+
+
+def _new_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+
+
 def _keep(path: Path, previous: Path) -> None:
     """Makes `path` known as `previous` too, by a second name for the same file, so that at no moment `path` is missing."""
-    second = previous.with_name(previous.name + PART)
-    second.unlink(missing_ok=True)
+    second = _new_name(previous)
     try:
         second.hardlink_to(path)
     except OSError:  # a file system where a file has one name only

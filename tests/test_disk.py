@@ -1,9 +1,10 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from cifar_lit.files import PART, atomic_write
+from cifar_lit.files import PART, atomic_write, read_text
 
 
 def names(folder: Path) -> list[str]:
@@ -19,7 +20,7 @@ def test_a_file_takes_its_place_only_when_it_is_complete(tmp_path: Path) -> None
     write(tmp_path / "a", "old")
     with atomic_write(tmp_path / "a") as partial:
         partial.write_text("new")
-        assert partial.name == "a" + PART
+        assert re.fullmatch(r"a\.[0-9a-f]{8}" + re.escape(PART), partial.name)
         assert (tmp_path / "a").read_text() == "old"
     assert (tmp_path / "a").read_text() == "new"
     assert names(tmp_path) == ["a"]
@@ -80,4 +81,31 @@ def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path
         pytest.skip("the system does not tell the names of open files")
     monkeypatch.setattr(os, "fsync", noted)
     write(tmp_path / "a", "text")
-    assert synced == [("a" + PART, False), (tmp_path.name, True)]
+    (part, before), folder = synced
+    assert part.endswith(PART) and not before
+    assert folder == (tmp_path.name, True)
+
+
+def test_neither_a_link_in_its_place_nor_one_in_that_of_the_part_or_the_previous_is_written_through(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("as it was")
+    a, b = tmp_path / "a", tmp_path / "b"
+    links = (a, b, tmp_path / f"a{PART}", tmp_path / f"b{PART}")
+    for link in links:
+        link.symlink_to(theirs)
+    write(a, "1", b)
+    write(a, "2", b)
+    assert (a.read_text(), b.read_text(), theirs.read_text()) == ("2", "1", "as it was")
+    assert not a.is_symlink() and not b.is_symlink()
+
+
+def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 40)
+    for name in ("pipe", "device", "large", "."):
+        with pytest.raises(OSError, match="not a file of at most 8 MiB"):
+            read_text(tmp_path / name)
+    (tmp_path / "text").write_text("…")
+    assert read_text(tmp_path / "text") == "…"

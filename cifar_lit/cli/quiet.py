@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import warnings
 
 from cifar_lit.distributed.rank_info import by_slurm
@@ -44,6 +45,12 @@ def quieten() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
     ):
         warnings.filterwarnings("ignore", message=message)
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__name__ != "_AsyncWriterThread":  # TensorBoard's, whose failure its next write raises
+            threading.__excepthook__(args)
+
+    threading.excepthook = hook
 
     import lightning.pytorch  # noqa: F401 (sets its loggers' levels, which would undo ours)
 

@@ -84,7 +84,7 @@ def guard(command: Command, base: Path | None) -> None:
 def _further_files(settings: Any, folder: Path) -> Iterator[str]:
     """What a file in `folder` points to that the parser would read, whatever its size and kind."""
     for key, text in leaves(settings):
-        if key == ("config",) or key[:2] in CLASSES and key[-1] not in OWN:
+        if key == ("config",) or (key[:2] in CLASSES and key[-1] not in OWN):
             with suppress(OSError):  # a text that is too long for a path
                 yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
 

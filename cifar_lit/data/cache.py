@@ -15,6 +15,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -34,12 +35,13 @@ from cifar_lit.data.decode import DecodeError, SizesDiffer, decode_chunks, decod
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
-from cifar_lit.files import atomic_write, write_text
+from cifar_lit.files import PART, atomic_write, read_text, write_text
 from cifar_lit.text import note
 
 FORMAT = 2  # raise it when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
 COMMON_SIZE = 32  # … others get this one when no size is set
+MAX_INDEX = 1 << 30  # bytes; a file takes about 100
 CHUNK = 64  # files a decoding process takes at a time
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
@@ -85,6 +87,8 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
     slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
     with ExitStack() as stack:
         try:
+            if slot.is_symlink():  # none of ours: what is removed and written here would be somewhere else
+                raise OSError(errno.ELOOP, f"{slot.name} is a link")
             stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
         except OSError as error:
             if cached := _load(slot, root, files):  # a read-only cache is still a cache
@@ -116,11 +120,14 @@ def default_cache_dir() -> Path:
 def read_index(slot: Path) -> Index | None:
     """The index, or None when there is none, it is damaged, or its data file is not whole."""
     try:
-        values = json.loads((slot / "index.json").read_bytes())
+        values = json.loads(read_text(slot / "index.json", MAX_INDEX))
         rows, height, width, channels = values["shape"]
         files = [File(*file) for file in values["files"]]
         index = Index((rows, height, width, channels), files, dict(values["bad"]), values["data"])
-        whole = (slot / index.data).stat().st_size == prod(index.shape) and len(files) == rows + len(index.bad)
+        if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path would lead to any file
+            return None
+        readable = sum(file.path not in index.bad for file in files)
+        whole = readable == rows == len(files) - len(index.bad) and (slot / index.data).stat().st_size == prod(index.shape)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if whole else None
@@ -192,7 +199,7 @@ def _decode(
     except OSError as error:
         need = f"they need {len(files) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
-    for leftover in slot.iterdir():
-        if leftover.name not in ("index.json", "lock", data.name):
+    for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
+        if leftover.name != data.name:
             leftover.unlink(missing_ok=True)
     return map_images(data, index.shape), bad

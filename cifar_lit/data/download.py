@@ -6,9 +6,10 @@ import errno
 import hashlib
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException, InvalidURL
 from math import inf
 from pathlib import Path
@@ -53,7 +54,7 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     with disk_errors(target.parent):
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(target.name + ".part")
+            part = _part_of(target)
             if not (part.exists() and _md5_of(part) == md5):  # ended between the last byte and the renaming
                 _download(name, urls, md5, part, target)
             with part.open("rb+") as file:
@@ -67,6 +68,16 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
         if problem:
             raise Failure(f"{target} is {problem}; delete it or replace it")
     return target
+
+
+def _part_of(target: Path) -> Path:
+    """Where the transfer goes. What cannot be ours makes way: a link or another file's second name would be written through."""
+    part = target.with_name(target.name + ".part")
+    with suppress(FileNotFoundError):
+        state = part.lstat()
+        if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1 or state.st_size > MAX_DOWNLOAD:
+            part.unlink()
+    return part
 
 
 def _md5_of(path: Path) -> str:

@@ -167,6 +167,7 @@ def save_picture(image: Image.Image, path: Path) -> None:
     """Writes a picture in the format of its suffix; raises Failure where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # it may be a link, which would be written through
         image.save(path)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None

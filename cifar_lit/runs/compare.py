@@ -177,7 +177,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 def read_run(path: Path) -> RunRecord:
     """What a folder says; what is wrong with it is in the record's `note`, never raised."""
     try:
-        config = plain_values(path / "config.yaml")
+        config = plain_values(path / "config.yaml") if (path / "config.yaml").is_file() else None  # a pipe would be waited for
     except UsageError:
         config = None
     settings = _flattened(config) if isinstance(config, dict) else {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -12,14 +14,28 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
+from cifar_lit.errors import Failure
 from cifar_lit.files import atomic_write
-from cifar_lit.runs.run_folder import RunFolder, read_rows
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy",
 )  # fmt: skip
+
+
+@contextmanager
+def _writing(run: RunFolder) -> Iterator[None]:
+    """Raises Failure for a folder that is full, gone or read-only by now."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__  # Lightning's loggers take it for a wrong value
+        if not isinstance(cause, OSError):
+            raise
+        place, reason = display_path(run.path), cause.strerror or cause
+        raise Failure(f"cannot write to {place}: {reason}. What was saved is intact: mend that, then use --resume.") from error
 
 
 class CurveFile(Logger):
@@ -39,9 +55,14 @@ class CurveFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Appends a row; a value of a new name makes a column of its own."""
-        path, row = self._run.path / "metrics.csv", {**metrics, "step": step}
+        with _writing(self._run):
+            self._write({**metrics, "step": step})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
-            with path.open("a", newline="", encoding="utf-8") as file:
+            with path.open("r+", newline="", encoding="utf-8") as file:  # not "a", which makes what is gone anew
+                file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
@@ -80,13 +101,14 @@ class TensorBoardCurves(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Writes scalars; the epoch is left out, as every curve has its own axis."""
         scores = [name.partition("/")[2] for name in metrics if name.startswith(("val/", "test/"))]
-        if scores and self._settings is not None:
-            # The tab is told the settings, and the scalars that it is to show beside them, before the first of them is written.
-            names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
-            for summary in hparams(self._settings, dict.fromkeys(names, 0)):
-                self.experiment._get_file_writer().add_summary(summary)
-            self._settings = None
-        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
+        with _writing(self._run):
+            if scores and self._settings is not None:
+                # The tab is told the settings, and the scalars that it is to show beside them, before the first is written.
+                names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
+                for summary in hparams(self._settings, dict.fromkeys(names, 0)):
+                    self.experiment._get_file_writer().add_summary(summary)
+                self._settings = None
+            super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml, and in the tab with the first scores."""
@@ -94,9 +116,17 @@ class TensorBoardCurves(TensorBoardLogger):
     @rank_zero_only
     def log_images(self, tag: str, image: Tensor, step: int = 0) -> None:
         """Writes one picture, uint8 (C, H, W)."""
-        self.experiment.add_image(tag, image, step)
+        with _writing(self._run):
+            self.experiment.add_image(tag, image, step)
 
     @rank_zero_only
     def save(self) -> None:
         """Flushes; settings are in config.yaml, not in a file of TensorBoard's."""
-        self.experiment.flush()
+        with _writing(self._run):
+            self.experiment.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Closes the file, which has all that was logged; what failed before would fail again."""
+        with suppress(OSError):
+            super().finalize(status)

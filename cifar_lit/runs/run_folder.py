@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
 import os
 import re
@@ -12,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import PART, write_text
+from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
 FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second")  # in metrics.json, beside the scores
@@ -24,13 +26,16 @@ LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
+LEASE_SECONDS = 10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
+MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
 
 class RunFolder:
     """A run's folder, made at the first look at `path`, so that what fails before leaves nothing behind, and locked from then on.
 
-    The lock is filelock's, which the system takes back when the process ends. Beside it lies a record of who holds it, which
-    filelock's own file cannot say: whoever tries to lock it empties it.
+    The lock is the system's, which takes it back when the process ends. As some network file systems have no locks, or give them
+    to a process on each machine, filelock's lease lies beside it: a record of who writes the run, with signs of life.
 
     Raises Failure when the folder cannot be written, or another process (which is named) is writing it.
 
@@ -47,6 +52,7 @@ class RunFolder:
         self._first, self._job = first, job
         self._path: Path | None = None
         self._lock: FileLock | None = None
+        self._lease: SoftFileLease | None = None
         if path is not None and first:
             self._hold(path)
 
@@ -88,41 +94,54 @@ class RunFolder:
 
     def _hold(self, path: Path) -> None:
         """Locks the folder, after a killed process too; says so where that one ran on another machine."""
-        lock = FileLock(path / LOCK, thread_local=False)
+        lock, lease = FileLock(path / LOCK, thread_local=False, fallback_to_soft=False), _lease(path)
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
+            try:
+                lock.acquire(timeout=0)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            before = owner_of(path)
+            if lock.is_locked and before is None:
+                lease.force_break()  # a record that names nobody, of whom no sign could come
+            lease.acquire(timeout=1.5 * LEASE_SECONDS)
+        except (Timeout, LeaseSettingsMismatch):
+            lock.release()
             owner = owner_of(path) or "another process"
             raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume") from None
         except OSError as error:
+            lock.release()
             raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
-        self._lock, self._path = lock, path
+        self._lock, self._lease, self._path = lock, lease, path
         try:
-            before, host = owner_of(path), socket.gethostname()
-            if before and not before.endswith(f" on {host}"):  # lost with its machine, or of a file system that shares no locks
+            if before and not before.endswith(f" on {socket.gethostname()}"):
                 note(f"{path} was left by {before}; going on with it")
-            write_text(path / OWNER, f"process {os.getpid()} on {host}\n")
             for partial in path.rglob(f"*{PART}"):  # of a process that was killed while it wrote
-                partial.unlink()
+                if not partial.is_dir():
+                    partial.unlink()
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
         """Lets other processes go on with the folder; the lock's traces go with it."""
-        if self._lock is not None and self._path is not None and self._lock.is_locked:
-            (self._path / OWNER).unlink(missing_ok=True)
-            with suppress(OSError):  # before it is given back, or it might be another's; where open files cannot be removed it
-                (self._path / LOCK).unlink(missing_ok=True)  # stays
-            self._lock.release()
+        lock, self._lock = self._lock, None
+        if lock is not None and self._lease is not None and self._path is not None:
+            self._lease.release()
+            with suppress(OSError):  # before it is given back, or it might be another's; the folder may be gone or read-only, and
+                (self._path / LOCK).unlink()  # some systems do not remove open files
+            lock.release()
+
+
+def _lease(run: Path) -> SoftFileLease:
+    return SoftFileLease(run / OWNER, lease_duration=LEASE_SECONDS, thread_local=False)
 
 
 def owner_of(run: Path) -> str | None:
     """Who writes a run folder, or was killed while writing it: `process 41 on node-7`; None after an orderly end."""
-    with suppress(OSError, UnicodeDecodeError):
-        record = (run / OWNER).read_text(encoding="utf-8").strip()
-        return record if re.fullmatch(r"process \d+ on [\w.-]+", record) else None
-    return None
+    owner = _lease(run).owner
+    host = owner.hostname.partition("?")[0] if owner else ""  # behind it filelock marks a container
+    return f"process {owner.pid} on {host}" if owner and re.fullmatch(r"[\w.-]+", host) else None
 
 
 def display_path(path: Path) -> str:
@@ -156,7 +175,25 @@ def find_resumable(logs: Path, name: str | None) -> Path:
     if not checkpoint.is_file():
         place = display_path(checkpoint)
         raise UsageError(f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume.")
+    if run := path if path.is_dir() else run_of(path):
+        check_files(run)
     return checkpoint
+
+
+def check_files(run: Path) -> None:
+    """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
+
+    A link that leads out of it would be written through; the folder itself may be one. The curves must be such as are read, as
+    they are written anew; by that, one that is another file's second name is left alone.
+    """
+    top, curves = os.path.realpath(run), run / "metrics.csv"
+    for folder, folders, files in os.walk(top):  # which follows no links
+        for place in (Path(folder, name) for name in (*folders, *files)):
+            if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
+                link = display_path(run / place.relative_to(top))
+                raise Failure(f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to")
+    if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
+        raise Failure(f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to go on without it")
 
 
 def _started(run: Path) -> int:
@@ -227,7 +264,7 @@ def _countable(metrics: Mapping[str, Any]) -> bool:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -239,9 +276,9 @@ def read_rows(file: Path) -> list[dict[str, str]]:
     A last line without an end is left out: it is being written, or a kill or a full disk cut it short.
     """
     try:
-        with file.open(newline="", encoding="utf-8") as opened:
-            rows = csv.DictReader([line for line in opened if line.endswith("\n")])
-            return [{name: value for name, value in row.items() if name and value} for row in rows]
+        lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
+        rows = csv.DictReader(line for line in lines if line.endswith("\n"))
+        return [{name: value for name, value in row.items() if name and value} for row in rows]
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
 

@@ -7,6 +7,7 @@ number may stand for 10¹² by its strides, a list that holds itself twice, thir
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import warnings
@@ -49,17 +50,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning's own goes through $TMPDIR and a copy, which a kill can cut short on another file system.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._folders: set[Path] = set()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes `checkpoint` to `path`; raises Failure, with the old file intact, when the disk is full."""
         target = Path(path)
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.parent not in self._folders:  # once: a folder that is gone is not made anew, without what was in it
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._folders.add(target.parent)
             with atomic_write(target, previous) as partial, partial.open("wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-            raise Failure(f"cannot write {target}: {reason}. Free some space; what was saved before is intact.") from error
+            remedy = "mend that" if getattr(error, "errno", errno.ENOSPC) != errno.ENOSPC else "free some space"
+            raise Failure(f"cannot write {target}: {reason}. What was saved is intact: {remedy}, then use --resume.") from error
 
     def load_checkpoint(self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None) -> Any:
         """Reads plain values and tensors only; raises Failure for a file that is damaged or would execute code."""

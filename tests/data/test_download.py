@@ -81,6 +81,27 @@ def test_another_file_in_its_place_is_named_and_left_alone(target: Path, kind: s
     assert [path.name for path in target.parent.iterdir()] == ["a.gz"]
 
 
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "hole"])
+def test_what_is_no_part_makes_way_and_nothing_is_written_through_it(
+    mirror: Callable[..., Mirror], target: Path, tmp_path: Path, kind: str
+) -> None:
+    part, theirs = target.with_name("a.gz.part"), tmp_path / "theirs"
+    theirs.write_bytes(CONTENT[:40_000])
+    if kind == "link":
+        part.symlink_to(theirs)
+    elif kind == "second name":
+        part.hardlink_to(theirs)
+    elif kind == "pipe":
+        os.mkfifo(part)
+    else:
+        part.touch()
+        os.truncate(part, 4 << 30)
+    server = mirror()
+    get(target, server)
+    assert (target.read_bytes(), theirs.read_bytes()) == (CONTENT, CONTENT[:40_000])
+    assert len(server.requests) == 1 and not target.is_symlink()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "part", "requests"),
     [

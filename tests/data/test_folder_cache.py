@@ -78,8 +78,13 @@ def test_an_image_that_became_readable_without_changing_is_taken_in(root: Path, 
         lambda index, data: os.truncate(index, index.stat().st_size // 2),
         lambda index, data: index.write_text("[1, 2]"),
         lambda index, data: index.write_text(index.read_text().replace('"shape": [7', '"shape": [6')),
+        lambda index, data: index.write_text(index.read_text().replace('"bad": {}', '"bad": {"train/none.png": ""}')),
+        lambda index, data: (
+            data.rename(index.parent.parent.parent / data.name),
+            index.write_text(index.read_text().replace('"images-', '"../../images-')),
+        ),
     ],
-    ids=["cut data", "no data", "cut index", "foreign index", "row count"],
+    ids=["cut data", "no data", "cut index", "foreign index", "row count", "foreign file", "data elsewhere"],
 )
 def test_a_cache_that_is_not_whole_is_made_again(
     root: Path, harm: Callable[[Path, Path], object], capsys: pytest.CaptureFixture[str]
@@ -148,6 +153,24 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without_and_one_that_ma
 
     monkeypatch.setattr(FileLock, "acquire", refused)
     assert values(root) == [0, 1, 2, 3, 4] and capsys.readouterr().err == ""
+
+
+def test_a_link_in_the_place_of_the_cache_is_not_followed_and_only_its_own_files_are_ever_removed(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_set(root)
+    place, theirs = slot(root), tmp_path / "theirs"
+    (place / "notes.txt").write_text("mine")
+    save(root / "train/cat/1.png", 77)
+    open_set(root), decodings(capsys)
+    assert (place / "notes.txt").read_text() == "mine"
+    place.rename(theirs)
+    place.symlink_to(theirs)
+    save(root / "train/cat/1.png", 78)
+    before = sorted(theirs.iterdir())
+    assert values(root)[1] == 78
+    assert f"nothing is cached: {place.parent}: {place.name} is a link" in capsys.readouterr().err
+    assert sorted(theirs.iterdir()) == before
 
 
 def test_the_cache_lies_where_the_environment_says_and_never_in_the_root(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,7 +19,6 @@ from safetensors.torch import save_file
 
 import cifar_lit
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
-from cifar_lit.files import PART
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.runs.model_file import (
     FORMAT,
@@ -206,10 +206,13 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str
     refused(tmp_path / "foreign", line)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
-def test_a_full_disk_leaves_the_old_model_and_no_part(path: Path) -> None:
+def test_a_full_disk_leaves_the_old_model_and_no_part(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
-    path.with_name(path.name + PART).symlink_to("/dev/full")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(Failure, match=r"cannot write .*No space left on device.*Free some space"):
         save_weights(path, net_of(CARD).state_dict(), CARD)
     assert path.read_bytes() == before

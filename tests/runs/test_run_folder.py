@@ -15,6 +15,7 @@ import pytest
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART
+from cifar_lit.runs import run_folder
 from cifar_lit.runs.run_folder import (
     OWNER,
     RunFolder,
@@ -100,14 +101,19 @@ def test_a_killed_process_holds_nothing_and_what_it_left_half_written_goes(
     assert [file.name for file in path.iterdir()] == ["own.part"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "process x on y", "process 41 on a\x1b[2J", "process 41 on node-7"])
+LEFT = "filelock/2\npid=41\nhost={}\nmode=lease\ntoken=0\nduration=0.1\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "process 41 on node-7\n", LEFT.format("a\x1b[2J"), LEFT.format("node-7")])
 def test_a_record_of_another_machine_is_told_of_and_one_that_cannot_be_read_hinders_nobody(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
+    monkeypatch.setattr(run_folder, "LEASE_SECONDS", 0.1)
     (tmp_path / OWNER).write_text(text)
     RunFolder(tmp_path, "fast", tmp_path).release()
     line = f"{tmp_path} was left by process 41 on node-7; going on with it\n"
-    assert capsys.readouterr().err == (line if "node-7" in text else "")
+    assert capsys.readouterr().err == (line if text == LEFT.format("node-7") else "")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- what is there
@@ -142,6 +148,27 @@ def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_pat
     assert (run_of(best), run_of(tmp_path / "own.ckpt")) == (older.resolve(), None)
     (older / "config.yaml").unlink()
     assert run_of(best) is None
+
+
+@pytest.mark.parametrize("name", [None, "logs/fast-1", "logs/fast-1/checkpoints/last.ckpt"])
+@pytest.mark.parametrize("place", ["metrics.csv", "checkpoints/best.ckpt", "plots", "deep/down/there"])
+def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("logs"), "fast-1")
+    (run / "deep/down").mkdir(parents=True)
+    (run / "deep/checkpoints").symlink_to("../checkpoints")
+    (run / "deep/loop").symlink_to("loop")
+    checkpoint = find_resumable(Path("logs"), name)
+    (run / place).unlink(missing_ok=True)
+    (run / place).symlink_to(tmp_path / "logs/fast-10")  # which is not there
+    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a link that leads out of its run"):
+        find_resumable(Path("logs"), name)
+    (run / place).unlink()
+    run.rename("elsewhere")
+    run.symlink_to(tmp_path / "elsewhere")  # as one may keep runs on another disk
+    assert find_resumable(Path("logs"), name) == checkpoint
 
 
 def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def half_a_file(content: Any, file: Any) -> None:
 def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = checkpoint.read_bytes()
     monkeypatch.setattr(torch, "save", half_a_file)
-    with pytest.raises(Failure, match=r"cannot write .*last.ckpt: .*No space left on device.*Free some space[^\n]*$"):
+    with pytest.raises(Failure, match=r"cannot write .*last.ckpt: .*No space left on device.*free some space[^\n]*$"):
         AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
     assert checkpoint.read_bytes() == before
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]

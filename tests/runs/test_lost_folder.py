@@ -1,0 +1,224 @@
+"""Run folders that are lost to a training: gone, read-only, on a full disk, or on a file system without locks."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.command_line import OWN_IMAGES, SMALL, Fork, draw_folder, run_command
+from contract.test_errors import NO_SMALL_DISK, small_disk
+from stress.compare_runs import differences
+from stress.forked import Forked
+
+from cifar_lit.errors import Failure
+from cifar_lit.runs import run_folder
+from cifar_lit.runs.run_folder import OWNER, RunFolder
+from cifar_lit.training.callbacks import EpochLines
+
+MS_RDONLY, MS_REMOUNT = 1, 32  # of Linux's <sys/mount.h>
+TRAINING = (*SMALL, "--epochs", "4", "--logs", "disk", "--trainer.log_every_n_steps", "1")
+
+
+@contextmanager
+def in_the_second_epoch(fault: Callable[[], object]) -> Iterator[None]:
+    """Lets `fault` happen when the second epoch has ended, before its checkpoint is written."""
+    ended = EpochLines.on_train_epoch_end
+
+    def on_train_epoch_end(self: EpochLines, trainer: Any, pl_module: Any) -> None:
+        ended(self, trainer, pl_module)
+        if trainer.current_epoch == 1:
+            fault()
+
+    EpochLines.on_train_epoch_end = on_train_epoch_end  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        EpochLines.on_train_epoch_end = ended  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a recipe."""
+    shutil.copy(run_dir.parent.parent / "small.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def undisturbed(folder: Path) -> Path:
+    """The run that a disturbed one must become."""
+    answer = run_command(*TRAINING, "--logs", "whole")
+    assert answer.code == 0, answer.err
+    return folder / "whole/small-1"
+
+
+@pytest.mark.parametrize("moment", ["checkpoint", "curves"])
+def test_a_folder_that_vanishes_ends_the_training_in_a_line_and_is_gone_on_with_when_it_is_back(
+    folder: Path, undisturbed: Path, moment: str
+) -> None:
+    def vanish() -> None:
+        (folder / "disk").rename(folder / "away")
+        if moment == "curves":  # as if a checkpoint had made it anew
+            (folder / "disk/small-1/checkpoints").mkdir(parents=True)
+
+    with in_the_second_epoch(vanish):
+        answer = run_command(*TRAINING)
+    (line,) = answer.error_lines
+    assert answer.code == 1
+    assert line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line and "No such file or directory" in line
+    assert "mend that, then use --resume" in line
+    shutil.rmtree(folder / "disk", ignore_errors=True)
+    (folder / "away").rename(folder / "disk")
+    answer = run_command("--resume", "disk/small-1")
+    assert answer.code == 0, answer.err
+    assert differences(folder / "disk/small-1", undisturbed) == []
+
+
+@contextmanager
+def read_only_in_the_second_epoch(disk: Path) -> Iterator[None]:
+    """A disk that is mounted read-only, as a system does that has met an error on it."""
+
+    def remount() -> None:
+        if ctypes.CDLL(None).mount(b"none", str(disk).encode(), b"tmpfs", MS_REMOUNT | MS_RDONLY, None):
+            os._exit(NO_SMALL_DISK)
+
+    with small_disk(disk, 100_000), in_the_second_epoch(remount):
+        yield
+
+
+@contextmanager
+def full_in_the_second_epoch(disk: Path) -> Iterator[None]:
+    def fill() -> None:
+        with (disk / "filler").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(1024))
+            except OSError:
+                pass
+
+    with small_disk(disk, 10_000), in_the_second_epoch(fill):
+        yield
+        (disk / "filler").unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(read_only_in_the_second_epoch, "Read-only file system"), (full_in_the_second_epoch, "space")]
+)
+def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_what_was_saved_is_gone_on_with(
+    folder: Path, undisturbed: Path, fault: Callable[[Path], Any], reason: str
+) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    answer = Fork([*TRAINING], folder, "disk", around=fault(disk)).answer()
+    if answer.code == NO_SMALL_DISK:
+        pytest.skip("the system lets no small file system be mounted")
+    (line,) = answer.error_lines
+    assert answer.code == 1
+    assert line.startswith("cifar-lit: cannot write ") and reason in line and "then use --resume" in line
+    shutil.copytree(folder / "disk-copy/small-1", folder / "again/small-1")
+    answer = run_command("--resume", "again/small-1")
+    assert answer.code == 0, answer.err
+    assert differences(folder / "again/small-1", undisturbed) == []
+
+
+def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
+    """Exit codes of a training of two ranks, of which one has no room for the images that it decodes."""
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "images", "--data.val_size", "4", "--devices", "2"]
+
+    def command() -> int:
+        from cifar_lit.cli import main
+
+        os.environ["CIFAR_LIT_CACHE"] = str(Path(folder, "cache" if os.environ["RANK"] != str(rank) else "disk"))
+        with small_disk(Path(folder, "disk"), 4) if os.environ["RANK"] == str(rank) else nullcontext():
+            return main(words, "train")
+
+    return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_of_any_rank_is_told_by_that_rank_and_ends_the_others(
+    folder: Path, forking: Callable[..., Any], rank: int
+) -> None:
+    draw_folder(folder / "images", {"train/cat": 12, "train/dog": 12, "test/cat": 4, "test/dog": 4}, size=32)
+    (folder / "disk").mkdir()
+    codes = forking(decode_on_a_full_disk, folder=str(folder), rank=rank)
+    if NO_SMALL_DISK in codes:
+        pytest.skip("the system lets no small file system be mounted")
+    lines = [line for line in (folder / f"rank-{rank}.txt").read_text().splitlines() if "cifar-lit: " in line]
+    assert codes == [1, 1], lines
+    (line,) = lines
+    assert "could not be written to" in line and "No space left on device; they need 0.1 MB there" in line
+    assert not (folder / "lightning_logs").exists()
+
+
+# ---- file systems without locks
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(run_folder, "LEASE_SECONDS", 1.0)
+    return RunFolder(tmp_path, "fast")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_run_on_a_file_system_without_locks_is_refused_while_its_owner_lives_and_no_longer(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path = run.path
+    with pytest.raises(Failure, match=f"process {os.getpid()} on .* is writing {path}: wait until it ends"):
+        RunFolder(path.parent, "fast", path)
+    assert RunFolder(path.parent, "fast").path == path.with_name("fast-2")
+    run.release()
+    assert list(path.iterdir()) == []
+    killed = os.fork()
+    if not killed:
+        run = RunFolder(path.parent, "fast", path)
+        os._exit(0)
+    os.waitpid(killed, 0)
+    assert (path / OWNER).exists()
+    RunFolder(path.parent, "fast", path).release()
+    assert capsys.readouterr().err == ""
+
+
+def test_of_many_that_resume_a_run_at_once_without_locks_one_does(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
+    path = run.path
+    run.release()
+
+    def go_on(_: int) -> RunFolder | None:
+        with suppress(Failure):
+            return RunFolder(path.parent, "fast", path)
+        return None
+
+    with ThreadPoolExecutor(12) as pool:
+        (resumed,) = filter(None, pool.map(go_on, range(12)))
+    resumed.release()
+
+
+def test_a_run_on_a_file_system_that_locks_for_each_machine_alone_is_refused_on_the_other(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    path = run.path
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-8")
+    before = sorted(path.iterdir())
+    with pytest.raises(Failure, match=rf"process {os.getpid()} on node-7 is writing {path}"):
+        RunFolder(path.parent, "fast", path)
+    assert sorted(path.iterdir()) == before
