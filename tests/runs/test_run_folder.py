@@ -25,6 +25,7 @@ from cifar_lit.runs.run_folder import (
     read_curves,
     read_metrics,
     run_of,
+    stamp_start,
 )
 
 
@@ -142,6 +143,22 @@ def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_pat
     assert (run_of(best), run_of(tmp_path / "own.ckpt")) == (older.resolve(), None)
     (older / "config.yaml").unlink()
     assert run_of(best) is None
+
+
+def test_the_last_run_that_began_is_the_newest_though_the_clock_was_set_back_or_another_run_is_dated_in_the_future(
+    tmp_path: Path,
+) -> None:
+    day = 24 * 3600
+    make_run(tmp_path, "fast-1", age=-day)  # before the clock was set back; or of somebody else
+    for name in ("fast-2", "fast-3", "fast-2"):  # the last one is gone on with
+        run = tmp_path / name if (tmp_path / name).exists() else make_run(tmp_path, name)
+        stamp_start(run)
+        assert find_resumable(tmp_path, None) == run / "checkpoints" / "last.ckpt"
+    (tmp_path / "fast-1" / "config.yaml").unlink()
+    config = make_run(tmp_path / "usual", "fast-1") / "config.yaml"
+    before = config.stat().st_mtime_ns
+    stamp_start(config.parent)
+    assert config.stat().st_mtime_ns == before
 
 
 def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:
