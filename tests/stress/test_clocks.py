@@ -7,19 +7,32 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 from stress.compare_runs import differences, run_in
 from stress.fault_hooks import CLOCK
 from stress.forked import LIMIT, SMALL_TRAINING, Forked, size
+
+from cifar_lit.cli import main
 
 RANK_TIMEOUT = 2.0
 SLEEP = 3 * RANK_TIMEOUT  # longer than a rank may be silent, and than its watchdog waits
 DAY = 24 * 3600
 TRAINING = [*SMALL_TRAINING, "--rank-timeout", str(RANK_TIMEOUT)]
 ANNOUNCE, JUMP = (f"--trainer.callbacks=stress.fault_hooks.{name}" for name in ("Announce", "ClockJump"))
+
+
+def impatient(line: list[str]) -> int:
+    """A command under time-outs of torch's (half an hour, as it is) that are shorter than the sleep, which counts for them."""
+    defaults = DDPStrategy.__init__.__defaults__ or ()
+    DDPStrategy.__init__.__defaults__ = tuple(
+        timedelta(seconds=SLEEP / 2) if isinstance(one, timedelta) else one for one in defaults
+    )
+    return main(line)
 
 
 def undisturbed(processes: int, folder: Path) -> Path:
@@ -33,7 +46,7 @@ def undisturbed(processes: int, folder: Path) -> Path:
 def sleep_through(processes: int, phase: str, seconds: float, folder: str) -> dict[str, Any]:
     """A training whose processes are all stopped in a phase, and go on that much later: what is not as if nothing had been."""
     expected, place = undisturbed(processes, Path(folder) / "undisturbed"), Path(folder) / "asleep"
-    training = Forked([*TRAINING, ANNOUNCE], place, Path(folder) / "asleep.txt", processes)
+    training = Forked(lambda: impatient([*TRAINING, ANNOUNCE]), place, Path(folder) / "asleep.txt", processes)
     while training.count(phase) < 2:
         assert training.listen(1.0), training.log.read_text()[-2000:]
     training.send(signal.SIGSTOP)
