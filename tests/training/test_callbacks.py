@@ -188,7 +188,7 @@ def test_what_overflows_with_the_last_step_of_an_epoch_reaches_no_checkpoint(
 ) -> None:
     best, last = best_and_last(tmp_path)
     kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
-    overflow = At(2 * BATCHES, lambda *places: OVERFLOWS[what](*places).view(-1)[0].fill_(value), after=True)
+    overflow = At(2 * BATCHES, lambda *places: OVERFLOWS[what](*places)[:1].fill_(value), after=True)
     with pytest.raises(NotFiniteLoss, match=r"the weight .* is no longer finite at step 14 of epoch 1"):
         fitted(classifier(net="dropout", momentum=0.9, ema_decay=ema_decay), shapes_data(), overflow, *kept, **limits)
     for path in tmp_path.glob("*.ckpt"):
