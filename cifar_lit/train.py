@@ -25,7 +25,7 @@ from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
-from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path
+from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, stamp_start
 from cifar_lit.text import say
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
@@ -91,6 +91,7 @@ class Run(Callback):
             if self.trains:  # a run that is killed before its first checkpoint is still seen to be a training
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             write_text(self.folder.path / "config.yaml", self.config)  # of a resumed run too: flags may have changed it
+            stamp_start(self.folder.path)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the start card, and shows TensorBoard what the net is about to see."""

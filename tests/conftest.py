@@ -38,15 +38,15 @@ def long_form(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def write_counts(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], None]:
-    """write_counts(counts): into the folder of --stress-json, if there is one, in a file of the test's name."""
+def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """write_counts(counts, part): into the folder of --stress-json, if there is one, in a file of the test's name and `part`."""
     folder = request.config.getoption("--stress-json")
 
-    def write(counts: dict[str, Any]) -> None:
+    def write(counts: dict[str, Any], part: str = "") -> None:
         if folder:
             from cifar_lit.bench.report import environment, write_figures
 
-            name = Path(request.node.path).stem.removeprefix("test_")
+            name = Path(request.node.path).stem.removeprefix("test_") + part
             write_figures(
                 Path(folder) / f"stress-{name}.json", {"bench": f"stress {name}", **counts, "environment": environment()}
             )

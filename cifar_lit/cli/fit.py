@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from cifar_lit.training.classifier import ImageClassifier
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
+# torch's own limit of 30 minutes also counts while a scheduler or a virtual machine has stopped all ranks, which then go on
+WATCHED_TIMEOUT = timedelta(days=7)
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 10,
@@ -188,7 +191,7 @@ class TrainingCLI(LightningCLI):
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
-        return super().instantiate_trainer(
+        trainer = super().instantiate_trainer(
             callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *watched],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
@@ -197,6 +200,9 @@ class TrainingCLI(LightningCLI):
             **({} if validates else {"limit_val_batches": 0}),
             **kwargs,
         )
+        if self.watch and isinstance(configured.strategy, str):  # the watch names a lost rank, and far sooner
+            trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
+        return trainer
 
     def _make_run(self) -> tuple[Run, int | None]:
         """The run, its folder claimed where it is resumed, and the step that it goes on from."""

@@ -6,6 +6,7 @@ import hashlib
 import math
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
-from torch import Tensor, nn
+from torch import Tensor
 
 from cifar_lit.text import note
 
@@ -310,7 +311,7 @@ class NotFiniteLoss(RuntimeError):
 
 
 class DivergenceWarning(Callback):
-    """Says once when the logged training loss is far above that of the start.
+    """Says once when the logged training loss is far above that of the start, and each time that a validation's is not finite.
 
     The start is the first logged loss, or that of guessing, log(classes), where this is higher: a resumed run has a low one.
     """
@@ -331,9 +332,27 @@ class DivergenceWarning(Callback):
                 note(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs")
             self._start = math.inf
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Says that an epoch whose validation loss is not finite cannot be the best."""
+        if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
+            what = f"the validation loss is not finite after step {trainer.global_step}"
+            note(f"{what}: these weights do not count as the best; lower --lr if it stays so")
 
-def check_finite_weights(net: nn.Module, step: int, epoch: int) -> None:
-    """Raises NotFiniteLoss where the last update, after a loss that was finite, has left weights that are not."""
-    for name, parameter in net.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise NotFiniteLoss(f"the weight {name} is no longer finite at step {step} of epoch {epoch}")
+
+def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
+    """Raises NotFiniteLoss where a checkpoint is to hold a number that is not finite, though the last loss was.
+
+    Such as weights that the last update of an epoch has let overflow, their average, a norm's statistics, or momenta, which
+    would spoil the first step of a resumed training. Other buffers are a net's own: a mask may well be infinite.
+    """
+    own = {name for name, _ in model.named_parameters()}
+    states = (checkpoint["state_dict"], checkpoint.get("current_model_state", {}))
+    numbers = [(name.removeprefix("net."), value) for state in states for name, value in state.items()
+               if name in own or "running_" in name]  # fmt: skip
+    for optimizer in checkpoint.get("optimizer_states", ()):
+        for place, state in optimizer["state"].items():
+            numbers += [(f"{place}'s {name}", value) for name, value in state.items() if isinstance(value, Tensor)]
+    for name, value in numbers:
+        if not bool(value.isfinite().all()):
+            where = f"at step {model.global_step} of epoch {model.current_epoch}"
+            raise NotFiniteLoss(f"the weight {name} is no longer finite {where}")

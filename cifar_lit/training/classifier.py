@@ -19,7 +19,7 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite_weights, gather_rows
+from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
 from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
@@ -285,7 +285,9 @@ class ImageClassifier(pl.LightningModule):
         if self.views.loss.update_called:
             self.views_score = self.views.compute()
         scalars = self.score.scalars(stage)
-        self.log_dict(scalars, logger=False)  # for checkpoints and early stopping, which look it up by name
+        diverged = self.trainer.state.fn == "fit" and not math.isfinite(self.score.loss)  # however accurate, it is not the best
+        watched = {**scalars, "val/accuracy": math.nan} if diverged else scalars
+        self.log_dict(watched, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[stage] = self.score.accuracy
         if not self.trainer.sanity_checking:
             self._write_values(scalars)
@@ -301,10 +303,10 @@ class ImageClassifier(pl.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what an exact resume needs beyond Lightning's states; raises NotFiniteLoss for weights that are not finite."""
+        """Adds what an exact resume needs beyond Lightning's states; raises NotFiniteLoss where that is not finite."""
         if self.running.batches and self._row_is_due:  # callbacks save before it is logged, and it must not wait for another step
             self._log_row()
-        check_finite_weights(self.net, self.global_step, self.current_epoch)
+        check_finite(self, checkpoint)
         checkpoint["cifar_lit"] = {
             "device_sums": self._device_sums().tolist(),
             "epoch_sums": list(self.running.epoch),

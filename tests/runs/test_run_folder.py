@@ -26,6 +26,7 @@ from cifar_lit.runs.run_folder import (
     read_curves,
     read_metrics,
     run_of,
+    stamp_start,
 )
 
 
@@ -169,6 +170,22 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
     run.rename("elsewhere")
     run.symlink_to(tmp_path / "elsewhere")  # as one may keep runs on another disk
     assert find_resumable(Path("logs"), name) == checkpoint
+
+
+def test_the_last_run_that_began_is_the_newest_though_the_clock_was_set_back_or_another_run_is_dated_in_the_future(
+    tmp_path: Path,
+) -> None:
+    day = 24 * 3600
+    make_run(tmp_path, "fast-1", age=-day)  # before the clock was set back; or of somebody else
+    for name in ("fast-2", "fast-3", "fast-2"):  # the last one is gone on with
+        run = tmp_path / name if (tmp_path / name).exists() else make_run(tmp_path, name)
+        stamp_start(run)
+        assert find_resumable(tmp_path, None) == run / "checkpoints" / "last.ckpt"
+    (tmp_path / "fast-1" / "config.yaml").unlink()
+    config = make_run(tmp_path / "usual", "fast-1") / "config.yaml"
+    before = config.stat().st_mtime_ns
+    stamp_start(config.parent)
+    assert config.stat().st_mtime_ns == before
 
 
 def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ PHASES = {
     b"x": "test",
     b"r": "writing results",
 }
+HOLD = "STRESS_HOLD"  # for Announce: such as `2 validation`, at the beginning of which it waits for `HOLD_SECONDS`
+HOLD_SECONDS = 0.5
+CLOCK = "STRESS_CLOCK"  # for ClockJump: seconds
 PAUSE = 0.02  # seconds a step under Faults, so that there is time to meddle
 CRASH, KILL, FREEZE, HANG = "crash", "kill -9", "SIGSTOP", "hang"
 
@@ -45,11 +49,15 @@ class Announce(Callback):
     def __init__(self) -> None:
         self._pipe = int(os.environ.get(PIPE, "-1"))
         self._phase = b"s"
+        self._times: Counter[bytes] = Counter()
 
     def _say(self, phase: bytes) -> bytes:
         before, self._phase = self._phase, phase
         if self._pipe >= 0:
             os.write(self._pipe, phase)
+            self._times[phase] += 1
+            if os.environ.get(HOLD) == f"{self._times[phase]} {PHASES[phase]}":
+                time.sleep(HOLD_SECONDS)
         return before
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -96,6 +104,15 @@ class Faults(Callback):
         if fault == HANG:  # as in a read from a file system that is gone; other threads go on
             time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL if fault == KILL else signal.SIGSTOP)
+
+
+class ClockJump(Callback):
+    """Sets the time of day in its process by so many seconds, in the middle of the second epoch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if CLOCK in os.environ and (trainer.current_epoch, batch_idx) == (1, 5):
+            seconds, now, now_ns = int(os.environ[CLOCK]), time.time, time.time_ns
+            time.time, time.time_ns = lambda: now() + seconds, lambda: now_ns() + seconds * 10**9
 
 
 class Samples(Callback):

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from stress.fault_hooks import PHASES, PIPE
+from stress.network_namespaces import enter
 
 from cifar_lit.distributed.join import free_port
 
@@ -33,6 +34,7 @@ SMALL_TRAINING = [  # of 13 steps an epoch, with regular checkpoints and average
     *("--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8", "--data.crop", "2"),
     *("--model.ema_decay", "0.9", "--checkpoint-every", "4", "--trainer.log_every_n_steps", "5"),
 ]
+NAMESPACE = "STRESS_NAMESPACE"  # for a process: the network namespace that it runs in
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,7 +78,7 @@ class Forked:
         more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = log
+        self.log = log.with_name(log.name.format(rank=0))  # of the first process
         self._announced = b"s"
         self._pipe, write = os.pipe()
         sys.stdout.flush()
@@ -181,6 +183,8 @@ def _become(argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, en
         os.environ.update(environment)
         sys.argv = ["cifar-lit"]
         faulthandler.register(signal.SIGUSR1, file=descriptor)
+        if NAMESPACE in environment:
+            enter(environment[NAMESPACE])
         from cifar_lit.cli import main
 
         code = argv() if callable(argv) else main(list(argv))

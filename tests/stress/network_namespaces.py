@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 NETWORK = "10.77.31"
+CLONE_NEWNET = 0x40000000  # of Linux's <sched.h>
 # Process numbers and a name of its own too; the shell is its first process, which no signal from within can end.
 _OWN_PROCESSES = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
 
@@ -43,6 +46,14 @@ class TwoMachines:
         own = [*_OWN_PROCESSES, f'hostname machine-{number}; "$@"; exit $?', "sh"]
         return ["ip", "netns", "exec", self.names[number], *own]
 
+    def shut(self, number: int) -> None:
+        """Shuts a machine's own end of the network down: it has no way to anybody, and is told so."""
+        _ip("-n", self.names[number], "link", "set", "net", "down")
+
+    def open(self, number: int) -> None:
+        """Brings it up again."""
+        _ip("-n", self.names[number], "link", "set", "net", "up")
+
     def plug(self, number: int) -> None:
         """Joins a machine to the network."""
         _ip("-n", self.switch, "link", "set", f"port{number}", "master", "bridge")
@@ -50,6 +61,13 @@ class TwoMachines:
     def unplug(self, number: int) -> None:
         """Cuts a machine off: from then on nothing that is sent arrives, and nobody is told."""
         _ip("-n", self.switch, "link", "set", f"port{number}", "nomaster")
+
+
+def enter(name: str) -> None:
+    """Puts this process's network into a machine's; its process number and host name stay."""
+    with Path("/run/netns", name).open() as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
 
 
 @contextmanager

@@ -22,29 +22,48 @@ from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import PHASES
 from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment, size
 
-TRAINING = [*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Announce"]
+ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
+TRAINING = [*SMALL_TRAINING, ANNOUNCE]
 ROUNDING = 1e-5  # of fractions; found 6e-8 in weights under SGD, and losses are written with six digits
 PATIENCE = 5.0  # seconds that the other of two processes is given to notice
 NINE, TERM, ONE_OF_TWO = "kill -9", "SIGTERM", "kill -9 of one of two"
 
 
 class Kind(NamedTuple):
-    """A way to train. flags: of its own. processes: how many. then: how many go on with it after a kill, 0 for as many."""
+    """A way to train. line: the command. processes: how many. then: how many go on with it after a kill, 0 for as many."""
 
-    flags: list[str]
+    line: list[str]
     processes: int = 1
     then: int = 0
 
 
+def shortened(recipe: str, *flags: str) -> Kind:
+    """What people train on CIFAR-10, narrower and on few drawn images: of 10 steps an epoch, with regular checkpoints."""
+    images = ("--dataset", "shapes", "--data.image_size", "32", "--data.count", "100", "--batch-size", "8")
+    net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4")
+    return Kind(["train", "--recipe", recipe, "--accelerator", "cpu", *images, *net, ANNOUNCE, *flags])
+
+
 # not the recipe's AdamW where sums are rounded in another way: it brings the least gradient to the size of any other
 SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.momentum", "0.9"]
-KINDS = {
-    "one process": Kind([]),
-    "one process, images from workers": Kind(["--data.placement", "host", "--data.workers", "1"]),
-    "two processes": Kind([], processes=2),
-    "two processes, gone on with in one": Kind(SGD, processes=2, then=1),
-    "one process, gone on with in two": Kind(SGD, processes=1, then=2),
+SMALL_NET = {
+    "one process": Kind(TRAINING),
+    "one process, images from workers": Kind([*TRAINING, "--data.placement", "host", "--data.workers", "1"]),
+    "two processes": Kind(TRAINING, processes=2),
+    "two processes, gone on with in one": Kind([*TRAINING, *SGD], processes=2, then=1),
+    "one process, gone on with in two": Kind([*TRAINING, *SGD], processes=1, then=2),
 }
+FLOAT32, BFLOAT16 = ("--precision", "32-true"), ("--precision", "bf16-mixed")
+RECIPES = {  # whitened nets under Muon
+    "laptop (growing images, mirrored views), bfloat16": shortened("laptop", *BFLOAT16),
+    "laptop, float32, averaged weights, the best of them": shortened(
+        "laptop", *FLOAT32, "--model.ema_decay", "0.9", "--data.val_size", "20"
+    ),
+    "laptop, bfloat16, two processes": shortened("laptop", *BFLOAT16)._replace(processes=2),
+    "fast94 (all views), float32": shortened("fast94", *FLOAT32, "--trainer.log_every_n_steps", "5"),
+    "fast94, bfloat16, images from workers": shortened("fast94", *BFLOAT16, "--data.placement", "host", "--data.workers", "1"),
+}
+GROUPS = {"": SMALL_NET, "_recipes": RECIPES}
 
 
 class Plan(NamedTuple):
@@ -103,7 +122,7 @@ def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder
             return hits, run
         resumed = run is not None and any((run / "checkpoints").glob("*.ckpt"))
         processes = kind.then if resumed and kind.then else kind.processes
-        argv = ["train", "--resume", "--devices", str(processes)] if resumed else [*TRAINING, *kind.flags]
+        argv = ["train", "--resume", "--devices", str(processes)] if resumed else kind.line
         attempt = Forked(argv, folder, folder / "log.txt", processes)
         plan = draw_plan(draw, seconds, processes) if len(hits) < kills and number < 2 * kills else None
         phase = carry_out(attempt, plan) if plan else attempt.wait() and None
@@ -120,25 +139,25 @@ def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder
 
 def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
     """A run that nothing happens to, and the seconds that it took."""
-    attempt = Forked([*TRAINING, *kind.flags], folder, folder.with_suffix(".txt"), kind.processes)
+    attempt = Forked(kind.line, folder, folder.with_suffix(".txt"), kind.processes)
     attempt.finish()
     run = run_in(folder / "lightning_logs")
     assert run is not None
     return run, time.monotonic() - attempt.started
 
 
-def kill_trainings(kills: int, starts: int, folder: str) -> dict[str, Any]:
+def kill_trainings(group: str, kills: int, starts: int, seed: int, folder: str) -> dict[str, Any]:
     """Kills until `kills` have hit, each training up to three times, then `starts` commands in their first seconds."""
-    draw = random.Random(0)
-    whole = cache(lambda name: undisturbed(KINDS[name], Path(folder) / "undisturbed" / name))
+    draw, kinds = random.Random(seed), GROUPS[group]
+    whole = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
     hits: list[tuple[str, str]] = []
     survivors: Counter[str] = Counter()
     while len(hits) < kills:
-        name = list(KINDS)[survivors.total() % len(KINDS)]
-        place = Path(folder) / f"run-{survivors.total()}"
+        name = list(kinds)[(seed + survivors.total()) % len(kinds)]
+        kind, place = kinds[name], Path(folder) / f"run-{survivors.total()}"
         expected, seconds = whole(name)
-        new, run = kill_one(KINDS[name], min(draw.randint(1, 3), kills - len(hits)), seconds, draw, place)
-        if wrong := differences(run, expected, ROUNDING if KINDS[name].then else 0.0):
+        new, run = kill_one(kind, min(draw.randint(1, 3), kills - len(hits)), seconds, draw, place)
+        if wrong := differences(run, expected, ROUNDING if kind.then else 0.0):
             kept = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
             raise AssertionError(f"{name}, killed in {new}: differs in {wrong[:5]}. The run is kept in {kept}.")
         survivors[name] += 1
@@ -146,7 +165,7 @@ def kill_trainings(kills: int, starts: int, folder: str) -> dict[str, Any]:
         shutil.rmtree(place)
     in_imports = kill_starts(starts, whole("one process")[0], draw, Path(folder) / "starts") if starts else 0
     fell = {phase: Counter(how for how, where in hits if where == phase) for phase in PHASES.values()}
-    return {"fell": fell, "survivors": survivors, "starts": starts, "starts_killed_in_imports": in_imports}
+    return {"seed": seed, "fell": fell, "survivors": survivors, "starts": starts, "starts_killed_in_imports": in_imports}
 
 
 # ---- real processes in their first seconds, which are spent in imports
@@ -198,14 +217,19 @@ def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("group", GROUPS)
 def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
-    forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
+    group: str, forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    kills, starts = size("KILLS", 200), size("STARTS", 10)
-    counts = forking(kill_trainings, kills=kills, starts=starts, folder=str(tmp_path))
+    """With STRESS_SEED others are killed at other moments, so that several calls with some STRESS_KILLS each add up."""
+    kills, starts = size("KILLS", 100), size("STARTS", 5) if group == "" else 0
+    counts = forking(kill_trainings, group=group, kills=kills, starts=starts, seed=size("SEED", 0), folder=str(tmp_path))
     fell = {phase: sum(by.values()) for phase, by in counts["fell"].items()}
     assert sum(fell.values()) == kills
-    label = {name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit" for name, kind in KINDS.items()}
+    label = {
+        name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit" for name, kind in GROUPS[group].items()
+    }
     headline = {"kills that hit": kills, **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()}}
-    headline["killed in their first seconds and started again, identical"] = starts
-    write_counts({**counts, "headline": headline, "unit": {}})
+    if starts:
+        headline["killed in their first seconds and started again, identical"] = starts
+    write_counts({**counts, "headline": headline, "unit": {}}, group)

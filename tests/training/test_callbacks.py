@@ -1,6 +1,7 @@
 """Time, random states, the lines of each epoch, and what is told of a training that diverges."""
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
+from lightning.pytorch.plugins import MixedPrecision
+from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
-from cifar_lit.training.checkpoint import read_checkpoint
+from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState, WeightAverage
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
+from cifar_lit.training.metrics import RunningMetrics, Score
 
 
 def batch(count: int, loss_weight: float = 1.0) -> Batch:
@@ -153,22 +156,69 @@ def test_an_infinite_loss_is_not_finite_either() -> None:
         fitted(model, shapes_data())
 
 
-def poison(trainer: pl.Trainer, model: Any) -> None:
-    """As a last update would that overflows: the loss before it was finite."""
-    next(model.net.parameters()).data[0, 0, 0, 0] = math.inf
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_device_that_is_not_asked_in_each_step_knows_the_first_loss_that_was_not_finite(value: float) -> None:
+    running = RunningMetrics(torch.device("cpu"))
+    for loss in (1.0, 2.0, value, 3.0):
+        running.watch(torch.tensor(loss))
+    assert (float(running.sums()[3]), int(running.finite_steps)) == (1.0, 2)
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+# What may overflow in the last update of an epoch, after a loss that was finite.
+OVERFLOWS: dict[str, Callable[[pl.Trainer, Any], torch.Tensor]] = {
+    "weights": lambda _, model: next(model.net.parameters()).data,
+    "a norm's statistics": lambda _, model: model.get_buffer("net.0.1.running_var"),
+    "momenta": lambda trainer, _: next(iter(trainer.optimizers[0].state.values()))["momentum_buffer"],
+    "the average": lambda trainer, _: next(average_of(trainer).parameters()).data,
+}
+
+
+def average_of(trainer: pl.Trainer) -> Any:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, WeightAverage))._average_model  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("dropout_net")
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("what", "ema_decay"), [("weights", 0.0), *((what, 0.9) for what in OVERFLOWS)], ids=lambda each: str(each)
+)
 @pytest.mark.parametrize("validates", [True, False])
-def test_weights_that_overflow_with_the_last_step_of_an_epoch_reach_no_checkpoint(
-    tmp_path: Path, ema_decay: float, validates: bool
+def test_what_overflows_with_the_last_step_of_an_epoch_reaches_no_checkpoint(
+    tmp_path: Path, what: str, value: float, ema_decay: float, validates: bool
 ) -> None:
     best, last = best_and_last(tmp_path)
     kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
-    with pytest.raises(NotFiniteLoss, match=r"no longer finite at step \d+ of epoch 1|the loss is"):
-        fitted(classifier(ema_decay=ema_decay), shapes_data(), At(2 * BATCHES, poison, after=True), *kept, **limits)
+    overflow = At(2 * BATCHES, lambda *places: OVERFLOWS[what](*places)[:1].fill_(value), after=True)
+    with pytest.raises(NotFiniteLoss, match=r"the weight .* is no longer finite at step 14 of epoch 1"):
+        fitted(classifier(net="dropout", momentum=0.9, ema_decay=ema_decay), shapes_data(), overflow, *kept, **limits)
     for path in tmp_path.glob("*.ckpt"):
         checkpoint = read_checkpoint(path)
         assert checkpoint["epoch"] == 0
-        assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+        states = (checkpoint["state_dict"], *checkpoint["optimizer_states"][0]["state"].values())
+        assert all(tensor.isfinite().all() for state in states for tensor in state.values())
     assert (tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_with_a_validation_loss_that_is_not_finite_are_never_the_best_and_the_training_goes_on(
+    tmp_path: Path, first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, rows = classifier(), Rows()
+    overflown, usual = Score(0.9, math.nan, 20, [], []), Score(0.5, 1.0, 20, [], [])
+    scores = iter([overflown, usual] if first else [usual, overflown])
+    model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
+    done = fitted(model, shapes_data(), DivergenceWarning(), *best_and_last(tmp_path), logger=rows)
+    assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == (1 if first else 0)
+    assert done.current_epoch == 2 and sorted(rows.of("val/accuracy").values()) == [0.5, 0.9]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the validation loss is not finite after step {BATCHES if first else 2 * BATCHES}" in line
+
+
+def test_gradients_that_overflow_in_float16_skip_their_step_and_the_training_goes_on(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    model = classifier(net="signs_mlp", momentum=0.9)
+    before, plugins = weights(model), [AtomicCheckpointIO(), MixedPrecision("16-mixed", "cpu", scaler)]
+    done = fitted(model, shapes_data(), *best_and_last(tmp_path), max_epochs=4, plugins=plugins)
+    assert done.global_step == 4 * BATCHES and scaler.get_scale() < 2.0**26
+    assert not same(weights(model), before)
+    assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 3
