@@ -36,8 +36,8 @@ def serve(argv: list[str]) -> None:
     add("--max-mb", type=float, default=default.body / 1e6, help="largest body of a request, in MB")
     add("--max-pixels", type=int, default=default.pixels, help="of one image, as its header says")
     add("--max-images", type=int, default=default.images, help="in one request")
-    add("--decode-seconds", type=float, default=default.decode_seconds, help="for one image to be decoded")
-    add("--body-seconds", type=float, default=default.body_seconds, help="for a request to arrive as a whole")
+    add("--decode-seconds", type=float, default=default.decode_seconds, help="of a CPU for a request's images to be decoded")
+    add("--body-seconds", type=float, default=default.body_seconds, help="for which a client may pause; a slow one uses them up")
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
     for name in names:

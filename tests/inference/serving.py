@@ -93,11 +93,16 @@ def alive(process: int) -> bool:
 
 
 @contextmanager
-def running(run: Path, *flags: object) -> Iterator[Service]:
-    """A service on a free port, in a group of processes of its own; nothing of it is left afterwards."""
+def running(run: Path, *flags: object, files: int = 0) -> Iterator[Service]:
+    """A service on a free port, in a group of processes of its own; nothing of it is left afterwards.
+
+    files: how many it may open, 0 for as many as this process.
+    """
     line = [sys.executable, "-m", "cifar_lit", "serve", str(run), "--port", "0", *map(str, flags)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     settings: dict[str, Any] = {"text": True, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+    if files:
+        line = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *line]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **settings) as process:
         try:
             lines: list[str] = []

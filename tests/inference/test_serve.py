@@ -210,10 +210,18 @@ def test_clients_that_are_too_slow_or_speak_no_http_are_told_and_let_go(service:
 
 
 def test_only_names_of_this_machine_and_its_own_pages_are_answered(service: Service) -> None:
-    for host in ("evil.example:8000", "127.0.0.1.evil.example", "", "[", "localhost.evil.example"):
+    for host in (
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "",
+        "[",
+        "localhost.evil.example",
+        "127.0.evil.com",
+        "a.localhost",
+    ):
         answer = service.ask("GET", "/health", headers={"Host": host})
         assert (answer.status, "answers to localhost" in answer.error) == (400, True), host
-    for host in ("localhost:9", "127.0.0.1", "[::1]:8000", "a.localhost"):
+    for host in ("localhost:9", "127.0.0.1", "[::1]:8000", "LocalHost"):
         assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
         answer = service.predict(picture(), {**JPEG, "Origin": origin})

@@ -1,1 +1,1 @@
-"""The HTTP service: `service` starts and watches it, `http` has the connections, `images` the decoding, `net` the answers."""
+"""The HTTP service: `http` starts it and answers, `connections` limits clients, `bodies` reads, `workers` decode and compute."""

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import gzip
+import ipaddress
+import re
 import signal
 import socket
 import sys
-from asyncio import TimerHandle
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import torch
 import uvicorn
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
+from cifar_lit.inference.serve.connections import ACCEPTED_AT_ONCE, QUEUE, LimitedProtocol, connection_limit, slowest
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
 from cifar_lit.text import note
 
@@ -37,14 +36,16 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
+WATCH_SECONDS = 0.1  # between two looks for clients whose time is over
 DEFAULT_TOP = 3
-MAX_HEADER_BYTES = 64 * 1024
-MAX_CONNECTIONS = 512
-LINGER_SECONDS = 1.0
+MAX_HELD_BYTES = 256_000_000  # of all bodies together, and no less than two of the largest
+TOO_MUCH = "the service holds too many large requests: send it again later"
+SMALL_BODY_BYTES = 64_000  # which need not make room: all of them together are not much
 
 
 def serve(
@@ -63,21 +64,33 @@ def serve(
     with closing(Decoders(classifier.size, classifier.channels, limits)) as decoders:
         app = App(NetRunner(classifier), decoders, limits, local, version)
         config = uvicorn.Config(
-            GZipMiddleware(app), http=cast("type[asyncio.Protocol]", partial(TimeoutProtocol, limits.body_seconds)), ws="none",
-            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False,
-            timeout_graceful_shutdown=STOP_SECONDS,
+            app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connection_limit())), ws="none",
+            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False, proxy_headers=False,
+            backlog=ACCEPTED_AT_ONCE, timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
-        asyncio.run(_run(uvicorn.Server(config), sock, on_ready))
+        server = uvicorn.Server(config)
+        app.connections = server.server_state.connections
+        asyncio.run(_run(server, sock, on_ready))
 
 
 async def _run(server: uvicorn.Server, sock: socket.socket, on_ready: Callable[[], None]) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _log(context["message"], context.get("exception")))
     serving = asyncio.create_task(server.serve([sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
+    sock.listen(QUEUE)
     on_ready()
+    while not serving.done():
+        for connection in list(server.server_state.connections):
+            cast(LimitedProtocol, connection).close_if_due()
+        await asyncio.wait([serving], timeout=WATCH_SECONDS)
     await serving
+
+
+def _log(what: str, error: BaseException | None) -> None:
+    note(f"cifar-lit: {what} failed: {type(error).__name__}: {str(error)[:300]}")
 
 
 class App:
@@ -97,12 +110,14 @@ class App:
             "limits": asdict(limits),
         }  # fmt: skip
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
-        self._running = 0
+        self._running = 0  # requests that are here as a whole and have no answer yet
+        self._parsing = asyncio.Lock()
+        self._held = 0  # bytes of bodies, those of each request in its scope
+        self.connections: set[Any] = set()  # uvicorn's, once it runs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         request = Request(scope, receive)
-        self._running += 1
         try:
             self._check(request)
             answer = await self._answer(request)
@@ -111,60 +126,82 @@ class App:
         except ClientDisconnect:
             return
         except Exception as error:
-            note(f"cifar-lit: {scope['path']} failed: {type(error).__name__}: {error}")
+            _log(scope["path"][:80], error)
             answer = JSONResponse({"error": "the service failed on this request; its console says why"}, 500)
-        finally:
-            self._running -= 1
+        answer.headers.update(HEADERS)
         await answer(scope, receive, send)
 
     def _check(self, request: Request) -> None:
         """Raises RequestError where the client may not ask, or not now."""
-        host = request.headers.get("host", "")
+        host = ",".join(request.headers.getlist("host")).lower()  # which is no name where there are two
         if self.local and not _is_local(host):
             text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
             raise RequestError(400, text)
-        if request.method not in ("GET", "HEAD"):
-            origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != host:
-                text = "pages of other sites may not use this service: ask it from its own page, or from a program"
-                raise RequestError(403, text)
-            if self._running > self.limits.requests:
-                raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
+        origins = request.headers.getlist("origin")  # which browsers send with whatever is no GET of a page's own site
+        if request.method not in ("GET", "HEAD") and any(not host or one.partition("://")[2] != host for one in origins):
+            text = "pages of other sites may not use this service: ask it from its own page, or from a program"
+            raise RequestError(403, text)
 
     async def _answer(self, request: Request) -> Response:
-        path, method = request.url.path, request.method
+        path, method = request.scope["path"], request.method
         if path not in (*self._pages, "/health", "/predict"):
-            raise RequestError(404, f"there is nothing at {path[:80]}: POST /predict, GET /health, or the page at /")
+            raise RequestError(404, f"there is nothing at {quote(path[:80])}: POST /predict, GET /health, or the page at /")
         allowed = "POST" if path == "/predict" else "GET"
         if method != allowed and (allowed, method) != ("GET", "HEAD"):
             raise RequestError(405, f"{path} does not take {method[:20]}: use {allowed}")
         if path in self._pages:
             content, kind = self._pages[path]
-            return Response(content, 200, HEADERS, kind)
+            packed = "gzip" in request.headers.get("accept-encoding", "")
+            encoding = {"Vary": "Accept-Encoding", **({"Content-Encoding": "gzip"} if packed else {})}
+            return Response(gzip.compress(content) if packed else content, 200, encoding, kind)
         return JSONResponse(self._health if path == "/health" else await self._predict(request))
 
     async def _predict(self, request: Request) -> dict[str, Any]:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
         self._check_size(int(request.headers.get("content-length", "0")))
-        body = bytearray()
-        async for chunk in request.stream():
-            self._check_size(len(body) + len(chunk))
-            body += chunk
+        chunks, size, scope = [], 0, request.scope
         try:
-            async with asyncio.timeout(self.limits.answer_seconds):
-                kind = request.headers.get("content-type", "")
-                images = await asyncio.to_thread(parse_body, kind, bytes(body), self.limits)
-                pixels: list[bytes] = []
-                turn = self.decoders.count  # files are decoded in turns, so that a batch leaves room for others
-                for start in range(0, len(images.files), turn):
-                    files = images.files[start : start + turn]
-                    pixels += await asyncio.gather(*(self.decoders.decode(name, data) for name, data in files))
-                predictions = await self.net.predict(NetRequest(pixels, top, seen))
+            async for chunk in request.stream():
+                self._check_size(size + len(chunk))
+                size += len(chunk)
+                scope["held"] = scope.get("held", 0) + len(chunk)
+                self._held += len(chunk)
+                if size > SMALL_BODY_BYTES and self._held > max(MAX_HELD_BYTES, 2 * self.limits.body):
+                    self._make_room(scope)
+                chunks.append(chunk)
+            if self._running >= self.limits.requests:
+                raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
+            self._running += 1
+            try:
+                async with asyncio.timeout(self.limits.answer_seconds):
+                    kind = request.headers.get("content-type", "")
+                    async with self._parsing:  # by one thread, as there are copies meanwhile
+                        body = b"".join(chunks)
+                        chunks.clear()
+                        images = await asyncio.to_thread(parse_body, kind, body, self.limits)
+                        del body
+                    pixels = await self.decoders.decode(images.files)
+                    predictions = await self.net.predict(NetRequest(pixels, top, seen))
+            finally:
+                self._running -= 1
         except TimeoutError:
             limit = f"{self.limits.answer_seconds:g} s"
             raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
+        finally:
+            self._held -= scope.pop("held", 0)
         return {"predictions": predictions} if images.many else predictions[0]
+
+    def _make_room(self, scope: Scope) -> None:
+        """Drops the slowest of the large requests that are still coming; raises RequestError where this is one of them."""
+        coming = [one for one in self.connections if one.part == "body" and one.scope.get("held", 0) > SMALL_BODY_BYTES]
+        last = slowest(coming, 1 + len(coming) // 32)
+        for one in last:
+            if one.scope is not scope:
+                self._held -= one.scope.pop("held")
+                one.refuse(503, TOO_MUCH)
+        if not last or any(one.scope is scope for one in last):
+            raise RequestError(503, TOO_MUCH)
 
     def _top(self, text: str | None) -> int:
         """How many classes to name."""
@@ -182,91 +219,13 @@ class App:
 
 
 def _is_local(host: str) -> bool:
+    """Whether a Host header names this machine and nothing else: localhost or a loopback address, with any port.
+
+    No other name is taken, not even *.localhost: where a name leads is said by whoever answers for it.
+    """
+    match = re.fullmatch(r"(?:\[([0-9a-f:]+)\]|([a-z0-9.]+))(?::[0-9]{1,5})?", host)
+    name = (match[1] or match[2]) if match else ""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
-    return name in ("localhost", "::1") or name.endswith(".localhost") or (name.startswith("127.") and name.count(".") == 3)
-
-
-class TimeoutProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on time, headers and connections, and errors in JSON.
-
-    A request must arrive within `seconds` from its first byte (or the connection's start) to its last, also when it was
-    answered before, as a body that is too large is. uvicorn itself would wait for ever.
-    """
-
-    def __init__(self, seconds: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._seconds = seconds
-        self._timer: TimerHandle | None = None
-        self._part = ""  # of a request that is being read: header, body, or refused
-        self._header_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection, unless there are too many."""
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(503, "too many connections: close some, or come back later")
-        else:
-            self._set_timer(self._seconds)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Lets go of the timer."""
-        self._set_timer(None)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Reads on; a header without end is refused before it fills the memory."""
-        if self._part == "refused":
-            return
-        super().data_received(data)
-        if self._part == "header" and not self.transport.is_closing():
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self._refuse(431, f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB")
-
-    def on_message_begin(self) -> None:
-        """A request's first byte."""
-        self._part, self._header_bytes = "header", 0
-        self._set_timer(self._seconds)
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """The body follows."""
-        self._part = "body"
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """The request is here: answering it has a time of its own."""
-        self._set_timer(None)
-        super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP; uvicorn's own answer is plain text."""
-        self._refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
-
-    def _refuse(self, status: int, text: str) -> None:
-        """The last answer on this connection. What still comes is dropped for a while: closed at once, it might be lost."""
-        self._part = "refused"
-        body = json.dumps({"error": text}, ensure_ascii=False).encode()
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.write_eof()
-        self._set_timer(LINGER_SECONDS)
-
-    def _set_timer(self, seconds: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
-
-    def _expire(self) -> None:
-        """The request did not arrive in time: says so, unless it has its answer already."""
-        if self._part == "header" or (self._part == "body" and not self.cycle.response_started):
-            limit = f"{self._seconds:g} s"
-            self._refuse(408, f"the request did not arrive within {limit}: send less, or serve with more --body-seconds")
-        else:
-            self.transport.close()

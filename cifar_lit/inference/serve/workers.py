@@ -11,6 +11,7 @@ import base64
 import io
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -26,13 +27,17 @@ from cifar_lit.inference.serve.bodies import Limits, RequestError
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
 
-MAX_BATCH_REQUESTS = 32
+MAX_BATCH_IMAGES = 64  # and those that a request of more brings along
+
+HAS_CPU_TIMER = hasattr(signal, "setitimer")  # not on Windows, where a request ends after `answer_seconds` only
 
 # ---- Decoding.
 
+Files = list[tuple[str, bytes]]  # of a request, each with its name
+
 
 class Decoder:
-    """A process that decodes one image at a time."""
+    """A process that decodes the images of one request at a time."""
 
     def __init__(self, max_pixels: int) -> None:
         self._executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=(max_pixels,))
@@ -41,18 +46,36 @@ class Decoder:
             self.ready = submit_without_main(self._executor, int)  # which does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
-    async def decode(self, data: bytes, size: tuple[int, int], channels: int) -> bytes:
-        """(H, W, C) uint8 in one row; raises DecodeError, and BrokenProcessPool where the process died."""
-        return await asyncio.wrap_future(self._executor.submit(_decode, data, size, channels))
+    async def decode(self, files: Files, size: tuple[int, int], channels: int, seconds: float) -> list[bytes]:
+        """(H, W, C) uint8 in one row of each; raises DecodeError, and BrokenProcessPool where the process died."""
+        return await asyncio.wrap_future(self._executor.submit(_decode, files, size, channels, seconds))
 
-    def kill(self) -> None:
-        """Ends the process; what it computes is not waited for."""
+    def kill(self) -> bool:
+        """Ends the process; what it computes is not waited for. Returns whether it had used up its time already."""
         self._process.kill()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        return HAS_CPU_TIMER and self._process.exitcode == -signal.SIGPROF
 
 
-def _decode(data: bytes, size: tuple[int, int], channels: int) -> bytes:
-    return decode(io.BytesIO(data), size, channels).tobytes()
+def _decode(files: Files, size: tuple[int, int], channels: int, seconds: float) -> list[bytes]:
+    """Runs in the process, which a signal ends when its time is over: decoders can't be interrupted in any other way."""
+    _set_cpu_timer(seconds)
+    try:
+        return [decode(_file(name, data), size, channels).tobytes() for name, data in files]
+    finally:
+        _set_cpu_timer(0)
+
+
+def _file(name: str, data: bytes) -> io.BytesIO:
+    file = io.BytesIO(data)
+    file.name = name  # by which errors call it
+    return file
+
+
+def _set_cpu_timer(seconds: float) -> None:
+    """Ends this process when it has computed for so long, 0 for never."""
+    if HAS_CPU_TIMER:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 @contextmanager
@@ -81,31 +104,30 @@ class Decoders:
             decoder.ready.result()
             self._idle.put_nowait(decoder)
 
-    async def decode(self, name: str, data: bytes) -> bytes:
-        """The pixels of an image, (H, W, C) uint8 in one row; raises RequestError, `name` saying which image."""
+    async def decode(self, files: Files) -> list[bytes]:
+        """The pixels of a request's images, (H, W, C) uint8 in one row each; raises RequestError, which names the bad one."""
         decoder = await self._idle.get()
         try:
             await asyncio.wrap_future(decoder.ready)
-            async with asyncio.timeout(self._limits.decode_seconds):
-                return await decoder.decode(data, self._size, self._channels)
+            return await decoder.decode(files, self._size, self._channels, self._limits.decode_seconds)
         except DecodeError as error:
             if error.reason.endswith(" pixels"):
-                text = f"{name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
+                text = f"{error.name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
             else:
-                text = f"{name} cannot be read: {error.reason}; save or send it again"
+                text = f"{error.name} cannot be read: {error.reason}; save or send it again"
             raise RequestError(422, text) from None
         except BaseException as error:
             self._decoders.remove(decoder)
-            decoder.kill()
+            out_of_time = decoder.kill()
             decoder = Decoder(self._limits.pixels)
             self._decoders.add(decoder)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, BrokenProcessPool):  # else nobody waits for the answer any more
+                which = f"{files[0][0]} takes" if len(files) == 1 else f"{len(files)} images take"
                 limit = f"{self._limits.decode_seconds:g} s"
-                text = f"{name} takes longer than {limit} to decode: save it again, smaller or as a plain JPEG"
-                raise RequestError(422, text) from None
-            if isinstance(error, BrokenProcessPool):
-                raise RequestError(422, f"{name} cannot be decoded, it brought the decoder down: save it again") from None
-            raise  # nobody waits for the answer any more
+                text = f"{which} longer than {limit} to decode: save it again, smaller or as a plain JPEG, or send less at a time"
+                lost = "the decoder did not survive what was sent: save it again, as a plain JPEG"
+                raise RequestError(422, text if out_of_time else lost) from None
+            raise
         finally:
             self._idle.put_nowait(decoder)
 
@@ -136,7 +158,7 @@ class NetRunner:
         self.classifier = classifier
         self._thread = ThreadPoolExecutor(1)  # always the same: torch starts its own threads for each that computes
         self._turn = asyncio.Lock()
-        self._waiting: list[tuple[NetRequest, asyncio.Future[Answer]]] = []
+        self._waiting: deque[tuple[NetRequest, asyncio.Future[Answer]]] = deque()
         blank = bytes(classifier.size[0] * classifier.size[1] * classifier.channels)
         self._thread.submit(self._predict, [NetRequest([blank], 1, False)]).result()  # the first run takes longer
 
@@ -144,11 +166,16 @@ class NetRunner:
         """The JSON of a prediction for each image."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
-        async with self._turn:
-            if self._waiting:
-                batch, self._waiting = self._waiting[:MAX_BATCH_REQUESTS], self._waiting[MAX_BATCH_REQUESTS:]
-                await asyncio.shield(self._answer(batch))  # others wait for it too
-        return await answer
+        try:
+            async with self._turn:
+                batch: list[tuple[NetRequest, asyncio.Future[Answer]]] = []
+                while self._waiting and sum(len(one.pixels) for one, _ in batch) < MAX_BATCH_IMAGES:
+                    batch.append(self._waiting.popleft())
+                if batch := [pair for pair in batch if not pair[1].done()]:
+                    await asyncio.shield(self._answer(batch))  # others wait for it too
+            return await answer
+        finally:
+            answer.cancel()  # where the client was told that it takes too long
 
     async def _answer(self, batch: list[tuple[NetRequest, asyncio.Future[Answer]]]) -> None:
         requests = [request for request, _ in batch]
@@ -156,7 +183,7 @@ class NetRunner:
             answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._predict, requests)
         except Exception as error:
             for _, waiting in batch:
-                if not waiting.done():  # cancelled: the client was told that it takes too long
+                if not waiting.done():
                     waiting.set_exception(error)
         else:
             for (_, waiting), answer in zip(batch, answers, strict=True):

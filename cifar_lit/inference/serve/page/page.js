@@ -97,7 +97,7 @@ async function introduce() {
   find("about").textContent = `${health.net} knows ${health.classes.length} classes: ${names}.`;
   find("limits").textContent =
     `Limits: ${limits.body / 1e6} MB a request, ${limits.images} images in one, ${(limits.pixels / 1e6).toFixed(0)} million pixels ` +
-    `and ${limits.decode_seconds} s of decoding an image; a request must arrive within ${limits.body_seconds} s.`;
+    `and ${limits.decode_seconds} s of decoding; a request may not pause for ${limits.body_seconds} s.`;
 }
 
 find("file").addEventListener("change", (event) => {
