@@ -44,6 +44,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text += ", or choose a smaller --net"
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = f"the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume"
+    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "cifar-lit: a name is longer than names of files can be: type it anew", 2
     elif isinstance(error, PermissionError):
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
     elif text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
