@@ -152,7 +152,7 @@ def typed(*words: str) -> int:
     for error in errors:
         if not isinstance(error, (*REFUSALS, MisconfigurationException)):
             raise Harm(f"nobody thought of this: {lines}") from error
-    controls = {letter for letter in out.getvalue() + err.getvalue() if not letter.isprintable()} - {"\n"}
+    controls = {letter for letter in out.getvalue() + err.getvalue() if not letter.isprintable()} - {*"\n\u200c\u200d"}
     if controls:
         raise Harm(f"printed {controls}")
     return code
