@@ -133,11 +133,19 @@ def refused_or_read(read: Callable[[], Any]) -> Any:
     """What `read` gives, None where it refuses; raises Harm for any other exception, and for a refusal of several lines."""
     try:
         return read()
-    except REFUSALS as refusal:
+    except Exception as refusal:
         line, _ = explain_error(refusal)
-        if "\n" in line or not line.isprintable():
+        if not _foreseen(refusal):
+            raise
+        if not line.isprintable():
             raise Harm(f"a refusal that is no line: {line!r}") from refusal
         return None
+
+
+def _foreseen(error: BaseException) -> bool:
+    """Whether an exception is a refusal, or one of the system's that the program has words for."""
+    system = isinstance(error, OSError) and not explain_error(error)[0].endswith("(--debug shows where)")
+    return system or isinstance(error, (*REFUSALS, MisconfigurationException))
 
 
 def typed(*words: str) -> int:
@@ -150,7 +158,7 @@ def typed(*words: str) -> int:
     if code not in (0, 1, 2) or (code and not (lines and lines[-1].startswith("cifar-lit: "))):
         raise Harm(f"exit code {code} and {lines}")
     for error in errors:
-        if not isinstance(error, (*REFUSALS, MisconfigurationException)):
+        if not _foreseen(error):
             raise Harm(f"nobody thought of this: {lines}") from error
     controls = {letter for letter in out.getvalue() + err.getvalue() if not letter.isprintable()} - {*"\n\u200c\u200d"}
     if controls:
@@ -242,8 +250,12 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
             if time.monotonic() - began > seconds:
                 return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), "")
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), text[-6000:])
+        notes = "\n".join(getattr(error, "__notes__", []))
+        error.__notes__ = []
+        text = "".join(traceback.format_exception(error))[-4000:] + (
+            notes if len(notes) < 4000 else notes[:2000] + " … " + notes[-2000:]
+        )
+        return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), text)
 
 
 @contextmanager
