@@ -245,6 +245,7 @@ def describe_net(settings: Any) -> str:
     sides = settings.get("input_shape")  # a checkpoint's settings may be anything
     shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
     factor = settings.get("width", 1.0)
-    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
+    known = isinstance(factor, int | float)
+    width = " of unknown width" if not known else "" if factor == 1.0 else f" width {factor:g}"
     net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
