@@ -89,16 +89,18 @@ def report_run(given: dict[str, Any]) -> None:
     typed("report", "logs/run", "--device", "cpu")
 
 
+# What keeps a run small that goes on, and from downloading a data set.
+BOUNDS = ("--dataset=shapes", "--data.image_size=16", "--data.num_classes=4", "--data.count=60", "--data.val_size=20")
+
+
 def resume_run(given: dict[str, Any]) -> None:
     put_run({"metrics.json": None, **given})
-    typed(
-        "fit", "--resume", "logs/run", "--epochs", "2", "--data.count=60", "--data.val_size=20", "--trainer.limit_train_batches=1"
-    )
+    typed("fit", "--resume", "logs/run", "--epochs=2", "--trainer.limit_train_batches=1", "--devices=1", *BOUNDS)
 
 
 def score_run(given: dict[str, Any]) -> None:
     put_run(given)
-    typed("test", "--ckpt_path", "logs/run/checkpoints/best.ckpt", "--logs", "logs", "--data.count=60", "--data.val_size=20")
+    typed("test", "--ckpt_path", "logs/run/checkpoints/best.ckpt", "--logs=logs", "--devices=1", *BOUNDS)
 
 
 def put_run_and_pictures() -> None:

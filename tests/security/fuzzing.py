@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unicodedata import category
 from unittest.mock import patch
 
 import torch
@@ -39,6 +40,8 @@ MAX_CPU_SECONDS, MAX_MEGABYTES = 4.0, 400.0  # for one input
 ADDRESSES = 8 << 30  # bytes of addresses beyond those at the start
 ROUND = 200  # inputs between two looks at the clock
 
+OBEYED = ("Cc", "Cs", "Zl", "Zp")  # what a terminal obeys, or what ends a line: by Unicode's categories
+BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # turns letters round
 # Audit events that write, with the places of the paths among their arguments.
 WRITES = {
     "os.mkdir": (0,), "os.remove": (0,), "os.rmdir": (0,), "os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,),
@@ -137,7 +140,7 @@ def refused_or_read(read: Callable[[], Any]) -> Any:
         line, _ = explain_error(refusal)
         if not _foreseen(refusal):
             raise
-        if not line.isprintable():
+        if any(category(letter) in OBEYED for letter in line):
             raise Harm(f"a refusal that is no line: {line!r}") from refusal
         return None
 
@@ -160,7 +163,7 @@ def typed(*words: str) -> int:
     for error in errors:
         if not _foreseen(error):
             raise Harm(f"nobody thought of this: {lines}") from error
-    controls = {letter for letter in out.getvalue() + err.getvalue() if not letter.isprintable()} - {*"\n\u200c\u200d"}
+    controls = {letter for letter in out.getvalue() + err.getvalue() if category(letter) in OBEYED or letter in BIDI} - {"\n"}
     if controls:
         raise Harm(f"printed {controls}")
     return code
@@ -252,9 +255,8 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
     except BaseException as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         error.__notes__ = []
-        text = "".join(traceback.format_exception(error))[-4000:] + (
-            notes if len(notes) < 4000 else notes[:2000] + " … " + notes[-2000:]
-        )
+        notes = notes if len(notes) < 4000 else f"{notes[:2000]} … {notes[-2000:]}"
+        text = "".join(traceback.format_exception(error))[-4000:] + notes
         return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), text)
 
 
