@@ -50,6 +50,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
     elif text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
         return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
+    elif text.startswith("Symlink loop"):  # pathlib's too
+        return "cifar-lit: a path leads through a link that leads to itself: name what it stands for", 2
     elif is_lost_peer(error):
         hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
         text = f"another process of this run ended early; what it printed says why. {hint}."
