@@ -146,9 +146,12 @@ def refused_or_read(read: Callable[[], Any]) -> Any:
 
 
 def _foreseen(error: BaseException) -> bool:
-    """Whether an exception is a refusal, or one of the system's that the program has words for."""
-    system = isinstance(error, OSError) and not explain_error(error)[0].endswith("(--debug shows where)")
-    return system or isinstance(error, (*REFUSALS, MisconfigurationException))
+    """Whether an exception is a refusal: one of ours, of Lightning's, or one that the program has words for."""
+    if isinstance(error, (*REFUSALS, MisconfigurationException)):
+        return True
+    if isinstance(error, ValueError):
+        return "lightning" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    return not explain_error(error)[0].endswith("(--debug shows where)")
 
 
 def typed(*words: str) -> int:
@@ -237,7 +240,9 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
     test = given(value=reader.inputs)(lambda value: one(value))
     for value in reader.found:
         test = example(value=value)(test)
-    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+    phases = [Phase.explicit, Phase.reuse, Phase.generate]
+    if reader.seconds <= MAX_CPU_SECONDS:  # of others, to make an input smaller would take minutes
+        phases.append(Phase.shrink)
     test = settings(
         max_examples=ROUND,
         deadline=None,
