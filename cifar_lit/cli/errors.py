@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from traceback import walk_tb
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -55,6 +56,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif is_lost_peer(error):
         hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
         text = f"another process of this run ended early; what it printed says why. {hint}."
+    elif kind != "MisconfigurationException" and _while_restoring(error):
+        text = f"the checkpoint does not fit this run, or is damaged ({kind}: {text}): use another one"
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     else:
@@ -70,6 +73,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+
+
+def _while_restoring(error: BaseException) -> bool:
+    """Whether Lightning was putting a checkpoint's values in their places, which may be of any kind."""
+    return any(frame.f_code.co_filename.endswith("checkpoint_connector.py") for frame, _ in walk_tb(error.__traceback__))
 
 
 # ---- the parser's errors
