@@ -149,7 +149,7 @@ def _foreseen(error: BaseException) -> bool:
     """Whether an exception is a refusal: one of ours, of Lightning's, or one that the program has words for."""
     if isinstance(error, (*REFUSALS, MisconfigurationException)):
         return True
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and "the checkpoint does not fit" not in explain_error(error)[0]:
         return "lightning" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
     return not explain_error(error)[0].endswith("(--debug shows where)")
 
