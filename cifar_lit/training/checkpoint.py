@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -33,6 +33,7 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
+MAX_COUNTERS = 10_000  # values that say how far a training is; Lightning's are about 150
 FOLDER_ATTRIBUTE = 0x10  # of a zip file's part: torch reads nothing into the tensor of such a one, and says nothing
 
 
@@ -218,6 +219,18 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
         if not isinstance(checkpoint.get(name, {}), Mapping):
             raise InvalidFileError(f"its {name} are not settings by name")
     _count_values(checkpoint, {}, 0)
+    loops = checkpoint.get("loops", {})
+    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in _leaves(loops)):
+        raise InvalidFileError("its loops are not counted in whole numbers")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested ones that are bounded."""
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
