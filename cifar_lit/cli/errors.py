@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from traceback import walk_tb
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -45,13 +46,19 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text += ", or choose a smaller --net"
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = f"the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume"
+    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "cifar-lit: a name is longer than names of files can be: type it anew", 2
     elif isinstance(error, PermissionError):
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
     elif text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
         return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
+    elif text.startswith("Symlink loop"):  # pathlib's too
+        return "cifar-lit: a path leads through a link that leads to itself: name what it stands for", 2
     elif is_lost_peer(error):
         hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
         text = f"another process of this run ended early; what it printed says why. {hint}."
+    elif kind != "MisconfigurationException" and _while_restoring(error):
+        text = f"the checkpoint does not fit this run, or is damaged ({kind}: {text}): use another one"
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     else:
@@ -67,6 +74,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error is what the loss of another process of the run leads to."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+
+
+def _while_restoring(error: BaseException) -> bool:
+    """Whether Lightning was putting a checkpoint's values in their places, which may be of any kind."""
+    return any(frame.f_code.co_filename.endswith("checkpoint_connector.py") for frame, _ in walk_tb(error.__traceback__))
 
 
 # ---- the parser's errors

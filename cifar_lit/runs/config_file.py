@@ -23,9 +23,10 @@ _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool",
 
 def plain_values(file: Path) -> Any:
     """What a configuration file holds; raises UsageError for one that would do more than set values, or cannot be read."""
+    text = plain_text(file)
     try:
-        return yaml.safe_load(plain_text(file))
-    except (yaml.YAMLError, TypeError, OverflowError):  # such as a list as a name
+        return yaml.safe_load(text)
+    except Exception:  # what a value leads to that is not of its tag or form: a list as a name, the 99th of a month
         raise UsageError(f"{file} holds values that no setting can have") from None
 
 

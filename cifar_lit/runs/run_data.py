@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor
 
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
@@ -55,12 +56,19 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
     if not settings:
         raise UsageError(f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
     check_choices({"data": settings})
-    try:
-        data = ImageData(**settings)
-    except TypeError as error:
-        raise Failure(f"{name}/config.yaml has data settings of another version ({error}): give --dataset") from None
+    data = ImageData(**_of_kinds(ImageData, settings, name))
     _check_fit(card, data.classes, data.input_shape)
     return data
+
+
+def _of_kinds(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a class is made with, by settings of a config.yaml; raises Failure for unknown ones, and for values of other kinds."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, as_group=False)
+    try:
+        return dict(parser.parse_object(settings).as_dict())
+    except (ArgumentError, TypeError, ValueError) as error:  # TypeError: of a name that is no text
+        raise Failure(f"{name}/config.yaml has data settings of another version ({first_line(error)}): give --dataset") from None
 
 
 def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
@@ -94,7 +102,8 @@ class RunData:
         self.values = data_settings(run, card, None, data_dir) or data_settings(run, card, "folder", data_dir)
         self.dataset = str(self.values.get("dataset", "folder"))
         known = {field.name for field in fields(SourceSettings)}
-        self.settings = SourceSettings(**{name: value for name, value in self.values.items() if name in known})
+        own = {name: value for name, value in self.values.items() if name in known}
+        self.settings = SourceSettings(**_of_kinds(SourceSettings, own, display_path(run)))
 
     def load(self, train: bool, count: int) -> RunImages:
         """`count` of the train or the test images, evenly spread over them; all for 0.

@@ -12,7 +12,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,7 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
+MAX_COUNTERS = 10_000  # values that say how far a training is; Lightning's are about 150
 FOLDER_ATTRIBUTE = 0x10  # of a zip file's part: torch reads nothing into the tensor of such a one, and says nothing
 
 
@@ -244,6 +245,18 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
         if not isinstance(checkpoint.get(name, {}), Mapping):
             raise InvalidFileError(f"its {name} are not settings by name")
     _count_values(checkpoint, {}, 0)
+    loops = checkpoint.get("loops", {})
+    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in _leaves(loops)):
+        raise InvalidFileError("its loops are not counted in whole numbers")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested ones that are bounded."""
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
@@ -271,6 +284,7 @@ def describe_net(settings: Any) -> str:
     sides = settings.get("input_shape")  # a checkpoint's settings may be anything
     shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
     factor = settings.get("width", 1.0)
-    width = "" if factor == 1.0 else f" width {factor:g}" if isinstance(factor, int | float) else " of unknown width"
+    known = isinstance(factor, int | float)
+    width = " of unknown width" if not known else "" if factor == 1.0 else f" width {factor:g}"
     net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"

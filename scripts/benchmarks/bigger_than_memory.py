@@ -1,0 +1,266 @@
+"""Images that are more than the memory: python scripts/benchmarks/bigger_than_memory.py --folder DIR --json FILE."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from PIL import Image
+from script import run_script
+
+from cifar_lit.bench.process import as_error, child_environment
+from cifar_lit.bench.report import publish
+from cifar_lit.data.loaders import Batch
+from cifar_lit.errors import Failure, UsageError
+
+WHAT = (
+    "A folder of JPEGs whose decoded images are several times as large as a memory limit, which a control group of Linux holds "
+    "all processes to, with the pages of files that they read: decoded, trained on for an epoch, killed in the middle of one and "
+    "gone on with. The same without a limit, with the decoded images in memory, for its images/s; every batch must be the same "
+    "to the bit."
+)
+CLASSES = 6  # as the recipe has them
+RECIPE = "signs_mlp"  # a net that computes little, so that reading counts
+SAMPLE_SECONDS = 0.2  # between two looks at the memory
+DECODE = """import sys; from pathlib import Path; from cifar_lit.data.folder import folder
+folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.add_argument("--folder", default=".", help="on a disk with room for all images, once decoded and once as JPEGs")
+    parser.add_argument("--limit-mb", type=int, default=1000, help="of memory for all processes together")
+    parser.add_argument("--times", type=float, default=10.0, help="how many times as large the decoded images are")
+    parser.add_argument("--side", type=int, default=128, help="of the images, in pixels")
+    parser.add_argument("--batch-size", type=int, default=256, help="images a step")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports; raises Failure where batches differ, or there can be no control group."""
+    count = round(settings.times * settings.limit_mb * 1e6 / (3 * settings.side**2))
+    if count < 4 * settings.batch_size:
+        raise UsageError(f"{count} images are too few: raise --times or --limit-mb")
+    with tempfile.TemporaryDirectory(dir=settings.folder) as name:
+        place = Path(name)
+        os.environ["CIFAR_LIT_CACHE"] = str(place / "cache")
+        write_jpegs(place / "images", count, settings.side)
+        group = MemoryGroup(settings.limit_mb * 10**6)
+        try:
+            started = time.perf_counter()
+            Child([sys.executable, "-c", DECODE, str(place / "images"), str(settings.side)], group).end()
+            decoding = count / (time.perf_counter() - started), group.peak
+            limited, limited_record = train(place, "limited", settings, group, "host")
+            killed_record = train_with_kill(place, settings, group)
+            peak, peak_with_pages, kills = group.peak, group.peak_with_pages, group.kills
+        finally:
+            group.remove()
+        for file in (place / "cache").glob("*/*.u8"):
+            with file.open("rb") as opened:  # into the system's memory
+                while opened.read(1 << 24):
+                    pass
+        free, free_record = train(place, "free", settings, None, "device")
+    if not limited_record == killed_record == free_record:
+        raise Failure("the batches of these trainings are not the same: this is a fault of the program")
+    speeds = limited["images_per_second"], free["images_per_second"]
+    rows = [
+        ("decoded images", count * 3 * settings.side**2 / 1e6, "MB"),
+        ("limit for all processes, with the pages of files", settings.limit_mb, "MB"),
+        ("most memory, with the pages of files", peak_with_pages / 1e6, "MB"),
+        ("most memory of the processes' own", peak / 1e6, "MB"),
+        ("of that while decoding", decoding[1] / 1e6, "MB"),
+        ("processes ended for want of memory", kills, ""),
+        ("decoding within the limit", decoding[0], "images/s"),
+        ("training within the limit", speeds[0], "images/s"),
+        ("training with all in memory", speeds[1], "images/s"),
+        ("within the limit / in memory", speeds[0] / speeds[1], "×"),
+        ("batches compared, equal to the bit, also after a kill", len(free_record), ""),
+    ]
+    own = {name: value for name, value in vars(settings).items() if name != "folder"}
+    publish("bigger than memory", own, f"{count:,} images of {settings.side}×{settings.side}", [(*row,) for row in rows])
+
+
+def write_jpegs(root: Path, count: int, side: int) -> None:
+    """Writes `count` JPEGs of different pixels below train/, and as many as a batch below test/.
+
+    All have the same coefficients; the steps that these were rounded in, which the file states, differ: nothing is encoded anew.
+    """
+    picture = Image.effect_mandelbrot((side, side), (-2, -1.5, 1, 1.5), 60)
+    picture = Image.merge("RGB", (picture, picture.rotate(90), picture.rotate(180)))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=75)
+    content = bytearray(file.getvalue())
+    steps = content.index(b"\xff\xdb") + 5  # of brightness, the lowest frequencies first
+    for part, images in (("train", count), ("test", 64 * CLASSES)):
+        for number in range(CLASSES):
+            (root / part / str(number)).mkdir(parents=True)
+        for number in range(images):
+            content[steps + 1 : steps + 4] = (1 + number % 250, 1 + number // 250 % 250, 1 + number // 250**2)
+            (root / part / str(number % CLASSES) / f"{number}.jpg").write_bytes(content)
+
+
+# ---- trainings
+
+
+class BatchRecord(pl.Callback):
+    """Writes for each batch the step and a checksum: of every image the sum of its bits, its label and its row."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file).open("a", buffering=1)  # noqa: SIM115 (until the process ends)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
+        """Adds a line."""
+        sums = batch.images.permute(0, 2, 3, 1).contiguous().view(torch.int32).sum((1, 2, 3))
+        digest = hashlib.sha256(torch.stack([sums, batch.labels, batch.indices]).numpy().tobytes())
+        self.file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
+
+
+def read_record(file: Path) -> dict[int, str]:
+    """The checksum of each step; raises Failure where a step was made twice, of other batches."""
+    steps: dict[int, str] = {}
+    for line in file.read_text().splitlines():
+        step, _, digest = line.partition(" ")
+        if len(digest) == 64 and steps.setdefault(int(step), digest) != digest:
+            raise Failure(f"step {step} was repeated with another batch: this is a fault of the program")
+    return steps
+
+
+def command(place: Path, name: str, settings: argparse.Namespace, placement: str) -> list[str]:
+    """The line of a training of one epoch."""
+    record = json.dumps({"class_path": "bigger_than_memory.BatchRecord", "init_args": {"file": str(place / f"{name}.txt")}})
+    return [
+        *(sys.executable, "-m", "cifar_lit", "train", "--recipe", RECIPE, "--epochs", "1", "--accelerator", "cpu"),
+        *("--precision", "32-true", "--dataset", "folder", "--data-dir", str(place / "images"), "--logs", str(place / name)),
+        *("--data.image_size", str(settings.side), "--data.mean", "null", "--data.std", "null", "--data.placement", placement),
+        *("--batch-size", str(settings.batch_size), "--checkpoint-every", "50", f"--trainer.callbacks=[{record}]"),
+    ]
+
+
+def train(
+    place: Path, name: str, settings: argparse.Namespace, group: MemoryGroup | None, placement: str
+) -> tuple[Mapping[str, Any], dict[int, str]]:
+    """metrics.json and the batches of a training that is left alone."""
+    Child(command(place, name, settings, placement), group).end()
+    (metrics,) = (place / name).glob("*/metrics.json")
+    return json.loads(metrics.read_text()), read_record(place / f"{name}.txt")
+
+
+def train_with_kill(place: Path, settings: argparse.Namespace, group: MemoryGroup) -> dict[int, str]:
+    """The batches of a training that is killed in the middle and gone on with."""
+    record, line = place / "killed.txt", command(place, "killed", settings, "host")
+    steps = len(read_record(place / "limited.txt"))
+    child = Child(line, group)
+    child.watch(lambda: record.is_file() and len(record.read_bytes().splitlines()) > steps // 2)
+    if child.process.poll() is not None:
+        raise as_error(child.process.returncode, child.errors(), "the training that was to be killed")
+    os.killpg(child.process.pid, signal.SIGKILL)
+    child.process.wait()
+    (run_dir,) = (place / "killed").iterdir()
+    Child([*line[:4], "--resume", str(run_dir)], group).end()
+    return read_record(record)
+
+
+class Child:
+    """A process within a group, if there is one, whose memory is watched."""
+
+    def __init__(self, argv: Sequence[str], group: MemoryGroup | None) -> None:
+        self.group, self._errors = group, tempfile.TemporaryFile("w+")  # noqa: SIM115 (it goes with this object)
+        environment = child_environment()
+        environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+        if group:
+            group.forget_pages(Path(environment["CIFAR_LIT_CACHE"]))
+        self.process = subprocess.Popen(
+            argv, stdout=subprocess.DEVNULL, stderr=self._errors, env=environment, start_new_session=True,
+            preexec_fn=group.enter if group else None,
+        )  # fmt: skip
+
+    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Looks at the memory until the process ends, or something is so."""
+        while self.process.poll() is None and not until():
+            if self.group:
+                self.group.look()
+            time.sleep(SAMPLE_SECONDS)
+
+    def errors(self) -> str:
+        """What it printed on stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def end(self) -> None:
+        """Waits for a good end; raises what the process says otherwise."""
+        self.watch()
+        if self.process.returncode:
+            raise as_error(self.process.returncode, self.errors(), "a process under the memory limit")
+
+
+# ---- memory
+
+
+class MemoryGroup:
+    """A control group of Linux, of version 1 or 2, whose processes and the pages that they read get `limit` bytes together."""
+
+    def __init__(self, limit: int) -> None:
+        first = Path("/sys/fs/cgroup/memory")
+        self.version = 1 if first.is_dir() else 2
+        self.path = (first if self.version == 1 else Path("/sys/fs/cgroup")) / f"cifar-lit-{os.getpid()}"
+        self.peak = 0  # bytes of the processes' own memory, at the most
+        try:
+            self.path.mkdir()
+            (self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")).write_text(str(limit))
+        except OSError as error:
+            with suppress(OSError):
+                self.path.rmdir()
+            reason = f"{error.strerror}: run this as root, where /sys/fs/cgroup can be written"
+            raise Failure(f"there can be no control group with a memory limit ({reason})") from None
+
+    def enter(self) -> None:
+        """Puts this process into the group, with all that it will start."""
+        (self.path / "cgroup.procs").write_text("0")
+
+    def look(self) -> None:
+        """Remembers the highest memory."""
+        self.peak = max(self.peak, self._number("memory.stat", "total_rss" if self.version == 1 else "anon"))
+
+    @property
+    def peak_with_pages(self) -> int:
+        """Bytes at the most, as the system has counted them."""
+        return int((self.path / ("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")).read_text())
+
+    @property
+    def kills(self) -> int:
+        """Processes that the system ended for want of memory."""
+        return self._number("memory.oom_control" if self.version == 1 else "memory.events", "oom_kill")
+
+    @staticmethod
+    def forget_pages(folder: Path) -> None:
+        """Has the system forget what it keeps of files, so that reading them counts for whoever reads them next."""
+        for file in folder.glob("*/*.u8"):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def remove(self) -> None:
+        """Removes the group, whose processes have ended."""
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def _number(self, file: str, name: str) -> int:
+        words = (line.split() for line in (self.path / file).read_text().splitlines())
+        return int(next(value for word, value in words if word == name))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())

@@ -1,0 +1,265 @@
+"""Readers of files: models, checkpoints, configurations, images, folders of them, their cache, archives."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save
+from security.fuzzing import Reader, refused_or_read
+from security.hostile_files import png
+from security.mutations import ODD_TEXTS, as_json, changed, damaged, json_files, plain, yaml_files, zip_files
+
+from cifar_lit.data.decode import decode
+from cifar_lit.data.folder import folder
+from cifar_lit.data.sources import SourceSettings, load_images
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.model_file import FORMAT, load_model_file
+from cifar_lit.training.checkpoint import describe_net, read_checkpoint
+
+# ---- Nets and settings.
+
+NET = build_net("lenet", channels=1, image_size=16, num_classes=2, width=0.5)
+CARD = {"net": "lenet", "width": 0.5, "input_shape": [1, 16, 16], "classes": ["a", "b"], "mean": [0.5], "std": [0.5]}
+
+
+def model_file(card: Any) -> bytes:
+    return save(NET.state_dict(), {"format": FORMAT, "card": json.dumps(card)})
+
+
+MODEL = model_file(CARD)
+HEADER = 8 + struct.unpack("<Q", MODEL[:8])[0]
+
+
+def with_header(header: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + MODEL[HEADER:]
+
+
+def read_model(content: bytes) -> None:
+    Path("model.safetensors").write_bytes(content)
+    net = refused_or_read(lambda: load_model_file(Path()))
+    if net is not None:
+        assert net(torch.zeros(1, *net.card.input_shape, dtype=torch.uint8)).shape == (1, len(net.classes))
+
+
+CONTENTS = {
+    "state_dict": dict(NET.state_dict()),
+    "epoch": 1,
+    "global_step": 2,
+    "pytorch-lightning_version": "2.6.6",
+    "hyper_parameters": {"net": "lenet", "width": 0.5, "input_shape": [1, 16, 16], "num_classes": 2},
+    "loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 1, "completed": 1}}}},
+    "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "a/b", "best_k_models": {}, "dirpath": "a"}},
+    "optimizer_states": [{"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+    "cifar_lit": {"seconds": 1.0},
+}
+ODD_TENSORS = (
+    torch.zeros(0),
+    torch.zeros(3, dtype=torch.complex64),
+    torch.full((2, 2), float("nan")),
+    torch.zeros(1).expand(9, 9),
+)
+
+
+def checkpoint_file(contents: Any, zipped: bool = True) -> bytes:
+    file = io.BytesIO()
+    torch.save(contents, file, _use_new_zipfile_serialization=zipped)
+    return file.getvalue()
+
+
+CHECKPOINT = checkpoint_file(CONTENTS)
+
+
+def read_any_checkpoint(content: bytes) -> None:
+    Path("last.ckpt").write_bytes(content)
+    contents = refused_or_read(lambda: read_checkpoint(Path("last.ckpt")))
+    if contents is not None:
+        assert all(isinstance(tensor, torch.Tensor) for tensor in contents["state_dict"].values())
+        assert len(describe_net(contents.get("hyper_parameters", {}))) < 300
+
+
+CONFIG: dict[str, Any] = {
+    "seed_everything": 3,
+    "recipe": "small",
+    "trainer": {
+        "accelerator": "cpu",
+        "max_epochs": 3,
+        "callbacks": [{"class_path": "Timer", "init_args": {"interval": "epoch"}}],
+    },
+    "model": {"net": "lenet", "lr": 0.1},
+    "data": {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "mean": [0.1, 0.2, 0.3]},
+}
+
+
+def read_config(content: bytes) -> None:
+    Path("own.yaml").write_bytes(content)
+    refused_or_read(lambda: plain_values(Path("own.yaml")))
+
+
+# ---- Images and folders of them.
+
+
+def image_file(kind: str, side: int = 16, **settings: Any) -> bytes:
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((side, side)).convert(settings.pop("mode", "RGB")).save(file, kind, **settings)
+    return file.getvalue()
+
+
+EXIF = Image.Exif()
+EXIF[0x0112], EXIF[0x010E] = 6, "a picture"
+PICTURES = (
+    image_file("PNG"), image_file("PNG", mode="P", exif=EXIF), image_file("PNG", mode="LA"), image_file("JPEG", exif=EXIF),
+    image_file("JPEG", 40, progressive=True), image_file("JPEG", mode="CMYK"), image_file("GIF"), image_file("WEBP", exif=EXIF),
+    image_file("WEBP", lossless=True, mode="RGBA"), image_file("BMP"), image_file("BMP", mode="P"), image_file("BMP", mode="1"),
+)  # fmt: skip
+pictures = st.sampled_from(PICTURES)
+png_headers = st.tuples(*[st.sampled_from([0, 1, 2, 16, 2**31, 2**32 - 1])] * 2, *[st.integers(0, 16)] * 2).map(
+    lambda claim: struct.pack(">IIBBBBB", *claim, 0, 0, claim[0] % 2)
+)
+png_chunks = st.tuples(st.sampled_from([b"tRNS", b"PLTE", b"eXIf", b"iCCP", b"zTXt", b"iTXt", b"fcTL", b"acTL"]), st.binary())
+images = (
+    st.tuples(pictures, pictures).flatmap(lambda pair: damaged(*pair))
+    | st.tuples(png_headers, st.binary(), st.lists(png_chunks, max_size=3)).map(lambda parts: png(parts[0], parts[1], *parts[2]))
+    | st.binary(max_size=100)
+)
+
+
+def read_image(content: bytes) -> None:
+    for channels, shape in ((3, (8, 8)), (1, (8, 8))):
+        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels))  # noqa: B023 (read at once)
+        assert pixels is None or pixels.shape == (*shape, channels)
+
+
+FOLDER_NAMES = ("train", "test", "val", "valid", "cat", "dog", "Ä 猫", ".hidden", "__MACOSX", "con", "-r", "--x", "*", "a.png")
+names = (st.sampled_from(FOLDER_NAMES + ODD_TEXTS) | st.text(min_size=1, max_size=5)).map(
+    lambda text: os.fsencode(text.replace("/", ":").replace("\0", "").encode(errors="surrogatepass"))[:200] or b"x"
+) | st.binary(min_size=1, max_size=5).map(lambda name: name.replace(b"/", b":").replace(b"\0", b"0"))
+file_names = st.tuples(names, st.sampled_from([b".png", b".JPG", b".gif", b".txt", b""])).map(b"".join)
+LINKS = (b"..", b".", b"/dev/zero", b"/dev/null", b"nowhere", b"../../outside/secret.png", b"../outside")
+links = st.sampled_from([("link", target) for target in LINKS] + [("pipe", b"")])
+files = st.sampled_from(PICTURES) | images | links
+trees = st.recursive(
+    st.dictionaries(file_names, files, max_size=3),
+    lambda inner: st.dictionaries(names, inner | st.dictionaries(file_names, files, min_size=1, max_size=3), max_size=4),
+    max_leaves=12,
+)
+data_sets = (
+    trees | st.fixed_dictionaries({b"cat": trees, b"dog": trees}) | st.fixed_dictionaries({b"train": trees, b"test": trees})
+)
+
+
+def make_tree(tree: dict[bytes, Any], place: Path) -> None:
+    """Puts files, links and pipes below a new folder."""
+    place.mkdir()
+    for name, content in tree.items():
+        path = place / os.fsdecode(name)
+        with suppress(OSError):  # a name that is taken, such as "."
+            match content:
+                case dict():
+                    make_tree(content, path)
+                case ("link", target):
+                    path.symlink_to(os.fsdecode(target))
+                case ("pipe", _):
+                    os.mkfifo(path)
+                case _:
+                    path.write_bytes(content)
+
+
+def put_secret() -> None:
+    Path("outside").mkdir()
+    Path("outside/secret.png").write_bytes(PICTURES[0])
+
+
+def read_folder(tree: dict[bytes, Any]) -> None:
+    make_tree(tree, Path("images"))
+    try:
+        for train in (True, False):
+            data = refused_or_read(lambda: folder(Path("images"), train, 8, skip_bad=True, cache_dir=Path("cache")))  # noqa: B023
+            assert data is None or len(data.images) == len(data.labels)
+    finally:
+        shutil.rmtree("images")
+        shutil.rmtree("cache", ignore_errors=True)
+
+
+TWO_CLASSES = {name: {b"1.png": PICTURES[0], b"2.png": PICTURES[0], b"3.png": b"no picture"} for name in (b"a", b"b")}
+
+
+def read_cache(content: bytes) -> None:
+    """The folder's images, in the file format of the cache's index with other values; {} stands for the true ones."""
+    make_tree(TWO_CLASSES, Path("images"))
+    for path in Path("images").rglob("*.png"):
+        os.utime(path, (1, 1))
+    try:
+        read = partial(folder, Path("images"), True, 8, skip_bad=True, cache_dir=Path("cache"))
+        before = read()
+        (index,) = Path("cache").glob("*/index.json")
+        genuine = index.read_text()
+        index.write_bytes(content.replace(b"DATA", json.loads(genuine)["data"].encode()))
+        data = refused_or_read(read)
+        assert data is None or data.images.shape == before.images.shape
+    finally:
+        shutil.rmtree("images")
+        shutil.rmtree("cache", ignore_errors=True)
+
+
+INDEX = {
+    "shape": [4, 8, 8, 3],
+    "files": [[f"{name}/{number}.png", len(PICTURES[0]) if number < 3 else 10, 10**9] for name in "ab" for number in (1, 2, 3)],
+    "bad": {f"{name}/3.png": "not a JPEG" for name in "ab"},
+    "data": "DATA",
+}
+
+ARCHIVES = (
+    *("cifar-10-python.tar.gz", "cifar-10-batches-py/data_batch_1", "cifar-10-batches-py/batches.meta"),
+    *("FashionMNIST/raw/train-images-idx3-ubyte.gz", "FashionMNIST/raw/train-images-idx3-ubyte.gz.part"),
+)
+
+
+def read_archive(given: tuple[str, Any]) -> None:
+    name, content = given
+    path = Path("data", name)
+    make_tree({}, Path("data"))
+    make_tree({os.fsencode(path.name): content}, Path("new"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        Path("new", path.name).rename(path)
+    try:
+        dataset = "fashion_mnist" if "Fashion" in name else "cifar10"
+        assert refused_or_read(lambda: load_images(dataset, SourceSettings("data", url="nowhere"), True)) is None
+    finally:
+        shutil.rmtree("data")
+        shutil.rmtree("new")
+
+
+READERS = {
+    "a model": Reader(
+        damaged(MODEL)
+        | damaged(MODEL[8:HEADER]).map(with_header)
+        | changed(json.loads(MODEL[8:HEADER])).map(as_json).map(with_header)
+        | changed({**CARD, "options": {}, "novelty": {}}).map(model_file),
+        read_model,
+    ),
+    "a checkpoint": Reader(
+        changed(CONTENTS, plain | st.sampled_from(ODD_TENSORS)).map(checkpoint_file)
+        | zip_files(CHECKPOINT)
+        | damaged(CHECKPOINT)
+        | damaged(checkpoint_file(CONTENTS, zipped=False)),
+        read_any_checkpoint,
+    ),
+    "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
+    "an image": Reader(images, read_image),
+    "a folder of images": Reader(data_sets, read_folder, put_secret),
+    "a cache of decoded images": Reader(json_files(INDEX), read_cache),
+    "an archive": Reader(st.tuples(st.sampled_from(ARCHIVES), files), read_archive),
+}

@@ -1,0 +1,153 @@
+"""Readers of runs that others made: compared, reported, gone on with, tested; and lists of pictures for one's net."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hypothesis import strategies as st
+from security.fuzz_files import ODD_TENSORS, TWO_CLASSES, checkpoint_file, make_tree, names, put_secret
+from security.fuzzing import Reader, typed
+from security.mutations import changed, csv_files, damaged, json_files, plain, yaml_files, zip_files
+
+GENUINE: dict[str, bytes] = {}  # the files of a run by their places in its folder; filled before any reader is tried
+
+CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/best.ckpt")
+PLACES = (
+    "link to a file outside",
+    "link to a folder outside",
+    "link to /dev/zero",
+    "link to itself",
+    "pipe",
+    "folder",
+    "nothing",
+)
+
+
+def files_of(kind: str) -> st.SearchStrategy[Any]:
+    """Contents for a file of a run."""
+    content = GENUINE[kind]
+    match Path(kind).suffix:
+        case ".yaml":
+            return yaml_files(yaml.safe_load(content))
+        case ".json":
+            return json_files(json.loads(content))
+        case ".csv":
+            return csv_files(content.decode())
+        case ".ckpt":
+            contents = torch.load(io.BytesIO(content), weights_only=True)
+            return changed(contents, plain | st.sampled_from(ODD_TENSORS)).map(checkpoint_file) | zip_files(content)
+    return damaged(content)
+
+
+def runs(*kinds: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Some files of a run changed, or something else in their places."""
+    contents = {kind: st.deferred(lambda kind=kind: files_of(kind)) | st.sampled_from(PLACES) for kind in kinds}
+    one = st.sampled_from(kinds).flatmap(lambda kind: st.tuples(st.just(kind), contents[kind]))
+    return st.lists(one, min_size=1, max_size=2).map(dict)
+
+
+def put_run(given: dict[str, Any], place: str = "logs/run") -> None:
+    """A copy of the genuine run with these files in it."""
+    shutil.rmtree("logs", ignore_errors=True)
+    for name, genuine_content in GENUINE.items():
+        path, content = Path(place, name), given.get(name, genuine_content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match content:
+            case bytes():
+                path.write_bytes(content)
+            case "pipe":
+                os.mkfifo(path)
+            case "folder":
+                path.mkdir()
+            case str() if content.startswith("link to"):
+                targets = {"file": "outside/secret.png", "folder": "outside", "zero": "/dev/zero", "itself": path.name}
+                path.symlink_to(next(target for word, target in targets.items() if word in content.replace("/", " ").split()))
+            case None | "nothing":
+                pass
+
+
+def compare_runs(given: tuple[dict[str, Any], dict[str, Any], list[str]]) -> None:
+    first, second, rest = given
+    put_run(first)
+    shutil.move("logs", "first")
+    put_run(second)
+    shutil.move("first/run", "logs/an\x1b[2Jother [b]")
+    shutil.rmtree("first")
+    typed("compare", "logs", *rest)
+
+
+def report_run(given: dict[str, Any]) -> None:
+    put_run(given)
+    typed("report", "logs/run", "--device", "cpu")
+
+
+# What keeps a run small that goes on, and from downloading a data set.
+BOUNDS = ("--dataset=shapes", "--data.image_size=16", "--data.num_classes=4", "--data.count=60", "--data.val_size=20")
+
+
+def resume_run(given: dict[str, Any]) -> None:
+    put_run({"metrics.json": None, **given})
+    typed("fit", "--resume", "logs/run", "--epochs=2", "--trainer.limit_train_batches=1", "--devices=1", *BOUNDS)
+
+
+def score_run(given: dict[str, Any]) -> None:
+    put_run(given)
+    typed("test", "--ckpt_path", "logs/run/checkpoints/best.ckpt", "--logs=logs", "--devices=1", *BOUNDS)
+
+
+def put_run_and_pictures() -> None:
+    put_run({})
+    make_tree(TWO_CLASSES, Path("pictures"))
+
+
+LISTED = (
+    b"pictures",
+    b"pictures/a/1.png",
+    b"pictures/a/3.png",
+    b"*.png",
+    b"**",
+    b"logs",
+    b"",
+    b"..",
+    b"/dev/zero",
+    b"/dev/stdin",
+    b"\xff\xfe",
+)
+lists = st.lists(st.sampled_from(LISTED) | names, max_size=6).flatmap(
+    lambda lines: st.sampled_from([b"\n", b"\0", b"\r\n"]).map(lambda end: end.join(lines))
+)
+
+
+def classify_list(given: tuple[bytes, list[str]]) -> None:
+    content, rest = given
+    sys.stdin = io.TextIOWrapper(io.BytesIO(content))
+    typed("classify", "logs/run", "-", "--device", "cpu", *rest)
+
+
+COMPARED = ("config.yaml", "metrics.json", "metrics.csv", "predictions.csv")
+READERS = {
+    "runs to compare": Reader(
+        st.tuples(
+            runs(*COMPARED), runs(*COMPARED), st.sampled_from([[], [], ["--csv", "-"], ["--json", "-"], ["--plot", "curves.png"]])
+        ),
+        compare_runs,
+        put_secret,
+    ),
+    "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, seconds=20),
+    "a run to resume": Reader(runs("config.yaml", "metrics.csv", *CHECKPOINTS), resume_run, put_secret, seconds=20),
+    "a run to test": Reader(runs("config.yaml", "checkpoints/best.ckpt"), score_run, put_secret, seconds=20),
+    "a list of pictures": Reader(
+        st.tuples(lists, st.sampled_from([[], ["--csv"], ["--jsonl"], ["--sheet", "sheet.png"]])),
+        classify_list,
+        put_run_and_pictures,
+        seconds=10,
+    ),
+}
