@@ -179,10 +179,9 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
         settings = {name: values[place] for name, values in differences.items()}
         rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
     names = [*dict.fromkeys(name for row in rows for name in row if name != "note"), "note"]
+    table: list[list[object]] = [list(names), *([row.get(name) for name in names] for row in rows)]
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(
-        [csv_cell(value) for value in row] for row in (names, *([row.get(name) for name in names] for row in rows))
-    )
+    csv.writer(out, lineterminator="\n").writerows([csv_cell(value) for value in row] for row in table)
     return out.getvalue()
 
 
