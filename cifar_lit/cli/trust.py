@@ -69,22 +69,21 @@ def guard(command: Command, base: Path | None) -> None:
         files += [(part, Path(value)) for value in command.values(part) if Path(value).is_file()]
     trusted = typed = _typed(command)
     for group, file in files:
-        values = plain_values(file)
+        settings = {group: plain_values(file)} if group else plain_values(file)
         if command.trust or _mark(plain_text(file)).is_file():
-            trusted = [*trusted, {group: values} if group else values]
-        elif untrusted := sorted(_own_names(values) - _own_names(typed)):
+            trusted = [*trusted, settings]
+        elif untrusted := sorted(_own_names(settings) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
-        elif further := next(_further_files(values, file.parent), None):
-            raise UsageError(
-                f"a configuration file has settings in {further}, which is not read: name it with --config, or --trust"
-            )
+        elif further := next(_further_files(settings, file.parent), None):
+            line = f"a configuration file has settings in {further[:200]!r}, which is not read"
+            raise UsageError(f"{line}: name it with --config, or give --trust if you know where the file comes from")
     allow(trusted)
 
 
 def _further_files(settings: Any, folder: Path) -> Iterator[str]:
     """What a file in `folder` points to that the parser would read, whatever its size and kind."""
     for key, text in leaves(settings):
-        if key == ("config",) or (key[:2] in CLASSES and key[-1] not in OWN):
+        if key == ("config",) or (key[:2] in CLASSES and key[1] not in (*OWN, "net_options")):
             with suppress(OSError):  # a text that is too long for a path
                 yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
 

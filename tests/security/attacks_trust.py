@@ -143,7 +143,7 @@ def with_pipe(prepare: Prepare) -> Prepare:
 
 
 def pointing(prepare: Prepare) -> Attack:
-    return Attack(prepare, beside(), says="a configuration file has settings in part.yaml, which is not read")
+    return Attack(prepare, beside(), says="a configuration file has settings in 'part.yaml', which is not read")
 
 
 def dotted(name: str, key: str = "callbacks") -> Prepare:
