@@ -181,8 +181,8 @@ def find_resumable(logs: Path, name: str | None) -> Path:
 def check_files(run: Path) -> None:
     """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
-    A link that leads out of it would be written through; the folder itself may be one. The curves must be such as are read, as they
-    are written anew; by that, one that is another file's second name is left alone.
+    A link that leads out of it would be written through; the folder itself may be one. The curves must be such as are read, as
+    they are written anew; what is another file's second name is left alone by that.
     """
     top, curves = os.path.realpath(run), run / "metrics.csv"
     for folder, folders, files in os.walk(top):  # which follows no links
