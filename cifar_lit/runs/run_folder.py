@@ -101,8 +101,9 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
+            written = _size(path / OWNER)  # looked at first: one that is empty is just being written
             before = owner_of(path)
-            if lock.is_locked and before is None:
+            if lock.is_locked and written and before is None:
                 lease.force_break()  # a record that names nobody, of whom no sign could come
             lease.acquire(timeout=1.5 * LEASE_SECONDS)
         except (Timeout, LeaseSettingsMismatch):
@@ -131,6 +132,12 @@ class RunFolder:
             with suppress(OSError):  # before it is given back, or it might be another's; the folder may be gone or read-only, and
                 (self._path / LOCK).unlink()  # some systems do not remove open files
             lock.release()
+
+
+def _size(file: Path) -> int:
+    with suppress(OSError):  # it is not there, or not any more
+        return file.lstat().st_size
+    return 0
 
 
 def _lease(run: Path) -> SoftFileLease:
@@ -184,7 +191,7 @@ def check_files(run: Path) -> None:
     """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
     A link that leads out of it would be written through; the folder itself may be one. The curves must be such as are read, as
-    they are written anew; by that, one that is another file's second name is left alone.
+    they are written anew; what is another file's second name is left alone by that.
     """
     top, curves = os.path.realpath(run), run / "metrics.csv"
     for folder, folders, files in os.walk(top):  # which follows no links

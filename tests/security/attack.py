@@ -64,6 +64,8 @@ def changes(folder: Path) -> list[str]:
     """What is not as `OUTSIDE` says in the folder of the user's own files."""
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()} if folder.exists() else {}
     gone = [
-        f"{name} was deleted or changed" for name, text in OUTSIDE.items() if name not in files or files[name].read_text() != text
+        f"{name} was deleted or changed"
+        for name, text in OUTSIDE.items()
+        if name not in files or files[name].read_bytes() != text.encode()
     ]
     return gone + [f"{name} was made" for name in files if name not in OUTSIDE]
