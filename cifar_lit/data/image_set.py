@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cifar_lit.errors import UsageError
 
-
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # of images that are looked at at once: as numbers they take twelve times as many
 
 
