@@ -54,6 +54,7 @@ def run(settings: argparse.Namespace) -> None:
     count = round(settings.times * settings.limit_mb * 1e6 / (3 * settings.side**2))
     if count < 4 * settings.batch_size:
         raise UsageError(f"{count} images are too few: raise --times or --limit-mb")
+    settings.interval = max(1, count // settings.batch_size // 10)  # steps between two checkpoints
     with tempfile.TemporaryDirectory(dir=settings.folder) as name:
         place = Path(name)
         os.environ["CIFAR_LIT_CACHE"] = str(place / "cache")
@@ -146,7 +147,7 @@ def command(place: Path, name: str, settings: argparse.Namespace, placement: str
         *("--precision", "32-true", "--dataset", "folder", "--data-dir", str(place / "images"), "--logs", str(place / name)),
         *("--data.image_size", str(settings.side), "--data.mean", "null", "--data.std", "null", "--data.placement", placement),
         *("--batch-size", str(settings.batch_size), "--data.eval_batch_size", str(settings.batch_size)),
-        *("--checkpoint-every", "50", f"--trainer.callbacks=[{record}]"),
+        *("--checkpoint-every", str(settings.interval), f"--trainer.callbacks=[{record}]"),
     ]
 
 
