@@ -146,7 +146,7 @@ def command(place: Path, name: str, settings: argparse.Namespace, placement: str
         *(sys.executable, "-m", "cifar_lit", "train", "--recipe", RECIPE, "--epochs", "1", "--accelerator", "cpu"),
         *("--precision", "32-true", "--dataset", "folder", "--data-dir", str(place / "images"), "--logs", str(place / name)),
         *("--data.image_size", str(settings.side), "--data.mean", "null", "--data.std", "null", "--data.placement", placement),
-        *("--batch-size", str(settings.batch_size), "--data.eval_batch_size", str(settings.batch_size)),
+        *("--batch-size", str(settings.batch_size), "--data.eval_batch_size", str(settings.batch_size), "--data.workers", "1"),
         *("--checkpoint-every", str(settings.interval), f"--trainer.callbacks=[{record}]"),
     ]
 
