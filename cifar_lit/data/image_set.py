@@ -14,6 +14,8 @@ from cifar_lit.text import MAX_NAME, is_name
 
 MAX_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
 
+STATISTICS_BYTES = 2048 * 32 * 32 * 3  # of images that are looked at at once: as numbers they take twelve times as many
+
 
 @dataclass(frozen=True)
 class ImageSet:
@@ -91,7 +93,7 @@ def channel_statistics(images: Tensor, rows: Tensor, most: int = 50_000) -> tupl
     """
     channels, pixels = images.shape[3], images[0].numel() // images.shape[3] * len(rows[:most])
     total, squares = torch.zeros(2, channels, dtype=torch.float64)
-    for part in rows[:most].split(2048):
+    for part in rows[:most].split(max(1, min(2048, STATISTICS_BYTES // images[0].numel()))):
         values = images.index_select(0, part).view(-1, channels).float() / 255.0
         total += values.sum(0)
         squares += values.square().sum(0)

@@ -43,10 +43,10 @@ folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("--folder", default=".", help="on a disk with room for all images, once decoded and once as JPEGs")
-    parser.add_argument("--limit-mb", type=int, default=1000, help="of memory for all processes together")
+    parser.add_argument("--limit-mb", type=int, default=1500, help="of memory for all processes together")
     parser.add_argument("--times", type=float, default=10.0, help="how many times as large the decoded images are")
     parser.add_argument("--side", type=int, default=128, help="of the images, in pixels")
-    parser.add_argument("--batch-size", type=int, default=256, help="images a step")
+    parser.add_argument("--batch-size", type=int, default=128, help="images a step")
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -54,6 +54,7 @@ def run(settings: argparse.Namespace) -> None:
     count = round(settings.times * settings.limit_mb * 1e6 / (3 * settings.side**2))
     if count < 4 * settings.batch_size:
         raise UsageError(f"{count} images are too few: raise --times or --limit-mb")
+    settings.interval = max(1, count // settings.batch_size // 10)  # steps between two checkpoints
     with tempfile.TemporaryDirectory(dir=settings.folder) as name:
         place = Path(name)
         os.environ["CIFAR_LIT_CACHE"] = str(place / "cache")
@@ -145,7 +146,8 @@ def command(place: Path, name: str, settings: argparse.Namespace, placement: str
         *(sys.executable, "-m", "cifar_lit", "train", "--recipe", RECIPE, "--epochs", "1", "--accelerator", "cpu"),
         *("--precision", "32-true", "--dataset", "folder", "--data-dir", str(place / "images"), "--logs", str(place / name)),
         *("--data.image_size", str(settings.side), "--data.mean", "null", "--data.std", "null", "--data.placement", placement),
-        *("--batch-size", str(settings.batch_size), "--checkpoint-every", "50", f"--trainer.callbacks=[{record}]"),
+        *("--batch-size", str(settings.batch_size), "--data.eval_batch_size", str(settings.batch_size), "--data.workers", "1"),
+        *("--checkpoint-every", str(settings.interval), f"--trainer.callbacks=[{record}]"),
     ]
 
 
@@ -166,8 +168,7 @@ def train_with_kill(place: Path, settings: argparse.Namespace, group: MemoryGrou
     child.watch(lambda: record.is_file() and len(record.read_bytes().splitlines()) > steps // 2)
     if child.process.poll() is not None:
         raise as_error(child.process.returncode, child.errors(), "the training that was to be killed")
-    os.killpg(child.process.pid, signal.SIGKILL)
-    child.process.wait()
+    child.kill()
     (run_dir,) = (place / "killed").iterdir()
     Child([*line[:4], "--resume", str(run_dir)], group).end()
     return read_record(record)
@@ -177,6 +178,7 @@ class Child:
     """A process within a group, if there is one, whose memory is watched."""
 
     def __init__(self, argv: Sequence[str], group: MemoryGroup | None) -> None:
+        self.what = " ".join(argv[2:5])
         self.group, self._errors = group, tempfile.TemporaryFile("w+")  # noqa: SIM115 (it goes with this object)
         environment = child_environment()
         environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
@@ -187,12 +189,22 @@ class Child:
             preexec_fn=group.enter if group else None,
         )  # fmt: skip
 
+    def kill(self) -> None:
+        """Ends it with all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
         """Looks at the memory until the process ends, or something is so."""
-        while self.process.poll() is None and not until():
-            if self.group:
-                self.group.look()
-            time.sleep(SAMPLE_SECONDS)
+        try:
+            while self.process.poll() is None and not until():
+                if self.group:
+                    self.group.look()
+                time.sleep(SAMPLE_SECONDS)
+        except BaseException:  # such as Ctrl-C
+            self.kill()
+            raise
 
     def errors(self) -> str:
         """What it printed on stderr."""
@@ -203,7 +215,7 @@ class Child:
         """Waits for a good end; raises what the process says otherwise."""
         self.watch()
         if self.process.returncode:
-            raise as_error(self.process.returncode, self.errors(), "a process under the memory limit")
+            raise as_error(self.process.returncode, self.errors(), f"`{self.what}`, under the memory limit,")
 
 
 # ---- memory

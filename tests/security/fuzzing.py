@@ -230,11 +230,20 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
         if used > reader.seconds or memory > reader.megabytes:
             raise Harm(f"it took {used:.1f} s of the CPU and {memory:.0f} MB")
 
+    failed = False
+
     def one(value: Any) -> None:
+        nonlocal failed
+        if time.monotonic() - began > seconds and not failed:
+            return  # the rest of a round, but for what makes an input smaller
         try:
             read(value)
         except Limit as limit:
+            failed = True
             raise Harm(f"it was stopped: {limit}") from limit
+        except BaseException:
+            failed = True
+            raise
 
     one.__name__ = one.__qualname__ = name  # what its failures are stored under
     test = given(value=reader.inputs)(lambda value: one(value))
