@@ -227,12 +227,15 @@ class TrainingCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        Interrupted.latest = None
         try:
             run = self.run.fit if subcommand == "fit" else self.run.evaluate
             run(self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path)
-        except Interrupted as interruption:
+        except BaseException:
+            if (interruption := Interrupted.latest) is None:
+                raise
             interruption.resume = self._resume_line()
-            raise
+            raise interruption from None
         finally:
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":

@@ -158,8 +158,11 @@ class WeightAverage(EMAWeightAveraging):
 class Interrupted(BaseException):
     """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue)."""
 
+    latest: Interrupted | None = None  # matplotlib's compiled code raises "Invalid bounding box" in its place
+
     def __init__(self, number: int, requeue: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
+        Interrupted.latest = self
         self.exit_code = 128 + number
         self.requeue = requeue  # SLURM is to start the job again
         self.resume: str | None = None  # the command that goes on, once it is known

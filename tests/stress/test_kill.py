@@ -41,7 +41,8 @@ def shortened(recipe: str, *flags: str) -> Kind:
     """What people train on CIFAR-10, narrower and on few drawn images: of 10 steps an epoch, with regular checkpoints."""
     images = ("--dataset", "shapes", "--data.image_size", "32", "--data.count", "100", "--batch-size", "8")
     net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4")
-    return Kind(["train", "--recipe", recipe, "--accelerator", "cpu", *images, *net, ANNOUNCE, *flags])
+    rates = ("--lr", "0.05", "--model.bias_lr", "0.4", "--model.head_lr", "5", "--model.weight_decay", "0.0001")  # for 8 images
+    return Kind(["train", "--recipe", recipe, "--accelerator", "cpu", *images, *net, *rates, ANNOUNCE, *flags])
 
 
 # not the recipe's AdamW where sums are rounded in another way: it brings the least gradient to the size of any other
