@@ -1,13 +1,10 @@
 """Several processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
 
-import os
 import shlex
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,24 +143,6 @@ def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_pa
             factor = 10 if int(row["step"]) > STOP_AT + 1 else 1
             assert float(row["lr"]) == pytest.approx(factor * float(usual["lr"]), rel=1e-6)
     assert metrics(folder)["test"] != metrics(alone)["test"]
-
-
-def test_a_stop_counts_though_a_library_raises_an_error_of_its_own_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As matplotlib's compiled code does with whatever is raised while it converts its arguments."""
-
-    def draw(*_: object) -> None:
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-        raise ValueError("Invalid bounding box")
-
-    monkeypatch.setattr("cifar_lit.train.write_report", draw)
-    done = here([*WORDS, "--epochs", "1"], tmp_path)
-    assert done.code == 143 and "cifar-lit: stopped. Go on with:" in done.err and "Invalid" not in done.err
-    monkeypatch.undo()
-    assert here(["train", "--resume"], tmp_path).code == 0
 
 
 @pytest.mark.parametrize("name", CASES)

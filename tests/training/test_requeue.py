@@ -1,6 +1,9 @@
 """Signals at every stage, and SLURM's that asks for a requeue: with a `scontrol` that only writes down what it is asked."""
 
+import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,24 @@ def test_slurms_signal_leaves_a_checkpoint_and_requeues_and_the_next_start_goes_
     again = here(WORDS, tmp_path, **SLURM, SLURM_RESTART_COUNT="1")
     assert (again.code, again.err) == (0, "going on with lightning_logs/tudui-1: SLURM's job 7 was started again\n")
     assert_same_run(tmp_path, alone)
+
+
+def test_a_stop_counts_though_a_library_raises_an_error_of_its_own_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As matplotlib's compiled code does with whatever is raised while it converts its arguments."""
+
+    def draw(*_: object) -> None:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        raise ValueError("Invalid bounding box")
+
+    monkeypatch.setattr("cifar_lit.train.write_report", draw)
+    done = here([*WORDS, "--epochs", "1"], tmp_path)
+    assert done.code == 143 and "cifar-lit: stopped. Go on with:" in done.err and "Invalid" not in done.err
+    monkeypatch.undo()
+    assert here(["train", "--resume"], tmp_path).code == 0
 
 
 def test_a_signal_that_comes_while_libraries_are_imported_waits_for_the_handler(tmp_path: Path) -> None:
