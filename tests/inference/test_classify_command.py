@@ -100,7 +100,7 @@ def test_several_processes_say_what_one_says(run: Path, capsys: Capture, monkeyp
         ("pictures/**/*.webp pictures/a[1].png", ["pictures/more/1.webp", "pictures/a[1].png"]),
         ("pictures/*.[jp]*g", ["pictures/2.png", "pictures/10.jpg", "pictures/a[1].png"]),
         ("pictures/m*", ["pictures/more/1.webp"]),
-        ("-- --csv.png pictures/2.png", ["--csv.png", "pictures/2.png"]),
+        ("-- --csv.png pictures/2.png", ["'--csv.png", "pictures/2.png"]),  # which no spreadsheet is to compute
     ],
 )
 def test_patterns_folders_and_files_come_in_the_order_of_the_arguments(
