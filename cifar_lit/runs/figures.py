@@ -39,8 +39,8 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
     figure, axes = _chart()
     for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
         steps, values = zip(*points, strict=True)
-        marker, name = "o" if len(points) < 30 else None, _tick(what)
-        axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3, label=name)
+        marker = "o" if len(points) < 30 else None
+        axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3, label=_tick(what))
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
