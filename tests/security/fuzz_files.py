@@ -256,6 +256,10 @@ READERS = {
         | damaged(CHECKPOINT)
         | damaged(checkpoint_file(CONTENTS, zipped=False)),
         read_any_checkpoint,
+        found=[
+            checkpoint_file({**CONTENTS, "hyper_parameters": {"net": "lenet", "width": torch.zeros(0)}}),
+            checkpoint_file({**CONTENTS, "loops": {"fit_loop": {"epoch_progress": torch.zeros(0)}}}),
+        ],
     ),
     "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
     "an image": Reader(images, read_image),

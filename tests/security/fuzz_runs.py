@@ -133,6 +133,7 @@ def classify_list(given: tuple[bytes, list[str]]) -> None:
 
 
 COMPARED = ("config.yaml", "metrics.json", "metrics.csv", "predictions.csv")
+WRONG_KINDS = [{"config.yaml": b"data: {dataset: shapes, num_classes: {}}"}, {"metrics.csv": b"step,a\\x\n1,2\n2,3\n"}]
 READERS = {
     "runs to compare": Reader(
         st.tuples(
@@ -141,9 +142,15 @@ READERS = {
         compare_runs,
         put_secret,
     ),
-    "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, seconds=20),
+    "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, WRONG_KINDS, seconds=20),
     "a run to resume": Reader(runs("config.yaml", "metrics.csv", *CHECKPOINTS), resume_run, put_secret, seconds=20),
-    "a run to test": Reader(runs("config.yaml", "checkpoints/best.ckpt"), score_run, put_secret, seconds=20),
+    "a run to test": Reader(
+        runs("config.yaml", "checkpoints/best.ckpt"),
+        score_run,
+        put_secret,
+        [{"checkpoints/best.ckpt": "link to itself"}],
+        seconds=20,
+    ),
     "a list of pictures": Reader(
         st.tuples(lists, st.sampled_from([[], ["--csv"], ["--jsonl"], ["--sheet", "sheet.png"]])),
         classify_list,
