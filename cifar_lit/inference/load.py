@@ -19,7 +19,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 
-BATCH = 256  # images that are computed at once
+BATCH, BATCH_PIXELS = 256, 1 << 20  # images that are computed at once, and their pixels, on which the memory depends
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Classifier:
         if not len(images):
             return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
         device = self.net.mean.device
-        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(BATCH)]
+        count = max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
+        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(count)]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
 
