@@ -1,4 +1,4 @@
-"""A service under load from another process: python scripts/benchmarks/serve.py RUN."""
+"""A service under load from another process: python scripts/benchmarks/serve.py RUN [--slow 1000]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,18 @@ from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
     "A service that was just started, under load from this process: requests/s and how long they take, with one client and "
-    "with several at a time, each sending one small JPEG after the other over its own connection."
+    "with several at a time, each sending one small JPEG after the other over its own connection. With --slow, also how one "
+    "client fares that connects anew for each request, while so many others hold connections and keep the service waiting."
 )
 ANSWER_SECONDS = 60.0  # after which a request counts as lost
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
+SLOW = {  # what a slow client sends, and then once a second
+    "no": (b"", b""),  # to compare with: there are none
+    "slow headers": (HEAD, b"x"),
+    "slow bodies": (HEAD + b"Content-Length: 9000000\r\n\r\n" + bytes(200_000), b"x"),
+    "slow readers": (b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n", b""),
+    "idlers": (b"", b""),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of load in each round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of clients, in turns")
     parser.add_argument("--accelerator", default="auto", help="what the net runs on")
+    parser.add_argument("--slow", type=int, default=0, help="slow clients of each kind at a time; none if not given")
+    parser.add_argument("--files", type=int, default=0, help="that the service may have open; as many as this process by default")
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -49,7 +60,8 @@ def run(settings: argparse.Namespace) -> None:
     images = jpegs_of(settings.images) if settings.images else drawn_jpegs(64)
     times: dict[int, list[list[float]]] = {count: [] for count in counts}
     rates: dict[int, list[float]] = {count: [] for count in counts}
-    with started([settings.run, "--accelerator", settings.accelerator]) as service:
+    among: dict[str, tuple[list[float], int]] = {}
+    with started([settings.run, "--accelerator", settings.accelerator], settings.files) as service:
         asyncio.run(load(service, images, max(counts), 1.0))  # warm
         for _, count in itertools.product(range(settings.rounds), counts):
             before = time.perf_counter()
@@ -57,6 +69,8 @@ def run(settings: argparse.Namespace) -> None:
             rates[count].append(len(seconds) / (time.perf_counter() - before))
             times[count].append(seconds)
         memory = service.memory()
+        for kind in SLOW if settings.slow else ():
+            among[kind] = asyncio.run(load_among(service, images, kind, settings.slow, settings.rounds * settings.seconds))
     rows: list[Row] = [("start", service.start_seconds, "s"), *([("memory", memory, "MB")] if memory else [])]
     for count in counts:
         slowest = (1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count])
@@ -64,6 +78,13 @@ def run(settings: argparse.Namespace) -> None:
             (f"{count} at a time", spread(rates[count]), "requests/s"),
             (f"{count} at a time, p50", spread(1000 * statistics.median(seconds) for seconds in times[count]), "ms"),
             (f"{count} at a time, p99", spread(slowest), "ms"),
+        ]
+    for kind, (seconds, failed) in among.items():
+        rows += [
+            (f"among {kind}, p50", round(1000 * statistics.median(seconds), 2), "ms"),
+            (f"among {kind}, p99", round(1000 * float(np.percentile(seconds, 99, method="higher")), 2), "ms"),
+            (f"among {kind}, slowest", round(1000 * max(seconds), 2), "ms"),
+            (f"among {kind}, not answered", float(failed), f"of {len(seconds)}"),
         ]
     sent = "a folder's" if settings.images else "drawn"
     publish(
@@ -121,11 +142,16 @@ def _with_children(pid: int) -> list[int]:
 
 
 @contextmanager
-def started(argv: Sequence[str]) -> Iterator[Service]:
-    """Runs `cifar-lit serve` on a free port, and stops it in the end; raises UsageError or Failure, as the process ended."""
+def started(argv: Sequence[str], files: int) -> Iterator[Service]:
+    """Runs `cifar-lit serve` on a free port, and stops it in the end; raises UsageError or Failure, as the process ended.
+
+    files: how many it may have open, 0 for as many as this process.
+    """
     with tempfile.TemporaryFile("w+") as errors:
         before = time.perf_counter()
         command = [sys.executable, "-m", "cifar_lit", "serve", *argv, "--port", "0"]
+        if files:
+            command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
             assert process.stdout is not None
             try:
@@ -165,10 +191,47 @@ async def load(service: Service, images: Sequence[bytes], clients: int, seconds:
     return times
 
 
+async def load_among(service: Service, images: Sequence[bytes], kind: str, count: int, seconds: float) -> tuple[list[float], int]:
+    """Seconds of each request of one client that connects anew for each, and how many failed, among `count` slow clients."""
+    loop = asyncio.get_running_loop()
+    crowd = [asyncio.create_task(keep_waiting(service, *SLOW[kind])) for _ in range(count if kind != "no" else 0)]
+    await asyncio.sleep(2)  # until they are there
+    times: list[float] = []
+    failed = 0
+    end = loop.time() + seconds
+    while (before := loop.time()) < end:
+        try:
+            reader, writer = await asyncio.open_connection(service.host, service.port)
+            await post(reader, writer, images[len(times) % len(images)])
+            writer.close()
+        except (OSError, Failure):
+            failed += 1
+        times.append(loop.time() - before)
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    return times, failed
+
+
+async def keep_waiting(service: Service, first: bytes, then: bytes) -> None:
+    """A slow client that reads no answers; one that is thrown out comes back."""
+    while True:
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(service.host, service.port, limit=1)
+            try:
+                writer.write(first)
+                for _ in range(15):
+                    await asyncio.sleep(1)
+                    if reader.at_eof() or writer.is_closing():
+                        break
+                    writer.write(then)
+            finally:
+                writer.transport.abort()
+
+
 async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, image: bytes) -> None:
     """One POST /predict and its whole answer; raises Failure for none, or one that is not 200."""
-    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
-    writer.write(head.encode() + image)
+    writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(image) + image)
     try:
         lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_SECONDS)).lower().split(b"\r\n")
         length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))

@@ -1,0 +1,395 @@
+"""Requests that want to read along, to take time or memory, or to hold others out, each sent to a service as it is by default.
+
+All of them with -m stress; some in any other run.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import os
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inference.odd_files import bomb, scan_bomb
+from inference.serving import Service, form, picture, running
+from inference.small_nets import write_net
+from PIL import Image
+
+pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time and memory are watched as Linux shows them")
+
+EVERY = 4  # one of so many in the short form
+MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # of all the service's processes, for one request
+LOCAL = "Host: localhost\r\n"
+
+
+def get(path: str = "/health", headers: str = LOCAL, version: str = "1.1") -> bytes:
+    return f"GET {path} HTTP/{version}\r\n{headers}\r\n".encode("latin-1")
+
+
+def post(
+    body: bytes = b"", kind: str = "image/jpeg", headers: str = LOCAL, length: object = None, path: str = "/predict"
+) -> bytes:
+    length = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\n{headers}Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode("latin-1") + body
+
+
+def from_site(host: str, origin: str = "") -> bytes:
+    """A picture from a page of a site, whose name leads here."""
+    return post(picture(), headers=f"Host: {host}\r\nOrigin: {origin or 'http://' + host}\r\n")
+
+
+def chunked(body: bytes, headers: str = "") -> bytes:
+    head = f"POST /predict HTTP/1.1\r\n{LOCAL}{headers}Content-Type: image/jpeg\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + body
+
+
+def flat(kind: str, mode: str = "RGB", side: int = 4990) -> bytes:
+    """25 million pixels of one colour, in few bytes."""
+    file = io.BytesIO()
+    Image.new(mode, (side, side)).save(file, kind)
+    return file.getvalue()
+
+
+def runs(side: int = 4990) -> bytes:
+    """A BMP of 25 million pixels that begins with 4.9 million runs of one pixel each, and is cut short then."""
+    data = bytes((1, 7)) * 4_900_000
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(data), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 54 + 1024 + len(data), 0, 0, 54 + 1024) + header + bytes(1024) + data
+
+
+def part(headers: bytes) -> tuple[bytes, str]:
+    """A form of one file with these headers."""
+    return b"--x\r\n" + headers + b"\r\n\r\n" + picture() + b"\r\n--x--", "multipart/form-data; boundary=x"
+
+
+def as_json(text: bytes) -> bytes:
+    return post(text, "application/json")
+
+
+def many(data: bytes, count: int) -> bytes:
+    body, headers = form(*[("a.png", data)] * count)
+    return post(body, headers["Content-Type"])
+
+
+Made = bytes | Callable[[], bytes]
+
+# What is sent, and the statuses that it may be answered with; 0 for none.
+REQUESTS: dict[str, tuple[Made, set[int]]] = {
+    "a page whose name, 127.evil.1.com, leads here": (from_site("127.evil.1.com"), {400}),
+    "a page whose name, 127.0.evil.com, leads here": (from_site("127.0.evil.com:8000"), {400}),
+    "a page whose name begins as an address": (from_site("127.0.0.1.evil.example"), {400}),
+    "a page whose name ends in .localhost": (from_site("evil.localhost"), {400}),
+    "a page whose name ends in a dot": (from_site("evil.example."), {400}),
+    "a page at 0.0.0.0": (from_site("0.0.0.0:8000"), {400}),
+    "a page at another loopback address": (from_site("127.0.0.1", "http://127.0.0.2"), {403}),
+    "a page at another port": (from_site("localhost:8000", "http://localhost:3000"), {403}),
+    "a page without a site": (from_site("localhost", "null"), {403}),
+    "a site's name with a bracket left open": (from_site("localhost", "http://["), {403}),
+    "a Host with a bracket left open": (get(headers="Host: [\r\n"), {400}),
+    "a Host with a user before it": (get(headers="Host: localhost@evil.example\r\n"), {400}),
+    "a Host with localhost as user": (get(headers="Host: evil.example:80@localhost\r\n"), {400}),
+    "a Host in full-width letters": (get(headers="Host: ｌocalhost\r\n".encode().decode("latin-1")), {400}),
+    "a Host with a path": (get(headers="Host: localhost/health?\r\n"), {400}),
+    "two Hosts": (get(headers=LOCAL + "Host: evil.example\r\n"), {400}),
+    "no Host": (get(headers=""), {400}),
+    "no Host, by HTTP/1.0": (get(headers="", version="1.0"), {400}),
+    "another host in the request line": (get("http://evil.example/health", "Host: evil.example\r\n"), {400}),
+    "a path with an escape, from no site that is one": (
+        post(b"", headers=LOCAL + "Origin: http://[\r\n", path="/%1b]0;owned%07%1b[31m"),
+        {403},
+    ),
+    "a path with a line break": (get("/a%0d%0aSet-Cookie:%20a"), {404}),
+    "a tunnel to elsewhere": (b"CONNECT evil.example:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 404, 405}),
+    "a JPEG of 3,000 scans": (lambda: post(scan_bomb()), {422}),
+    "64 PNGs of 25 million pixels": (lambda: many(flat("PNG"), 64), {422}),
+    "a PNG of 25 million clear pixels": (lambda: post(flat("PNG", "RGBA")), {200, 422}),
+    "a WebP of 25 million pixels": (lambda: post(flat("WEBP")), {200, 422}),
+    "a GIF of 25 million pixels": (lambda: post(flat("GIF", "P")), {200, 422}),
+    "a BMP of 5 million runs": (lambda: post(runs()), {422}),
+    "a PNG of 3,600 million pixels": (lambda: post(bomb()), {422}),
+    "a form of two million parts": (lambda: post(b"--x\r\n" * 1_990_000 + b"\r\n--x--", part(b"")[1]), {400, 413}),
+    "a form whose part has a megabyte of headers": (lambda: post(*part(b"a: b\r\n" * 200_000)), {413}),
+    "a form whose file's name is in no encoding": (post(*part(b"Content-Disposition: a; filename*=undefined''a")), {200}),
+    "a form whose file's name is in an encoding with a NUL": (
+        post(*part(b"Content-Disposition: a; filename*=a%00b''a\r\nX: \0")),
+        {200},
+    ),
+    "a type of 15,000 semicolons": (post(b"--x--", "multipart/form-data; boundary=x" + ";" * 15_000), {400}),
+    "JSON of three million empty texts": (lambda: as_json(b'{"images": [' + b'"",' * 3_300_000 + b'""]}'), {413}),
+    "JSON of three million empty objects": (lambda: as_json(b'{"images": [' + b"{}," * 3_300_000 + b"{}]}"), {413}),
+    "JSON of ten million brackets": (lambda: as_json(b"[" * 9_999_999), {413}),
+    "JSON of a number of ten million digits": (lambda: as_json(b'{"image": ' + b"9" * 9_999_900 + b"}"), {400}),
+    "base64 in three million words": (lambda: as_json(b'{"image": "' + b"aa " * 3_300_000 + b'"}'), {415, 422}),
+    "a gigabyte of zeros, packed": (
+        lambda: post(gzip.compress(bytes(100 << 20), 1) * 10, headers=LOCAL + "Content-Encoding: gzip\r\n"),
+        {415},
+    ),
+    "a body in chunks of one byte": (lambda: chunked(b"1\r\nx\r\n" * 3_000_000), {413}),
+    "a chunk with a note of 30 MB": (lambda: chunked(b"1;" + b"x" * 30_000_000 + b"\r\nx\r\n0\r\n\r\n"), {413}),
+    "a million trailers": (lambda: chunked(b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * 1_000_000 + b"\r\n"), {431}),
+    "a trailer that is another Host": (chunked(b"1\r\nx\r\n0\r\nHost: evil.example\r\n\r\n"), {415}),
+    "a chunk of 2⁶⁴ bytes": (chunked(b"10000000000000000\r\nx"), {400}),
+    "a hundred thousand headers": (lambda: get(headers="a: b\r\n" * 100_000), {431}),
+    "a header of ten megabytes": (lambda: get(headers=f"a: {'b' * 10_000_000}\r\n"), {431}),
+    "an address of a megabyte": (lambda: get("/" + "a" * 1_000_000), {431}),
+    "a question of a hundred thousand parts": (lambda: get("/health?" + "a&" * 100_000), {431}),
+    "a top of 5,000 digits": (post(picture(), path="/predict?top=" + "9" * 5000), {422}),
+    "ten thousand requests in one": (get() * 10_000, {200}),
+    "a request behind a body that is longer than told": (post(b"\xff\xd8\xff" + get(), length=3), {422}),
+    "a body of 10¹⁸ bytes": (post(b"", length=10**18), {413}),
+    "a body of 10³⁰ bytes": (post(b"", length=10**30), {400}),
+    "a body of -1 bytes": (post(b"", length=-1), {400}),
+    "a body of +3 bytes": (post(b"abc", length="+3"), {400}),
+    "two lengths": (post(b"abc", headers=LOCAL + "Content-Length: 30\r\n"), {400}),
+    "a length, and chunks": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked\r\n"), {400}),
+    "chunks that are no last encoding": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked, x\r\n"), {400}),
+    "a body of 10¹⁸ bytes that waits for a word": (post(b"", headers=LOCAL + "Expect: 100-continue\r\n", length=10**18), {413}),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400}),
+    "HTTP/2 by an upgrade": (
+        get(headers=LOCAL + "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"),
+        {200},
+    ),
+    "a web socket": (get(headers=LOCAL + "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AA==\r\n"), {200}),
+    "TLS": (b"\x16\x03\x01\x02\x00" + bytes(100), {400}),
+    "a header with a NUL": (get(headers=LOCAL + "a: \0\r\n"), {400}),
+    "a header with a line break in it": (get(headers=LOCAL + "a: b\r\n c: d\r\n"), {200, 400}),
+    "lines that end in nothing but a line feed": (b"GET /health HTTP/1.1\nHost: localhost\n\n", {200, 400}),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a small net."""
+    return write_net(tmp_path_factory.mktemp("runs") / "run-1", "lenet", side=16)
+
+
+@pytest.fixture
+def service(run: Path) -> Iterator[Service]:
+    """A service without any flag, which must not have printed anything in the end."""
+    with running(run) as opened:
+        yield opened
+        opened.process.terminate()
+        assert opened.process.stdout is not None and opened.process.stdout.read() == "stopped\n"
+
+
+def answer_to(service: Service, data: bytes, seconds: float = 20) -> tuple[int, bytes]:
+    """The status and the body that come back, 0 and nothing where the connection is closed without."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=seconds) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(data)
+        with suppress(ConnectionError, HTTPException), closing(HTTPResponse(connection)) as response:
+            response.begin()
+            return response.status, response.read()
+    return 0, b""
+
+
+def cpu_seconds(service: Service) -> float:
+    """Of all the service's processes, also of those that are gone."""
+    ticks = 0
+    for process in service.processes():
+        with suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def megabytes(service: Service, kind: str = "VmHWM:") -> float:
+    """Of the service's first process, at the highest."""
+    lines = Path(f"/proc/{service.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
+
+
+def open_files(service: Service) -> int:
+    return len(list(Path(f"/proc/{service.process.pid}/fd").iterdir()))
+
+
+def test_no_request_takes_a_second_or_much_memory_or_is_answered_that_should_not_be(
+    service: Service, long_form: bool, write_counts: Callable[[dict[str, Any]], None]
+) -> None:
+    rows: dict[str, dict[str, Any]] = {}
+    honest = service.predict(picture()).body
+    for name, (made, statuses) in list(REQUESTS.items())[:: 1 if long_form else EVERY]:
+        data = made() if callable(made) else made
+        Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")  # the highest use so far is forgotten
+        cpu, memory = cpu_seconds(service), megabytes(service)
+        status, body = answer_to(service, data)
+        assert service.predict(picture()).body == honest, name  # it goes on; and a lost decoder is there again
+        row = {"status": status, "cpu_seconds": cpu_seconds(service) - cpu, "megabytes": megabytes(service) - memory, "harm": []}
+        if status not in statuses:
+            row["harm"].append(f"answered with {status} {body[:200]!r}")
+        if status >= 400:
+            text = json.loads(body)["error"]
+            row["answer"] = text
+            if not text.isprintable() or len(text) > 300:
+                row["harm"].append("the answer is no line of text")
+        if row["cpu_seconds"] > MAX_CPU_SECONDS or row["megabytes"] > MAX_MEGABYTES:
+            row["harm"].append("it takes too much")
+        rows[name] = row
+    headline = {
+        "hostile requests": len(rows), "without harm": sum(not row["harm"] for row in rows.values()),
+    }  # fmt: skip
+    write_counts({"requests": rows, "headline": headline, "unit": dict.fromkeys(headline, "requests")})
+    assert {name: row for name, row in rows.items() if row["harm"]} == {}
+
+
+# ---- many at a time
+
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
+SLOW = {  # what a client sends that then sends a byte now and then, or nothing any more
+    "headers": (HEAD, b"x"),
+    "bodies": (HEAD + b"Content-Length: 9000000\r\n\r\n" + bytes(200_000), b"x"),
+    "readers": (get("/page.js"), b""),
+    "idlers": (b"", b""),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: Path, kind: str, long_form: bool) -> None:
+    count = 1000 if long_form else 200
+    first, further = SLOW[kind]
+    with running(run, files=0 if long_form else 256) as service:
+        started, failed, clients = time.monotonic(), 0, []
+        try:
+            for _ in range(count):
+                clients.append(socket.create_connection(("127.0.0.1", service.port), timeout=20))
+                clients[-1].setblocking(False)
+                with suppress(OSError):
+                    clients[-1].send(first)
+            for number in range(100):
+                failed += service.predict(picture()).status != 200
+                for client in clients[number % 10 :: 10]:
+                    with suppress(OSError):
+                        client.send(further)
+        finally:
+            for client in clients:
+                client.close()
+        assert failed == 0, (count, time.monotonic() - started)
+        service.process.terminate()
+        assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"
+
+
+def test_large_bodies_that_stand_still_make_room_for_others(run: Path) -> None:
+    with running(run) as service, ThreadPoolExecutor(40) as threads:
+        memory = megabytes(service)
+        large = HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)
+        stalled = [threads.submit(answer_to, service, large) for _ in range(40)]
+        time.sleep(1)
+        for _ in range(20):
+            assert service.predict(picture(size=(2000, 2000), kind="BMP")[:9_000_000]).status in (200, 422)
+            assert service.predict(picture()).status == 200
+        assert megabytes(service) - memory < 500
+        assert {one.result()[0] for one in stalled} <= {0, 408, 503}
+
+
+def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=30)
+    body, headers = form(*[("a.jpg", file.getvalue())] * 64)  # answered with 12 MB
+    with running(write_net(tmp_path / "run", "lenet", side=224), "--body-seconds", 0.5) as service, socket.socket() as client:
+        before = open_files(service)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
+        client.connect(("127.0.0.1", service.port))
+        client.sendall(post(body, headers["Content-Type"], path="/predict?seen=1"))
+        assert len(client.recv(100)) == 100
+        assert open_files(service) > before
+        end = time.monotonic() + 20
+        while open_files(service) > before and time.monotonic() < end:
+            time.sleep(0.1)
+        assert time.monotonic() < end
+
+
+# ---- what nobody wrote
+
+
+def mutated(draw: random.Random, data: bytes) -> bytes:
+    """Bytes changed, removed, doubled, spliced in from elsewhere, or cut off."""
+    content = bytearray(data)
+    marks = (
+        b"\r\n",
+        b":",
+        b" ",
+        b"\0",
+        b"\xff",
+        b"%",
+        b"%0a",
+        b"0",
+        b"-1",
+        b"99999999999",
+        b";",
+        b'"',
+        b"--x-y",
+        b"\x1b[31m",
+        b"[",
+    )
+    for _ in range(draw.randint(1, 5)):
+        place = draw.randrange(min(len(content), 400) + 1) if draw.random() < 0.8 else draw.randrange(len(content) + 1)
+        length = draw.randint(1, 12)
+        match draw.randrange(6):
+            case 0:
+                content[place : place + length] = draw.randbytes(length)
+            case 1:
+                del content[place : place + length]
+            case 2:
+                content[place:place] = content[place : place + 30 * length]
+            case 3:
+                content[place:place] = draw.choice(marks) * draw.choice((1, 1, 3, 100))
+            case 4:
+                lines = bytes(content).split(b"\r\n")
+                draw.shuffle(lines)
+                content = bytearray(b"\r\n".join(lines))
+            case 5:
+                del content[place:]
+    return bytes(content)
+
+
+def seeds() -> list[bytes]:
+    """Requests that are answered with 200."""
+    body, headers = form(("a.jpg", picture()), ("b.png", picture(1, kind="PNG")))
+    text = json.dumps({"images": [base64.b64encode(picture()).decode()]}).encode()
+    piece = picture()
+    return [
+        get(), get("/"), get("/page.js", LOCAL + "Accept-Encoding: gzip\r\n"),
+        post(piece), post(body, headers["Content-Type"]), as_json(text),
+        post(piece, path="/predict?top=2&seen=1", headers=LOCAL + "Origin: http://localhost\r\nExpect: 100-continue\r\n"),
+        chunked(b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece)),
+    ]  # fmt: skip
+
+
+def test_bytes_that_nobody_wrote_are_answered_or_the_connection_is_closed(run: Path, long_form: bool) -> None:
+    count = 20_000 if long_form else 300
+    seed = random.randrange(2**32) if long_form else 0
+    with running(run, "--body-seconds", 0.3) as service:
+        whole = seeds()
+        assert {answer_to(service, data)[0] for data in whole} == {200}
+
+        def one(number: int) -> tuple[int, bytes]:
+            draw = random.Random(f"{seed} {number}")
+            return answer_to(service, mutated(draw, draw.choice(whole)))
+
+        with ThreadPoolExecutor(20) as threads:
+            list(threads.map(one, range(100)))
+            before = megabytes(service, "VmRSS:")
+            answers = list(threads.map(one, range(count)))
+        for number, (status, body) in enumerate(answers):
+            assert status in (0, 200) or 400 <= status < 500 or status == 503, (seed, number, status, body)
+            assert status < 400 or json.loads(body)["error"].isprintable(), (seed, number, body)
+        assert service.predict(picture()).status == 200
+        assert megabytes(service, "VmRSS:") - before < 60
+        service.process.terminate()
+        assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n", seed
