@@ -16,6 +16,7 @@ from cifar_lit.inference.serve.bodies import Limits
 MAX_CONNECTIONS = 2048  # about 20 KB each
 MAX_BACKLOG = 512  # accepted at once, before any other is closed
 MAX_HEADER_BYTES = 16 * 1024  # of the request line, the headers and the trailers, as Node.js takes them
+TOO_LONG = f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB"
 MAX_DRAINED_BYTES = 256_000_000  # of a body whose answer was given before its end: closed at once, the answer might be lost
 PIECE_BYTES = 1000  # that each piece of a body counts for beside its own: small ones cost more time than bytes
 MIN_RATE = 8000  # bytes/s that keep a connection open
@@ -71,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(data)
         self._bytes += len(data)
         if self.part == "header" and self._bytes > MAX_HEADER_BYTES:
-            self._refuse(431, f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB")
+            self._refuse(431, TOO_LONG)
         elif self.part == "body" and self._bytes > 2 * self._limits.body + MAX_HEADER_BYTES:
             self._refuse(413, "the body takes too much to be sent: send larger pieces, and no more than the image")
         elif self._bytes > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
@@ -97,7 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _count_header(self, size: int) -> None:
         self._header_bytes += size + 4
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("too long")
+            raise ValueError(TOO_LONG)
 
     def on_headers_complete(self) -> None:
         """The body follows."""
@@ -126,7 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.part == "whole":
             self.part, self.cycle.keep_alive = "refused", False
         elif self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB")
+            self._refuse(431, TOO_LONG)
         else:
             self._refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
 

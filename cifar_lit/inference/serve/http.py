@@ -130,10 +130,7 @@ class App:
 
     def _check(self, request: Request) -> None:
         """Raises RequestError where the client may not ask, or not now."""
-        hosts = request.headers.getlist("host")
-        if len(hosts) > 1:
-            raise RequestError(400, "the request names more than one Host: send one")
-        host = "".join(hosts).lower()
+        host = ",".join(request.headers.getlist("host")).lower()  # which is no name where there are two
         if self.local and not _is_local(host):
             text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
             raise RequestError(400, text)
@@ -187,13 +184,16 @@ class App:
         return {"predictions": predictions} if images.many else predictions[0]
 
     def _hold(self, size: int, scope: Scope) -> None:
-        """Counts bytes of a body; where there are too many, the slowest request that is still coming makes room."""
+        """Counts bytes of a body; where there are too many, the slowest of the requests that are still coming make room."""
         self._held += size
         if self._held > max(MAX_HELD_BYTES, 2 * self.limits.body):
-            last = slowest(one for one in self.connections if one.part == "body")
-            if not last or last[0].scope is scope:
+            coming = [one for one in self.connections if one.part == "body"]
+            last = slowest(coming, 1 + len(coming) // 32)
+            for one in last:
+                if one.scope is not scope:
+                    one.drop()
+            if not last or any(one.scope is scope for one in last):
                 raise RequestError(503, "the service holds too many large requests: send it again later")
-            last[0].drop()
 
     def _top(self, text: str | None) -> int:
         """How many classes to name."""
