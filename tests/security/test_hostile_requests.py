@@ -16,8 +16,8 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,9 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
         {200},
     ),
     "a type of 15,000 semicolons": (post(b"--x--", "multipart/form-data; boundary=x" + ";" * 15_000), {400}),
-    "JSON of three million empty texts": (lambda: as_json(b'{"images": [' + b'"",' * 3_300_000 + b'""]}'), {413}),
-    "JSON of three million empty objects": (lambda: as_json(b'{"images": [' + b"{}," * 3_300_000 + b"{}]}"), {413}),
-    "JSON of ten million brackets": (lambda: as_json(b"[" * 9_999_999), {413}),
+    "JSON of three million empty texts": (lambda: as_json(b'{"images": [' + b'"",' * 3_300_000 + b'""]}'), {400}),
+    "JSON of three million empty objects": (lambda: as_json(b'{"images": [' + b"{}," * 3_300_000 + b"{}]}"), {400}),
+    "JSON of ten million brackets": (lambda: as_json(b"[" * 9_999_999), {400}),
     "JSON of a number of ten million digits": (lambda: as_json(b'{"image": ' + b"9" * 9_999_900 + b"}"), {400}),
     "base64 in three million words": (lambda: as_json(b'{"image": "' + b"aa " * 3_300_000 + b'"}'), {415, 422}),
     "a gigabyte of zeros, packed": (
@@ -143,7 +143,7 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "a body in chunks of one byte": (lambda: chunked(b"1\r\nx\r\n" * 3_000_000), {413}),
     "a chunk with a note of 30 MB": (lambda: chunked(b"1;" + b"x" * 30_000_000 + b"\r\nx\r\n0\r\n\r\n"), {413}),
     "a million trailers": (lambda: chunked(b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * 1_000_000 + b"\r\n"), {431}),
-    "a trailer that is another Host": (chunked(b"1\r\nx\r\n0\r\nHost: evil.example\r\n\r\n"), {415}),
+    "a trailer that is another Host": (chunked(b"1\r\nx\r\n0\r\nHost: evil.example\r\n\r\n"), {400, 415}),
     "a chunk of 2⁶⁴ bytes": (chunked(b"10000000000000000\r\nx"), {400}),
     "a hundred thousand headers": (lambda: get(headers="a: b\r\n" * 100_000), {431}),
     "a header of ten megabytes": (lambda: get(headers=f"a: {'b' * 10_000_000}\r\n"), {431}),
@@ -228,7 +228,8 @@ def test_no_request_takes_a_second_or_much_memory_or_is_answered_that_should_not
         Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")  # the highest use so far is forgotten
         cpu, memory = cpu_seconds(service), megabytes(service)
         status, body = answer_to(service, data)
-        assert service.predict(picture()).body == honest, name  # it goes on; and a lost decoder is there again
+        for _ in service.processes()[2:]:  # until a lost decoder is there again: they take turns
+            assert service.predict(picture()).body == honest, name
         row = {"status": status, "cpu_seconds": cpu_seconds(service) - cpu, "megabytes": megabytes(service) - memory, "harm": []}
         if status not in statuses:
             row["harm"].append(f"answered with {status} {body[:200]!r}")
@@ -240,9 +241,7 @@ def test_no_request_takes_a_second_or_much_memory_or_is_answered_that_should_not
         if row["cpu_seconds"] > MAX_CPU_SECONDS or row["megabytes"] > MAX_MEGABYTES:
             row["harm"].append("it takes too much")
         rows[name] = row
-    headline = {
-        "hostile requests": len(rows), "without harm": sum(not row["harm"] for row in rows.values()),
-    }  # fmt: skip
+    headline = {"hostile requests": len(rows), "without harm": sum(not row["harm"] for row in rows.values())}
     write_counts({"requests": rows, "headline": headline, "unit": dict.fromkeys(headline, "requests")})
     assert {name: row for name, row in rows.items() if row["harm"]} == {}
 
@@ -284,16 +283,16 @@ def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: 
 
 
 def test_large_bodies_that_stand_still_make_room_for_others(run: Path) -> None:
-    with running(run) as service, ThreadPoolExecutor(40) as threads:
+    with running(run) as service, ExitStack() as clients, ThreadPoolExecutor(40) as threads:
         memory = megabytes(service)
-        large = HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)
-        stalled = [threads.submit(answer_to, service, large) for _ in range(40)]
-        time.sleep(1)
-        for _ in range(20):
-            assert service.predict(picture(size=(2000, 2000), kind="BMP")[:9_000_000]).status in (200, 422)
-            assert service.predict(picture()).status == 200
-        assert megabytes(service) - memory < 500
-        assert {one.result()[0] for one in stalled} <= {0, 408, 503}
+        sockets = [clients.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(40)]
+        sent = [threads.submit(one.sendall, HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)) for one in sockets]
+        wait(sent, 5)
+        assert service.predict(picture(size=(1700, 1700), kind="BMP")).status == 200  # 8.7 MB
+        assert megabytes(service) - memory < 300
+        for one in sockets:
+            with suppress(OSError):  # it was closed
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Path) -> None:

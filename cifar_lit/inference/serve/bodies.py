@@ -17,7 +17,7 @@ class Limits:
     body: int = 10_000_000  # bytes
     pixels: int = 25_000_000  # of one image, as its header says, before anything is decoded
     images: int = 64
-    decode_seconds: float = 0.6  # of a CPU for a request's images, after which the decoder is killed; starting another takes 0.3
+    decode_seconds: float = 0.5  # of a CPU for a request's images, after which the decoder is killed; starting another takes 0.3
     body_seconds: float = 10.0  # that a client may pause for; one that is slow uses them up
     answer_seconds: float = 20.0  # in which a request that is here must be answered
     requests: int = 64  # at a time; further ones get 503
@@ -97,7 +97,7 @@ def _form_files(content_type: str, body: bytes | bytearray, limits: Limits) -> l
 def _json_images(body: bytes | bytearray, limits: Limits) -> Images:
     example = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > 3 * limits.images + MAX_FIELDS:  # objects take 25 times their bytes
-        raise RequestError(413, f"the JSON has too many values: at most {limits.images} images in one request")
+        raise RequestError(400, f"the body is not valid JSON, or holds more than {limits.images} images: send {example}")
     try:
         content: Any = json.loads(body)
     except (ValueError, RecursionError):
