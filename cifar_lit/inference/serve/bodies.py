@@ -47,7 +47,7 @@ class Images(NamedTuple):
     many: bool
 
 
-def parse_body(content_type: str, body: bytes | bytearray, limits: Limits) -> Images:
+def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
     """The files in a body of this type; raises RequestError for other types, for damaged bodies, none or too many images."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("application/octet-stream", ""):
@@ -71,7 +71,7 @@ def parse_body(content_type: str, body: bytes | bytearray, limits: Limits) -> Im
     return images
 
 
-def _form_files(content_type: str, body: bytes | bytearray, limits: Limits) -> list[tuple[str, bytes]]:
+def _form_files(content_type: str, body: bytes, limits: Limits) -> list[tuple[str, bytes]]:
     """The files of a form (RFC 7578); fields that are no files say nothing here and are left out."""
     boundary = BOUNDARY.search(content_type)
     delimiter = b"\r\n--" + (boundary[1] or boundary[2]).encode("latin-1", "replace") if boundary else b"\r\n"
@@ -94,7 +94,7 @@ def _form_files(content_type: str, body: bytes | bytearray, limits: Limits) -> l
     return files
 
 
-def _json_images(body: bytes | bytearray, limits: Limits) -> Images:
+def _json_images(body: bytes, limits: Limits) -> Images:
     example = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > 3 * limits.images + MAX_FIELDS:  # objects take 25 times their bytes
         raise RequestError(400, f"the body is not valid JSON, or holds more than {limits.images} images: send {example}")

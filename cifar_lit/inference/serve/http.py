@@ -157,19 +157,21 @@ class App:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
         self._check_size(int(request.headers.get("content-length", "0")))
-        body, size = bytearray(), 0
+        chunks, size = [], 0
         try:
             async for chunk in request.stream():
                 self._check_size(size + len(chunk))
                 size += len(chunk)
                 self._hold(len(chunk), request.scope)
-                body += chunk
+                chunks.append(chunk)
             if self._running >= self.limits.requests:
                 raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
             self._running += 1
             try:
                 async with asyncio.timeout(self.limits.answer_seconds):
                     kind = request.headers.get("content-type", "")
+                    body = b"".join(chunks)
+                    chunks.clear()
                     images = await asyncio.to_thread(parse_body, kind, body, self.limits)
                     del body  # else it would be kept beside its images
                     pixels = await self.decoders.decode(images.files)

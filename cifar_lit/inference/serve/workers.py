@@ -68,7 +68,7 @@ def _decode(files: Files, size: tuple[int, int], channels: int, seconds: float) 
 
 def _file(name: str, data: bytes) -> io.BytesIO:
     file = io.BytesIO(data)
-    file.name = name  # type: ignore[attr-defined]  # by which errors call it
+    file.name = name  # by which errors call it
     return file
 
 
