@@ -46,14 +46,15 @@ class LimitedProtocol(HttpToolsProtocol):
     deadline: when it will be; infinity while the service is at work for it. Where room is needed, the earliest goes first.
     part: of a request that is awaited: nothing of it yet, "header", "body"; "whole" while it waits for its answer, "answered"
         when that was given before the body's end, "refused" when nothing more is read.
+    size: bytes of the request so far, with what its pieces count for.
     """
 
     def __init__(self, limits: Limits, max_connections: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self.part = ""
+        self.part, self.size = "", 0
         self.deadline = math.inf
         self._limits, self._max_connections = limits, max_connections
-        self._bytes = self._header_bytes = 0  # of the request so far
+        self._header_bytes = 0
         self._unsent = 0  # bytes of the answer that the system did not take yet
 
     def connection_made(self, transport: Any) -> None:
@@ -70,19 +71,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._earn_time(len(data))
         if self.part != "refused":
             super().data_received(data)
-        self._bytes += len(data)
-        if self.part == "header" and self._bytes > MAX_HEADER_BYTES:
+        self.size += len(data)
+        if self.part == "header" and self.size > MAX_HEADER_BYTES:
             self._refuse(431, TOO_LONG)
-        elif self.part == "body" and self._bytes > 2 * self._limits.body + MAX_HEADER_BYTES:
+        elif self.part == "body" and self.size > 2 * self._limits.body + MAX_HEADER_BYTES:
             self._refuse(413, "the body takes too much to be sent: send larger pieces, and no more than the image")
-        elif self._bytes > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
+        elif self.size > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
         """A request's first byte; one that comes before the answer to the last is dropped, and the connection closed then."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise ValueError("pipelined")
-        self.part, self._bytes, self._header_bytes = "header", 0, 0
+        self.part, self.size, self._header_bytes = "header", 0, 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -107,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        self._bytes += PIECE_BYTES
+        self.size += PIECE_BYTES
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -43,6 +43,7 @@ STOP_SECONDS = 5  # in which requests that run are answered when the service is 
 WATCH_SECONDS = 0.1  # between two looks for clients whose time is over
 DEFAULT_TOP = 3
 MAX_HELD_BYTES = 128_000_000  # of all bodies together, and no less than two of the largest; copies take about three times as much
+SMALL_BODY_BYTES = 64_000  # which need not make room: all of them together are not much
 
 
 def serve(
@@ -162,7 +163,9 @@ class App:
             async for chunk in request.stream():
                 self._check_size(size + len(chunk))
                 size += len(chunk)
-                self._hold(len(chunk), request.scope)
+                self._held += len(chunk)
+                if size > SMALL_BODY_BYTES and self._held > max(MAX_HELD_BYTES, 2 * self.limits.body):
+                    self._make_room(request.scope)
                 chunks.append(chunk)
             if self._running >= self.limits.requests:
                 raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
@@ -185,17 +188,15 @@ class App:
             self._held -= size
         return {"predictions": predictions} if images.many else predictions[0]
 
-    def _hold(self, size: int, scope: Scope) -> None:
-        """Counts bytes of a body; where there are too many, the slowest of the requests that are still coming make room."""
-        self._held += size
-        if self._held > max(MAX_HELD_BYTES, 2 * self.limits.body):
-            coming = [one for one in self.connections if one.part == "body"]
-            last = slowest(coming, 1 + len(coming) // 32)
-            for one in last:
-                if one.scope is not scope:
-                    one.drop()
-            if not last or any(one.scope is scope for one in last):
-                raise RequestError(503, "the service holds too many large requests: send it again later")
+    def _make_room(self, scope: Scope) -> None:
+        """Drops the slowest of the large requests that are still coming; raises RequestError where this is one of them."""
+        coming = [one for one in self.connections if one.part == "body" and one.size > SMALL_BODY_BYTES]
+        last = slowest(coming, 1 + len(coming) // 32)
+        for one in last:
+            if one.scope is not scope:
+                one.drop()
+        if not last or any(one.scope is scope for one in last):
+            raise RequestError(503, "the service holds too many large requests: send it again later")
 
     def _top(self, text: str | None) -> int:
         """How many classes to name."""
