@@ -46,15 +46,14 @@ class LimitedProtocol(HttpToolsProtocol):
     deadline: when it will be; infinity while the service is at work for it. Where room is needed, the earliest goes first.
     part: of a request that is awaited: nothing of it yet, "header", "body"; "whole" while it waits for its answer, "answered"
         when that was given before the body's end, "refused" when nothing more is read.
-    size: bytes of the request so far, with what its pieces count for.
     """
 
     def __init__(self, limits: Limits, max_connections: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self.part, self.size = "", 0
+        self.part = ""
         self.deadline = math.inf
         self._limits, self._max_connections = limits, max_connections
-        self._header_bytes = 0
+        self._bytes = self._header_bytes = 0  # of the request so far
         self._unsent = 0  # bytes of the answer that the system did not take yet
 
     def connection_made(self, transport: Any) -> None:
@@ -62,7 +61,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._give_time()
         if len(self.connections) > self._max_connections:
-            for connection in slowest(self.connections, 1 + self._max_connections // 32):  # type: ignore[arg-type]
+            for connection in slowest(self.connections, 1 + self._max_connections // 32):
                 connection.drop()
 
     def data_received(self, data: bytes) -> None:
@@ -71,19 +70,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._earn_time(len(data))
         if self.part != "refused":
             super().data_received(data)
-        self.size += len(data)
-        if self.part == "header" and self.size > MAX_HEADER_BYTES:
-            self._refuse(431, TOO_LONG)
-        elif self.part == "body" and self.size > 2 * self._limits.body + MAX_HEADER_BYTES:
-            self._refuse(413, "the body takes too much to be sent: send larger pieces, and no more than the image")
-        elif self.size > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
+        self._bytes += len(data)
+        if self.part == "header" and self._bytes > MAX_HEADER_BYTES:
+            self.refuse(431, TOO_LONG)
+        elif self.part == "body" and self._bytes > 2 * self._limits.body + MAX_HEADER_BYTES:
+            self.refuse(413, "the body takes too much to be sent: send larger pieces, and no more than the image")
+        elif self._bytes > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
         """A request's first byte; one that comes before the answer to the last is dropped, and the connection closed then."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise ValueError("pipelined")
-        self.part, self.size, self._header_bytes = "header", 0, 0
+        self.part, self._bytes, self._header_bytes = "header", 0, 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -108,7 +107,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        self.size += PIECE_BYTES
+        self._bytes += PIECE_BYTES
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -128,36 +127,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.part == "whole":
             self.part, self.cycle.keep_alive = "refused", False
         elif self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, TOO_LONG)
+            self.refuse(431, TOO_LONG)
         else:
-            self._refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
+            self.refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
 
-    def close_if_due(self) -> None:
-        """Lets the client go if its time is over; to be called several times a second."""
-        unsent = self.transport.get_write_buffer_size()
-        self._earn_time(self._unsent - unsent)
-        self._unsent = unsent
-        if self.loop.time() < self.deadline:
-            return
-        if self.part in ("header", "body"):
-            limit = f"{self._limits.body_seconds:g} s"
-            self._refuse(408, f"the request did not go on within {limit}: send it faster, or serve with more --body-seconds")
-        else:
-            self.transport.abort()
-
-    def drop(self) -> None:
-        """Closes the connection without a word, to make room."""
-        self.transport.abort()
-        self.connections.discard(self)
-
-    def _give_time(self, seconds: float | None = None) -> None:
-        self.deadline = self.loop.time() + (self._limits.body_seconds if seconds is None else seconds)
-
-    def _earn_time(self, size: int) -> None:
-        if size > 0 and self.deadline < math.inf:
-            self.deadline = min(self.deadline + size / MIN_RATE, self.loop.time() + self._limits.body_seconds)
-
-    def _refuse(self, status: int, text: str) -> None:
+    def refuse(self, status: int, text: str) -> None:
         """The last answer on this connection. What still comes is dropped for a while: closed at once, it might be lost."""
         if self.part != "answered":
             body = json.dumps({"error": text}, ensure_ascii=False).encode()
@@ -173,8 +147,33 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
+    def drop(self) -> None:
+        """Closes the connection without a word, to make room."""
+        self.transport.abort()
+        self.connections.discard(self)
 
-def slowest(connections: Iterable[LimitedProtocol], count: int = 1) -> list[LimitedProtocol]:
+    def close_if_due(self) -> None:
+        """Lets the client go if its time is over; to be called several times a second."""
+        unsent = self.transport.get_write_buffer_size()
+        self._earn_time(self._unsent - unsent)
+        self._unsent = unsent
+        if self.loop.time() < self.deadline:
+            return
+        if self.part in ("header", "body"):
+            limit = f"{self._limits.body_seconds:g} s"
+            self.refuse(408, f"the request did not go on within {limit}: send it faster, or serve with more --body-seconds")
+        else:
+            self.transport.abort()
+
+    def _give_time(self, seconds: float | None = None) -> None:
+        self.deadline = self.loop.time() + (self._limits.body_seconds if seconds is None else seconds)
+
+    def _earn_time(self, size: int) -> None:
+        if size > 0 and self.deadline < math.inf:
+            self.deadline = min(self.deadline + size / MIN_RATE, self.loop.time() + self._limits.body_seconds)
+
+
+def slowest(connections: Iterable[Any], count: int) -> list[Any]:
     """Those of the connections that wait for their clients whose time is over first."""
     waiting = (connection for connection in connections if connection.deadline < math.inf)
     return heapq.nsmallest(count, waiting, key=lambda connection: connection.deadline)

@@ -42,7 +42,8 @@ HEADERS = {
 STOP_SECONDS = 5  # in which requests that run are answered when the service is stopped
 WATCH_SECONDS = 0.1  # between two looks for clients whose time is over
 DEFAULT_TOP = 3
-MAX_HELD_BYTES = 128_000_000  # of all bodies together, and no less than two of the largest; copies take about three times as much
+MAX_HELD_BYTES = 256_000_000  # of all bodies together, and no less than two of the largest
+TOO_MUCH = "the service holds too many large requests: send it again later"
 SMALL_BODY_BYTES = 64_000  # which need not make room: all of them together are not much
 
 
@@ -110,7 +111,8 @@ class App:
         }  # fmt: skip
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0  # requests that are here as a whole and have no answer yet
-        self._held = 0  # bytes of bodies
+        self._parsing = asyncio.Lock()
+        self._held = 0  # bytes of bodies, those of each request in its scope
         self.connections: set[Any] = set()  # uvicorn's, once it runs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,14 +160,15 @@ class App:
         """The JSON of a prediction, of a list of them where the request holds a form or a list."""
         top, seen = self._top(request.query_params.get("top")), request.query_params.get("seen") in ("1", "true")
         self._check_size(int(request.headers.get("content-length", "0")))
-        chunks, size = [], 0
+        chunks, size, scope = [], 0, request.scope
         try:
             async for chunk in request.stream():
                 self._check_size(size + len(chunk))
                 size += len(chunk)
+                scope["held"] = scope.get("held", 0) + len(chunk)
                 self._held += len(chunk)
                 if size > SMALL_BODY_BYTES and self._held > max(MAX_HELD_BYTES, 2 * self.limits.body):
-                    self._make_room(request.scope)
+                    self._make_room(scope)
                 chunks.append(chunk)
             if self._running >= self.limits.requests:
                 raise RequestError(503, f"more than {self.limits.requests} requests at a time: send it again later")
@@ -173,10 +176,11 @@ class App:
             try:
                 async with asyncio.timeout(self.limits.answer_seconds):
                     kind = request.headers.get("content-type", "")
-                    body = b"".join(chunks)
-                    chunks.clear()
-                    images = await asyncio.to_thread(parse_body, kind, body, self.limits)
-                    del body  # else it would be kept beside its images
+                    async with self._parsing:  # by one thread, as there are copies meanwhile
+                        body = b"".join(chunks)
+                        chunks.clear()
+                        images = await asyncio.to_thread(parse_body, kind, body, self.limits)
+                        del body
                     pixels = await self.decoders.decode(images.files)
                     predictions = await self.net.predict(NetRequest(pixels, top, seen))
             finally:
@@ -185,18 +189,19 @@ class App:
             limit = f"{self.limits.answer_seconds:g} s"
             raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
         finally:
-            self._held -= size
+            self._held -= scope.pop("held", 0)
         return {"predictions": predictions} if images.many else predictions[0]
 
     def _make_room(self, scope: Scope) -> None:
         """Drops the slowest of the large requests that are still coming; raises RequestError where this is one of them."""
-        coming = [one for one in self.connections if one.part == "body" and one.size > SMALL_BODY_BYTES]
+        coming = [one for one in self.connections if one.part == "body" and one.scope.get("held", 0) > SMALL_BODY_BYTES]
         last = slowest(coming, 1 + len(coming) // 32)
         for one in last:
             if one.scope is not scope:
-                one.drop()
+                self._held -= one.scope.pop("held")
+                one.refuse(503, TOO_MUCH)
         if not last or any(one.scope is scope for one in last):
-            raise RequestError(503, "the service holds too many large requests: send it again later")
+            raise RequestError(503, TOO_MUCH)
 
     def _top(self, text: str | None) -> int:
         """How many classes to name."""
