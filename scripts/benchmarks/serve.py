@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import itertools
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ WHAT = (
 )
 ANSWER_SECONDS = 60.0  # after which a request counts as lost
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
+COMING_SECONDS = 5.0  # in which slow clients come, one after the other
 SLOW = {  # what a slow client sends, and then once a second
     "no": (b"", b""),  # to compare with: there are none
     "slow headers": (HEAD, b"x"),
@@ -70,7 +72,8 @@ def run(settings: argparse.Namespace) -> None:
             times[count].append(seconds)
         memory = service.memory()
         for kind in SLOW if settings.slow else ():
-            among[kind] = asyncio.run(load_among(service, images, kind, settings.slow, settings.rounds * settings.seconds))
+            with crowd(service, kind, settings.slow):
+                among[kind] = asyncio.run(load_among(service, images, settings.rounds * settings.seconds))
     rows: list[Row] = [("start", service.start_seconds, "s"), *([("memory", memory, "MB")] if memory else [])]
     for count in counts:
         slowest = (1000 * float(np.percentile(seconds, 99, method="higher")) for seconds in times[count])
@@ -191,11 +194,9 @@ async def load(service: Service, images: Sequence[bytes], clients: int, seconds:
     return times
 
 
-async def load_among(service: Service, images: Sequence[bytes], kind: str, count: int, seconds: float) -> tuple[list[float], int]:
-    """Seconds of each request of one client that connects anew for each, and how many failed, among `count` slow clients."""
+async def load_among(service: Service, images: Sequence[bytes], seconds: float) -> tuple[list[float], int]:
+    """Seconds of each request of one client that connects anew for each, and how many failed."""
     loop = asyncio.get_running_loop()
-    crowd = [asyncio.create_task(keep_waiting(service, *SLOW[kind])) for _ in range(count if kind != "no" else 0)]
-    await asyncio.sleep(2)  # until they are there
     times: list[float] = []
     failed = 0
     end = loop.time() + seconds
@@ -207,14 +208,30 @@ async def load_among(service: Service, images: Sequence[bytes], kind: str, count
         except (OSError, Failure):
             failed += 1
         times.append(loop.time() - before)
-    for task in crowd:
-        task.cancel()
-    await asyncio.gather(*crowd, return_exceptions=True)
     return times, failed
 
 
-async def keep_waiting(service: Service, first: bytes, then: bytes) -> None:
-    """A slow client that reads no answers; one that is thrown out comes back."""
+@contextmanager
+def crowd(service: Service, kind: str, count: int) -> Iterator[None]:
+    """Within, so many slow clients of a kind are there, in a process of their own."""
+
+    async def come() -> None:
+        delays = np.linspace(0, COMING_SECONDS, count if kind != "no" else 0).tolist()
+        await asyncio.gather(*(keep_waiting(service, *SLOW[kind], delay) for delay in delays))
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(come()))
+    process.start()
+    time.sleep(COMING_SECONDS + 1)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+async def keep_waiting(service: Service, first: bytes, then: bytes, delay: float) -> None:
+    """A slow client that reads no answers, comes after `delay` seconds, and comes back when it is thrown out."""
+    await asyncio.sleep(delay)
     while True:
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(service.host, service.port, limit=1)

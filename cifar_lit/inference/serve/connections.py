@@ -14,7 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cifar_lit.inference.serve.bodies import Limits
 
 MAX_CONNECTIONS = 2048  # about 20 KB each
-MAX_BACKLOG = 512  # accepted at once, before any other is closed
+ACCEPTED_AT_ONCE = 64  # so few that others which were there before are not all closed for them before they are read
+QUEUE = 512  # that the system lets wait
 MAX_HEADER_BYTES = 16 * 1024  # of the request line, the headers and the trailers, as Node.js takes them
 TOO_LONG = f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB"
 MAX_DRAINED_BYTES = 256_000_000  # of a body whose answer was given before its end: closed at once, the answer might be lost
@@ -23,18 +24,18 @@ MIN_RATE = 8000  # bytes/s that keep a connection open
 LINGER_SECONDS = 1.0
 
 
-def connection_limits() -> tuple[int, int]:
-    """How many connections are kept, and how many may wait to be accepted: together they leave file descriptors for the rest."""
-    files = 4 * MAX_CONNECTIONS
+def connection_limit() -> int:
+    """How many connections are kept: half as many as there may be open files, which may be more than a shell says at first."""
+    files = 2 * MAX_CONNECTIONS
     try:
         import resource
     except ImportError:  # Windows has no such limit
-        return MAX_CONNECTIONS, MAX_BACKLOG
+        return MAX_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < files:
         files = files if hard == resource.RLIM_INFINITY else min(files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return min(MAX_CONNECTIONS, files // 2), min(MAX_BACKLOG, files // 4)
+    return files // 2
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
-from cifar_lit.inference.serve.connections import LimitedProtocol, connection_limits, slowest
+from cifar_lit.inference.serve.connections import ACCEPTED_AT_ONCE, QUEUE, LimitedProtocol, connection_limit, slowest
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
 
 PAGE = Path(__file__).parent / "page"
@@ -62,11 +62,10 @@ def serve(
     keep_freed_memory()
     with closing(Decoders(classifier.size, classifier.channels, limits)) as decoders:
         app = App(NetRunner(classifier), decoders, limits, local, version)
-        connections, backlog = connection_limits()
         config = uvicorn.Config(
-            app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connections)), ws="none", lifespan="off",
-            log_config=None, log_level="critical", access_log=False, server_header=False, backlog=backlog, proxy_headers=False,
-            timeout_graceful_shutdown=STOP_SECONDS,
+            app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connection_limit())), ws="none",
+            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False, proxy_headers=False,
+            backlog=ACCEPTED_AT_ONCE, timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
@@ -80,6 +79,7 @@ async def _run(server: uvicorn.Server, sock: socket.socket, on_ready: Callable[[
     serving = asyncio.create_task(server.serve([sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
+    sock.listen(QUEUE)
     on_ready()
     while not serving.done():
         for connection in list(server.server_state.connections):
