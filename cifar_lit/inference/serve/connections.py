@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cifar_lit.inference.serve.bodies import Limits
 
-MAX_CONNECTIONS = 2048  # about 20 KB each
+MAX_CONNECTIONS = 2048  # 7 KB each
 ACCEPTED_AT_ONCE = 64  # so few that others which were there before are not all closed for them before they are read
 QUEUE = 512  # that the system lets wait
 MAX_HEADER_BYTES = 16 * 1024  # of the request line, the headers and the trailers, as Node.js takes them
