@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
+WRITING_SECONDS = 0.2  # in which a record is written that was empty
 LEASE_SECONDS = 10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
@@ -101,10 +103,9 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-            written = _size(path / OWNER)  # looked at first: one that is empty is just being written
             before = owner_of(path)
-            if lock.is_locked and written and before is None:
-                lease.force_break()  # a record that names nobody, of whom no sign could come
+            if lock.is_locked and before is None and _names_nobody(path):
+                lease.force_break()  # no sign could come of nobody
             lease.acquire(timeout=1.5 * LEASE_SECONDS)
         except (Timeout, LeaseSettingsMismatch):
             lock.release()
@@ -134,10 +135,19 @@ class RunFolder:
             lock.release()
 
 
-def _size(file: Path) -> int:
-    with suppress(OSError):  # it is not there, or not any more
-        return file.lstat().st_size
-    return 0
+def _names_nobody(run: Path) -> bool:
+    """Whether a record is there that cannot be read, and is not just being written by another process."""
+
+    def state() -> tuple[int, ...] | None:
+        with suppress(OSError):  # it is not there, or not any more
+            record = (run / OWNER).lstat()
+            return record.st_ino, record.st_size, record.st_mtime_ns
+        return None
+
+    first = state()
+    if first is not None:
+        time.sleep(WRITING_SECONDS)
+    return first is not None and owner_of(run) is None and state() == first
 
 
 def _lease(run: Path) -> SoftFileLease:

@@ -135,7 +135,7 @@ def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_wha
 
 def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
     """Exit codes of a training of two ranks, of which one has no room for the images that it decodes."""
-    words = [*SMALL, *OWN_IMAGES, "--data-dir", "images", "--data.val_size", "4", "--devices", "2"]
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "images", "--data.val_size", "4", "--devices", "2", "--rank-timeout", "5"]
 
     def command() -> int:
         from cifar_lit.cli import main
