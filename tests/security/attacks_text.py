@@ -234,7 +234,7 @@ ATTACKS: dict[str, Attack] = {
         classes("=1+1"), and_then_shows(FOLDER, "runs/*/predictions.csv"), "'=1+1"
     ),
     # a configuration
-    "a recipe's name that leads out of the logs": Attack(config("recipe: ../outside/x\n"), OWN, says="cannot name the run"),
+    "a recipe's name that leads out of the logs": Attack(config("recipe: ../outside/x\n"), OWN, says="which no file may choose"),
     "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
     "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
     "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
