@@ -12,7 +12,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -24,6 +24,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
@@ -246,17 +247,8 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
             raise InvalidFileError(f"its {name} are not settings by name")
     _count_values(checkpoint, {}, 0)
     loops = checkpoint.get("loops", {})
-    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in _leaves(loops)):
+    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in tree_leaves(loops)):
         raise InvalidFileError("its loops are not counted in whole numbers")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """The values in nested ones that are bounded."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(inner)
-    else:
-        yield value
 
 
 def _count_values(value: Any, known: dict[int, int], depth: int) -> int:

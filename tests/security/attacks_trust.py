@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from security.attack import Attack
 from security.hostile_files import BESIDE, LAUGHS
-from security.test_hostile import FIT, SMALL
+from security.sandbox import SMALL
+from security.test_hostile import FIT
 
 from cifar_lit.cli import main
 

@@ -24,6 +24,12 @@ SECONDS, MEGABYTES = 4.0, 512.0
 PATIENCE = 60  # seconds of the clock until a reader counts as hanging
 ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
 PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen")  # audit events of starting a program
+# a recipe that trains in a second, as it lies in the folder of each reader
+SMALL = """seed_everything: 3
+trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
+model: {net: lenet, lr: 0.05}
+data: {dataset: shapes, image_size: 16, num_classes: 4, count: 200, val_size: 40, batch_size: 32}
+"""
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,11 @@ from typing import Any
 
 import pytest
 from security.attack import Attack
-from security.sandbox import read_apart
-from security.test_hostile import SMALL
-from stress.forked import warm
-
-from cifar_lit.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and programs are watched as Linux shows them")
 
 AREAS = sorted(path.stem for path in Path(__file__).parent.glob("attacks_*.py"))
 EVERY = 4  # one of so many in the short form
-
-
-@pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a training with its test, by small.yaml two folders above."""
-    warm()  # here and not in each process, so that imports are not counted
-    folder = tmp_path_factory.mktemp("genuine")
-    (folder / "small.yaml").write_text(SMALL)
-    answer = read_apart(folder, lambda: main(["train", "--recipe", "small.yaml", "--logs", "runs"]))
-    assert answer.code == 0, answer.lines
-    return folder / "runs" / "small-1"
 
 
 def test_no_attack_does_any_harm(

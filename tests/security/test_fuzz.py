@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 from security import fuzz_files, fuzz_lines, fuzz_runs
 from security.fuzzing import Outcome, fuzz
-from security.sandbox import read_apart
-from security.test_hostile import SMALL
-from stress.forked import size, warm
-
-from cifar_lit.cli import main
+from stress.forked import size
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and what is done is watched as Linux shows it")
 
@@ -27,21 +23,15 @@ SECONDS = 2  # for each reader, in any run
 
 
 @pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Makes the run whose files are changed."""
-    warm()
-    place = tmp_path_factory.mktemp("genuine")
-    (place / "small.yaml").write_text(SMALL)
-    answer = read_apart(place, lambda: main(["train", "--recipe", "small.yaml", "--logs", "runs"]))
-    assert answer.code == 0, answer.lines
-    run = place / "runs/small-1"
-    fuzz_runs.GENUINE |= {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+def genuine_files(genuine: Path) -> None:
+    """Reads the files of the run that are changed."""
+    fuzz_runs.GENUINE |= {str(path.relative_to(genuine)): path.read_bytes() for path in genuine.rglob("*") if path.is_file()}
 
 
 OUTCOMES: dict[str, Outcome] = {}
 
 
-@pytest.mark.usefixtures("genuine")
+@pytest.mark.usefixtures("genuine_files")
 @pytest.mark.parametrize("name", READERS)
 def test_whatever_is_read_ends_with_a_value_or_one_line_and_nothing_else_happens(
     name: str, long_form: bool, write_counts: Callable[[dict[str, Any]], None], tmp_path: Path

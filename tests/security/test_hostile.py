@@ -17,8 +17,7 @@ import pytest
 from PIL import Image
 from security.hostile_files import ARCHIVES, BESIDE, CONFIGS, IMAGES, READ
 from security.hostile_models import CHECKPOINTS, MODELS, Maker
-from security.sandbox import Answer, read_apart
-from stress.forked import warm
+from security.sandbox import SMALL, Answer, read_apart
 
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
@@ -34,23 +33,7 @@ KINDS: dict[str, tuple[dict[str, Maker], str, int]] = {
     "archive": (ARCHIVES, "cifar-10-python.tar.gz", 6),
     "image": (IMAGES, "images/a/0.png", 4),
 }
-SMALL = """seed_everything: 3
-trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
-model: {net: lenet, lr: 0.05}
-data: {dataset: shapes, image_size: 16, num_classes: 4, count: 200, val_size: 40, batch_size: 32}
-"""
 FIT = ["fit", "--recipe", "small.yaml", "--logs", "runs"]
-
-
-@pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a training with its test."""
-    warm()  # here and not in each process, so that imports are not counted
-    folder = tmp_path_factory.mktemp("genuine")
-    (folder / "small.yaml").write_text(SMALL)
-    answer = read_apart(folder, lambda: main(["train", *FIT[1:]]))
-    assert answer.code == 0, answer.lines
-    return folder / "runs" / "small-1"
 
 
 def read(folder: Path, genuine: Path, kind: str, maker: Maker | None) -> Answer:
