@@ -205,6 +205,7 @@ def probe_bf16() -> float:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
 MAX_KEPT_BLOCK = 2**30  # bytes
+MIN_RETURNED_BLOCK = 2**17  # bytes; glibc's own
 MAX_OLD_THRESHOLD = 32 * 2**20  # bytes: glibc before 2.35 refuses a higher one
 
 
@@ -215,12 +216,26 @@ def keep_freed_memory() -> bool:
     pages anew when the next step asks for them: a tenth to a third of a step's time on two cores, for tensors of 1 to 50 MB.
     The process is then as large as it was at its peak until it ends. Other libraries (macOS, Windows, musl) stay as they are.
     """
+    kept = _mallopt(_MMAP_THRESHOLD, MAX_KEPT_BLOCK) or _mallopt(_MMAP_THRESHOLD, MAX_OLD_THRESHOLD)
+    return _mallopt(_TRIM_THRESHOLD, 2**31 - 1) and kept
+
+
+def return_freed_memory() -> None:
+    """Has this process hand large blocks back to the system as soon as they are freed, also where it was told to keep them.
+
+    For processes that make blocks for others: before 2.38, glibc often fails to use a freed block for an aligned one of the same
+    size, as torch's are, so that what is kept grows with every block.
+    """
+    _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
+    _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
+
+
+def _mallopt(parameter: int, value: int) -> bool:
+    """Sets a parameter of glibc's; whether that was possible."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return bool(ctypes.CDLL(None).mallopt(parameter, value))
     except (AttributeError, OSError, TypeError):
         return False
-    kept = mallopt(_MMAP_THRESHOLD, MAX_KEPT_BLOCK) or mallopt(_MMAP_THRESHOLD, MAX_OLD_THRESHOLD)
-    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and kept)
 
 
 def free_memory(device: torch.device) -> int | None:

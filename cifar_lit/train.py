@@ -112,7 +112,7 @@ class Run(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         best = load_weights(model, self.best.best_model_path or f"{self.last.dirpath}/last.ckpt")
-        val = Score.from_dict(best["cifar_lit"]["score"]) if self.best.best_model_path else None
+        val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if self.best.best_model_path else None
         test = self._evaluate("test", trainer, model, data) if self.command == "train" else None
         if val and not test:
             trainer.loggers = []  # which have this score already; what is wanted is each image's prediction

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import return_freed_memory
 
 PADDING = -1  # the label of an image that only fills a batch up and must not be counted
-BLOCK_IMAGES = 512  # augmented at once: of small batches, the launches of the operations would cost more than their work
+BLOCK_BYTES = 512 * 32 * 32 * 3  # augmented at once: of small batches, the launches of operations would cost more than their work
 
 Block = list[tuple[Tensor, float]]  # of batches that are augmented at once, the rows and the loss weight of each
 
@@ -113,7 +115,7 @@ class TrainLoader:
         self._resume = (-1, 0)
         order, make = self.epoch_plan(self.epoch)
         parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position : len(self)]]
-        step = max(1, BLOCK_IMAGES // self.batch_size)
+        step = max(1, BLOCK_BYTES // (prod(self.source.input_shape) * self.batch_size))
         blocks = [parts[start : start + step] for start in range(0, len(parts), step)]
         for block in read_ahead(blocks, make, self.workers, self.pin_memory) if self.workers else map(make, blocks):
             for batch in block:
@@ -164,7 +166,7 @@ def read_ahead(
             collate_fn=make,
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),  # its seed would be drawn from what dropout draws from
         )
         iterator: Any = iter(loader)
@@ -176,8 +178,9 @@ def read_ahead(
         atexit.unregister(iterator._shutdown_workers)
 
 
-def _ignore_signals(worker: int) -> None:
+def _start_worker(worker: int) -> None:
     """A terminal's Ctrl-C reaches the workers too; the training stops in order, and needs them until then."""
+    return_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

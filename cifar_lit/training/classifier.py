@@ -330,7 +330,8 @@ class ImageClassifier(pl.LightningModule):
                 rows = [[sum(column) for column in zip(*rows, strict=True)]]
             if rank < len(rows):
                 self.running = RunningMetrics(self.device, *rows[rank])
-            self.running.epoch = list(state["epoch_sums"])
+            loss, hits, images = map(float, state["epoch_sums"])
+            self.running.epoch = [loss, hits, images]
             self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
-            self.logged_step = state["logged_step"]
-            self.score = Score.from_dict(state["score"])
+            self.logged_step = int(state["logged_step"])
+            self.score = Score.from_dict(state["score"], self.hparams["num_classes"])

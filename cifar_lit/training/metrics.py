@@ -60,10 +60,17 @@ class Score(NamedTuple):
     metrics: Mapping[str, float] = {}  # those of `model.metrics`
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Score | None:
-        """A score out of a checkpoint, of this version, an older or a newer one; None where there is none, or a part of one."""
-        known = {name: value for name, value in (values or {}).items() if name in cls._fields}
-        return cls(**known) if all(name in known or name in cls._field_defaults for name in cls._fields) else None
+    def from_dict(cls, values: Mapping[str, Any] | None, num_classes: int) -> Score | None:
+        """A score out of a checkpoint, of this version, an older or a newer one; None where there is no whole one of so many classes."""
+        try:
+            known = dict(values or {})
+            matrix = torch.tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes)
+            per_class = torch.tensor(known["per_class"], dtype=torch.float64).view(num_classes)
+            metrics = {str(name): float(value) for name, value in known.get("metrics", {}).items()}
+            counted = int(known["images"])
+            return cls(float(known["accuracy"]), float(known["loss"]), counted, per_class.tolist(), matrix.tolist(), metrics)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # whatever a foreign file leads to
+            return None
 
     def scalars(self, stage: str) -> dict[str, float]:
         """Everything that is one number, by the names that loggers and callbacks know it by, such as `val/accuracy`."""

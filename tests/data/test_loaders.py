@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -74,7 +76,7 @@ def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_batches
 ) -> None:
     source = image_set(40, size=8)
     expected = augment_batch(source.images, torch.arange(40), MOVES["augmentation"].plan(40, 8, 8, 5, 3), 3, MOVES["fill"])
-    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_IMAGES", block)
+    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", block * 8 * 8 * 3)
     loaders = train_loaders(source, batch_size, world, **MOVES)
     for loader in loaders:
         loader.set_epoch(3)
@@ -130,7 +132,8 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 def test_workers_give_the_same_batches_bit_for_bit_and_leave_random_numbers_and_handlers_alone(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_IMAGES", 24)  # three batches, so that workers have several blocks to make
+    three_batches = 24 * 8 * 8 * 3  # so that workers have several blocks to make
+    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", three_batches)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
     handler = signal.getsignal(signal.SIGINT)
     torch.manual_seed(5)
@@ -165,6 +168,22 @@ def test_workers_ignore_the_signals_that_stop_a_training_and_end_with_an_epoch_t
     while children() - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not children() - before
+
+
+BLOCK = torch.zeros(512, 64, 64, 3, dtype=torch.uint8)
+
+
+def block_and_memory(rows: Any) -> Any:
+    status = Path("/proc/self/status").read_text()
+    return BLOCK.index_select(0, rows), int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read as Linux shows it")
+def test_a_workers_memory_does_not_grow_with_the_blocks_that_it_has_made() -> None:
+    blocks = [torch.randperm(512) for _ in range(40)]
+    megabytes = [memory for _, memory in read_ahead(cast("Any", blocks), block_and_memory, 1, False)]
+    assert len(megabytes) == 40
+    assert megabytes[-1] - megabytes[2] < 5 * BLOCK.nbytes / 2**20
 
 
 # ---- evaluation

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from unicodedata import category
 from unittest.mock import patch
 
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -172,8 +173,8 @@ def typed(*words: str) -> int:
     return code
 
 
-def fuzz(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
-    """Gives a reader its inputs for so many seconds, in a process that works in `folder`."""
+def fuzz(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
+    """Gives a reader the inputs from the seeds `first` on for so many seconds, in a process that works in `folder`."""
     folder.mkdir()
     report, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     sys.stdout.flush()
@@ -184,7 +185,7 @@ def fuzz(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
                 for descriptor in (1, 2):
                     os.dup2(file.fileno(), descriptor)
                 faulthandler.enable(2)
-                report.write_text(json.dumps(_fuzzed(name, reader, folder, seconds)))
+                report.write_text(json.dumps(_fuzzed(name, reader, folder, seconds, first)))
         finally:
             os._exit(0)
     until = time.monotonic() + seconds + 10 * PATIENCE  # what was found is also made smaller
@@ -199,7 +200,7 @@ def fuzz(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
     return Outcome(failure=f"the process died or hung: {log.read_text()[-3000:]}")
 
 
-def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
+def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
     os.chdir(folder)
     sys.dont_write_bytecode = True
     os.environ |= {"CIFAR_LIT_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "MPLCONFIGDIR": str(folder / "matplotlib")}
@@ -262,10 +263,11 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float) -> Outcome:
         suppress_health_check=list(HealthCheck),
     )(test)
     try:
-        while True:
-            test()
+        for number in count(first):
+            seed(number)(test)()
             if time.monotonic() - began > seconds:
-                return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), "")
+                break
+        return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), "")
     except BaseException as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         error.__notes__ = []

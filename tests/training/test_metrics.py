@@ -87,12 +87,22 @@ def test_the_first_loss_that_is_not_finite_is_remembered_with_its_place(losses: 
 def test_a_score_of_an_older_or_newer_version_is_read() -> None:
     score = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})
     values = score._asdict()
-    assert Score.from_dict(values) == score
-    assert Score.from_dict({**values, "calibration": 0.1}) == score
-    assert Score.from_dict({name: value for name, value in values.items() if name != "metrics"}) == score._replace(metrics={})
+    assert Score.from_dict(values, 2) == score
+    assert Score.from_dict({**values, "calibration": 0.1}, 2) == score
+    assert Score.from_dict({name: value for name, value in values.items() if name != "metrics"}, 2) == score._replace(metrics={})
     for missing in (None, {}, {"accuracy": 0.5}, {name: value for name, value in values.items() if name != "loss"}):
-        assert Score.from_dict(missing) is None
+        assert Score.from_dict(missing, 2) is None
     assert score.scalars("val") == {"val/loss": 1.25, "val/accuracy": 0.5, "val/top5": 1.0}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"loss": []}, {"images": "x"}, {"images": math.inf}, {"accuracy": None}, {"per_class": [0.5]}, {"per_class": 3},
+     {"confusion": [[1, 1], [1]]}, {"confusion": [[1, 2**70], [1, 1]]}, {"metrics": {"top5": [1]}}, {"metrics": None}],
+)  # fmt: skip
+def test_a_score_that_is_damaged_is_none(damage: dict[str, object]) -> None:
+    whole = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})._asdict()
+    assert Score.from_dict({**whole, **damage}, 2) is None
 
 
 # ---- predictions
