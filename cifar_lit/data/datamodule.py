@@ -176,9 +176,15 @@ class ImageData(pl.LightningDataModule):
             if where == "auto":
                 where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
             if where == "device" and images.images.device != self.device:
-                images = replace(images, images=images.images.to(self.device), labels=images.labels.to(self.device))
+                on_device = {"images": images.images.to(self.device), "labels": images.labels.to(self.device)}
+                images = replace(images, **on_device, mapped=False)
             self._placed[key] = images, where
         return self._placed[key]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether training images stay in their file, and are read ahead of the training."""
+        return self.placed("train")[1] == "host"
 
     @property
     def _share(self) -> dict[str, int]:
@@ -188,7 +194,7 @@ class ImageData(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
         check_resolutions(self.resolutions, *self.input_shape[1:])
-        images, where = self.placed("train")
+        images, _ = self.placed("train")
         trainer: Any = self.trainer
         overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
         self._train_loader = TrainLoader(
@@ -199,8 +205,8 @@ class ImageData(pl.LightningDataModule):
             shuffle=self.shuffle and not overfits,
             seed=self.seed,
             fill=(torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(images.images.device),
-            workers=self.workers if where == "host" else 0,
-            pin_memory=where == "host" and self.device.type != "cpu",
+            workers=self.workers if self.reads_ahead else 0,
+            pin_memory=self.reads_ahead and self.device.type != "cpu",
             **self._share,
         )
         if self._resumed is not None:

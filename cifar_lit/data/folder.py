@@ -81,7 +81,7 @@ def folder(
     count = len(chosen_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
     val_rows = range(len(labels["train"]), count) if train and len(chosen) > 1 else None
-    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows)
+    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows, mapped=True)
 
 
 def scan(root: Path, test_size: float, split_seed: int) -> dict[str, Tree]:

@@ -145,6 +145,7 @@ class TrainLoader:
 def _make_block(source: ImageSet, plan: Tensor | None, cutout: int, fill: Tensor | None, block: Block) -> list[Batch]:
     parts, weights = zip(*block, strict=True)
     rows, sizes = torch.cat(parts), [len(part) for part in parts]
+    source.announce(rows)
     images = augment_batch(source.images, rows, plan, cutout, fill)
     labels = source.labels.index_select(0, rows)
     return [Batch(*parts) for parts in zip(images.split(sizes), labels.split(sizes), rows.split(sizes), weights, strict=True)]
@@ -207,4 +208,4 @@ class EvalLoader:
             padding = number >= len(self.batches)
             rows = self.batches[0] if padding else self.batches[number]
             labels = torch.full_like(rows, PADDING) if padding else self.source.labels[rows]
-            yield Batch(augment_batch(self.source.images, rows, None), labels, rows)
+            yield Batch(self.source.take(rows), labels, rows)

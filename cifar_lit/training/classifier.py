@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
@@ -169,7 +169,9 @@ class ImageClassifier(pl.LightningModule):
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
         self._initialise_from_images()
-        if self.device.type == "cpu":
+        if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
+            return_freed_memory()  # the images do not fit, so that memory is worth more than time
+        elif self.device.type == "cpu":
             keep_freed_memory()
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)

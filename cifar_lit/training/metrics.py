@@ -61,7 +61,7 @@ class Score(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None, num_classes: int) -> Score | None:
-        """A score out of a checkpoint, of this version, an older or a newer one; None where there is no whole one of so many classes."""
+        """A score out of a checkpoint, of this version, an older or a newer one; None where none of so many classes is whole."""
         try:
             known = dict(values or {})
             matrix = torch.tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import shutil
 import sys
@@ -18,7 +20,9 @@ from filelock import FileLock
 from own_images import damage, decodings, open_set, save, values
 
 from cifar_lit.data import cache
+from cifar_lit.data.cache import map_images
 from cifar_lit.data.folder import folder
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 
 
@@ -208,3 +212,30 @@ def test_those_that_open_at_once_decode_once(
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda _: len(open_set(root)), range(3))) == [5] * 3
     assert decodings(capsys) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is in the system's memory is asked as Linux tells it")
+def test_images_that_are_announced_are_read_into_memory_before_they_are_looked_at(tmp_path: Path) -> None:
+    size = 64 * 64 * 3
+    path = tmp_path / "images.u8"
+    with path.open("wb") as file:
+        file.write(bytes(400 * size))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    images = torch.from_numpy(map_images(path, (400, 64, 64, 3)))
+    source = ImageSet(images, torch.zeros(400, dtype=torch.int64), ("a", "b"), mapped=True)
+
+    def resident(row: int) -> bool:
+        start = (images.data_ptr() + row * size) // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = ctypes.create_string_buffer(size // mmap.PAGESIZE + 2)
+        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages)
+        return all(page & 1 for page in pages.raw[: size // mmap.PAGESIZE])
+
+    if any(map(resident, (7, 333))):
+        pytest.skip("this file system keeps files in memory")
+    source.announce(torch.tensor([333, 7]))
+    until = time.monotonic() + 30
+    while not (resident(7) and resident(333)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert resident(7) and resident(333) and not resident(200)
