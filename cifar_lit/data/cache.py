@@ -121,14 +121,16 @@ def read_index(slot: Path) -> Index | None:
     """The index, or None when there is none, it is damaged, or its data file is not whole."""
     try:
         values = json.loads(read_text(slot / "index.json", MAX_INDEX))
-        rows, height, width, channels = values["shape"]
-        files = [File(*file) for file in values["files"]]
-        index = Index((rows, height, width, channels), files, dict(values["bad"]), values["data"])
+        rows, height, width, channels = map(int, values["shape"])
+        files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
+        bad = {str(path): str(reason) for path, reason in values["bad"].items()}
+        index = Index((rows, height, width, channels), files, bad, values["data"])
         if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path would lead to any file
             return None
         readable = sum(file.path not in index.bad for file in files)
-        whole = readable == rows == len(files) - len(index.bad) and (slot / index.data).stat().st_size == prod(index.shape)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
+        whole = whole and (slot / index.data).stat().st_size == prod(index.shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return index if whole else None
 

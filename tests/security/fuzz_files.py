@@ -213,12 +213,19 @@ def read_cache(content: bytes) -> None:
         shutil.rmtree("cache", ignore_errors=True)
 
 
-INDEX = {
+INDEX: dict[str, Any] = {
     "shape": [4, 8, 8, 3],
     "files": [[f"{name}/{number}.png", len(PICTURES[0]) if number < 3 else 10, 10**9] for name in "ab" for number in (1, 2, 3)],
     "bad": {f"{name}/3.png": "not a JPEG" for name in "ab"},
     "data": "DATA",
 }
+
+WRONG_INDICES = [
+    as_json(INDEX | {"files": [["a/1.png", [], 10**9], *INDEX["files"][1:]]}),
+    as_json(INDEX | {"shape": [4, -8, -8, 3]}),
+    as_json(INDEX | {"shape": [4.0, 8.0, 8.0, 3.0]}),
+    as_json(INDEX | {"bad": ["a/3.png", "b/3.png"]}),
+]
 
 ARCHIVES = (
     *("cifar-10-python.tar.gz", "cifar-10-batches-py/data_batch_1", "cifar-10-batches-py/batches.meta"),
@@ -264,6 +271,6 @@ READERS = {
     "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
     "an image": Reader(images, read_image),
     "a folder of images": Reader(data_sets, read_folder, put_secret),
-    "a cache of decoded images": Reader(json_files(INDEX), read_cache),
+    "a cache of decoded images": Reader(json_files(INDEX), read_cache, found=WRONG_INDICES),
     "an archive": Reader(st.tuples(st.sampled_from(ARCHIVES), files), read_archive),
 }

@@ -1,8 +1,8 @@
 """Readers of what may come from anyone, given inputs that nobody wrote: a value or one line, soon, and nothing else happens.
 
 For some seconds a reader, new ones after each change of the code: they are drawn from a checksum of it, so that a run can be
-repeated. With -m stress for STRESS_FUZZ_SECONDS, and new ones each time. What a run finds lies in `corpus/` until it is mended, and
-then becomes one of the `found` of its reader.
+repeated. With -m stress for STRESS_FUZZ_SECONDS, and new ones each time. What a run finds lies in `corpus/` until it is mended,
+and then becomes one of the `found` of its reader.
 """
 
 from __future__ import annotations
