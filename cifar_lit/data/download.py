@@ -212,7 +212,7 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
         if error.code == 416 and start:  # nothing there after `start`: what is here belongs to another file
             return _open(url, 0)
         raise _MirrorError(f"HTTP {error.code}") from error
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError, OverflowError) as error:
         cause = getattr(error, "reason", error)  # of a URLError
         if isinstance(cause, socket.gaierror):
             raise _MirrorError("no network (host not found)") from error

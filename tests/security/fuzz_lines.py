@@ -140,6 +140,9 @@ answers = st.tuples(
 GOOD_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 460\r\nContent-Type: a/b\r\n\r\n" + WANTED
 
 
+ENDLESS = [[b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"]]
+
+
 def read_answers(given: list[bytes]) -> None:
     Path("data").mkdir()
     try:
@@ -195,7 +198,7 @@ READERS = {
     "a line of a command": Reader(command_lines, read_command_line),
     "a line of settings": Reader(settings_lines, read_settings, seconds=10),
     "the answers of a mirror": Reader(
-        st.lists(answers | damaged(GOOD_ANSWER), min_size=1, max_size=3), read_answers, put_impatience, connects=True
+        st.lists(answers | damaged(GOOD_ANSWER), min_size=1, max_size=3), read_answers, put_impatience, ENDLESS, connects=True
     ),
     "the body of a request": Reader(
         st.tuples(content_types, bodies), read_body, found=[(FORM_TYPE, FORM.replace(b"UTF-8''", b"\0TF-8''"))]
