@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -67,7 +68,7 @@ class CurveFile(Logger):
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
-            rows = [kept for kept in rows if int(kept.get("step", 0)) <= self._resumed_step]
+            rows = [kept for kept in rows if _step_of(kept) <= self._resumed_step]
             rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
         self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
         # a kill in the middle would take the earlier curves with it
@@ -78,6 +79,14 @@ class CurveFile(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""
+
+
+def _step_of(row: Mapping[str, str]) -> float:
+    """The step of a row that was read; infinite where that is damaged."""
+    try:
+        return float(row.get("step", 0))
+    except ValueError:
+        return inf
 
 
 class TensorBoardCurves(TensorBoardLogger):

@@ -279,12 +279,20 @@ def _countable(metrics: Mapping[str, Any]) -> bool:
     """Whether figures of a metrics.json, which may come from anyone, can be counted with and shown."""
     try:
         parts = [metrics.get(name) or {} for name in ("test", "val")]
-        figures = [metrics.get(name) or 0 for name in FIGURES]
+        views = [part["tta"] for part in parts if part.get("tta")]
+        figures = [metrics.get(name) for name in FIGURES] + [part.get("loss") for part in parts]
         figures += [value for part in parts for value in part.values() if isinstance(value, int | float)]
-        images, fingerprint = parts[0].get("images") or 0, parts[0].get("fingerprint") or ""
-        right = all(abs(figure) < MAX_FIGURE for figure in figures) and isinstance(images, int) and isinstance(fingerprint, str)
-        return right and images >= 0 and all(0 <= (part.get("accuracy") or 0) <= 1 for part in parts)
-    except (AttributeError, TypeError):  # something else in the place of a part, or of a number
+        accuracies = [part["accuracy"] for part in parts if part.get("accuracy") is not None]
+        accuracies += [view["accuracy"] for view in views]
+        images, texts = parts[0].get("images", 0), [parts[0].get("fingerprint") or "", *(view["views"] for view in views)]
+        return (
+            all(abs(figure) < MAX_FIGURE for figure in figures if figure is not None)
+            and all(0 <= accuracy <= 1 for accuracy in accuracies)
+            and isinstance(images, int)
+            and images >= 0
+            and all(isinstance(text, str) for text in texts)
+        )
+    except (AttributeError, KeyError, TypeError):  # something else in the place of a part, or of a number
         return False
 
 

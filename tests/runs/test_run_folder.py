@@ -206,6 +206,20 @@ def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: s
     assert (read_metrics(tmp_path), read_curves(tmp_path)) == ({}, [])
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"parameters": []}, {"epochs": "3"}, {"test": {"accuracy": []}}, {"test": {"accuracy": 2}}, {"val": {"loss": []}},
+     {"test": {"images": []}}, {"test": {"fingerprint": 1}}, {"test": {"tta": {"views": "mirror"}}}, {"test": {"tta": [1]}},
+     {"test": {"tta": {"views": "mirror", "accuracy": None}}}],
+)  # fmt: skip
+def test_metrics_of_wrong_kinds_are_none(tmp_path: Path, damage: dict[str, object]) -> None:
+    whole = {"parameters": 3, "test": {"accuracy": None, "loss": 1.5, "tta": {"views": "mirror", "accuracy": 0.5}}}
+    (tmp_path / "metrics.json").write_text(json.dumps(whole))
+    assert read_metrics(tmp_path) == whole
+    (tmp_path / "metrics.json").write_text(json.dumps({**whole, **damage}))
+    assert read_metrics(tmp_path) == {}
+
+
 def test_paths_are_shown_as_one_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert display_path(tmp_path / "logs" / "a-1") == display_path(Path("logs/a-1")) == "logs/a-1"

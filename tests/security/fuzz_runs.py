@@ -133,7 +133,11 @@ def classify_list(given: tuple[bytes, list[str]]) -> None:
 
 
 COMPARED = ("config.yaml", "metrics.json", "metrics.csv", "predictions.csv")
-WRONG_KINDS = [{"config.yaml": b"data: {dataset: shapes, num_classes: {}}"}, {"metrics.csv": b"step,a\\x\n1,2\n2,3\n"}]
+WRONG_KINDS = [
+    {"config.yaml": b"data: {dataset: shapes, num_classes: {}}"},
+    {"metrics.csv": b"step,a\\x\n1,2\n2,3\n"},
+    {"metrics.json": b'{"parameters": []}'},
+]
 READERS = {
     "runs to compare": Reader(
         st.tuples(
@@ -143,7 +147,13 @@ READERS = {
         put_secret,
     ),
     "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, WRONG_KINDS, seconds=20),
-    "a run to resume": Reader(runs("config.yaml", "metrics.csv", *CHECKPOINTS), resume_run, put_secret, seconds=20),
+    "a run to resume": Reader(
+        runs("config.yaml", "metrics.csv", *CHECKPOINTS),
+        resume_run,
+        put_secret,
+        [{"metrics.csv": b"epoch,step\nepoch,step\n0,5\n"}],
+        seconds=20,
+    ),
     "a run to test": Reader(
         runs("config.yaml", "checkpoints/best.ckpt"),
         score_run,
