@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ class Run(Callback):
             draw_for_tensorboard(self.board, val, test, model.predictions, data, trainer.global_step)
         if self.trains:
             write_model(folder / "model.safetensors", model, data)
-            (folder / PREVIOUS).unlink(missing_ok=True)  # there is nothing left to go on with
+            with suppress(OSError):  # there is nothing left to go on with; what cannot be removed does no harm
+                (folder / PREVIOUS).unlink()
         if test and model.predictions is not None:
             write_predictions(folder / "predictions.csv", data.classes, [model.predictions])
             if self.trains:

@@ -151,7 +151,7 @@ READERS = {
         runs("config.yaml", "metrics.csv", *CHECKPOINTS),
         resume_run,
         put_secret,
-        [{"metrics.csv": b"epoch,step\nepoch,step\n0,5\n"}],
+        [{"metrics.csv": b"epoch,step\nepoch,step\n0,5\n"}, {"checkpoints/last.ckpt": "folder"}],
         seconds=20,
     ),
     "a run to test": Reader(
