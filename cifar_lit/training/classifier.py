@@ -192,7 +192,8 @@ class ImageClassifier(pl.LightningModule):
 
     def _example_batches(self) -> Iterator[Any]:
         """Batches of all shapes that the fit will meet, the largest first; the net meanwhile is as it will be then."""
-        net, data, epochs = self.net, self.trainer.datamodule, self.trainer.max_epochs or 1  # type: ignore[attr-defined]
+        net: Any = self.net
+        data, epochs = self.trainer.datamodule, self.trainer.max_epochs or 1  # type: ignore[attr-defined]
         ends = self.hparams["whiten_epochs"] if self._whitening_schedule else math.inf
         if hasattr(data, "example_batches"):
             kinds = {(data.side(epoch), final) for epoch in range(max(1, epochs)) for final in (epoch >= ends, epoch + 1 > ends)}
@@ -232,7 +233,8 @@ class ImageClassifier(pl.LightningModule):
         self.running.images += len(batch.labels) if batch.loss_weight else 0
         self.running.batches += 1
         if self._whitening_schedule is not None and self._whitening_schedule.whitening_ended:
-            self.net.bias_is_final, self._whitening_schedule = True, None
+            net: Any = self.net
+            net.bias_is_final, self._whitening_schedule = True, None
         if self._graphs is not None:
             self._graphs.batch = batch
 
