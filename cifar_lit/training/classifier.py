@@ -54,7 +54,8 @@ class ImageClassifier(pl.LightningModule):
         bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
         rest_momentum: under muon, of the SGD part.
         rescale_filters: under muon, bring each filter tensor to the norm √outputs at every step.
-        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs; null for as the others.
+        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs, and from then on it costs no time;
+            null for as the others.
         schedule: constant, cosine, one_cycle or triangular.
         schedule_every: step or epoch, how often the rate changes.
         warmup_epochs: epochs of linear rise before the schedule proper (may be a fraction).
@@ -169,6 +170,7 @@ class ImageClassifier(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
+        self.on_fit_end()  # which a fit that failed has not come to
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
@@ -181,12 +183,9 @@ class ImageClassifier(pl.LightningModule):
         if not self._reads_losses and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
             for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
-        self._whitening_schedule = None
-        if isinstance(self.net, WhitenedNet):
-            self.net.bias_is_final = False
-            # clipping would count the gradient that is left out, and several devices wait for it
-            if self.hparams["whiten_epochs"] and not self.trainer.gradient_clip_val and self.trainer.world_size == 1:
-                self._whitening_schedule = self.trainer.lr_scheduler_configs[0].scheduler
+        # clipping would count the gradient that is left out, and several devices wait for it
+        if self.hparams["whiten_epochs"] and not self.trainer.gradient_clip_val and self.trainer.world_size == 1:
+            self._whitening_schedule = self.trainer.lr_scheduler_configs[0].scheduler
         if self._graphs and not self.trainer.ckpt_path:
             self._graphs.rehearse(self._example_batches())
 
@@ -218,8 +217,10 @@ class ImageClassifier(pl.LightningModule):
         net.whitened.fill_(True)
 
     def on_fit_end(self) -> None:
-        """Lets go of the captured steps, before the net leaves the device."""
+        """Lets go of the captured steps, before the net leaves the device, and leaves gradients to all who ask for them."""
         self._graphs = self._whitening_schedule = None
+        if isinstance(self.net, WhitenedNet):
+            self.net.bias_is_final = False
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Lightning's own step (forward, backward, clipping, update), or the same replayed from a graph."""

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,14 +208,16 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
 
 @pytest.mark.parametrize(("seconds", "epochs"), [(0, [6]), (2, [2, 5, 6]), (5, [0, 1, 2, 3, 4, 5, 6])])
 def test_epochs_that_are_short_share_a_checkpoint_and_the_last_has_its_own(
-    seconds: int, epochs: list[int], tmp_path: Path
+    seconds: int, epochs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where each had one, writing them would be much of a fit of a second."""
-    saved, last = list[int](), best_and_last(tmp_path)[1]
+    saved, now, last = list[int](), count(100, seconds), best_and_last(tmp_path)[1]
 
     def pass_time(*_: Any) -> None:
-        last._last_time_checked -= seconds
+        time_now = next(now)
+        monkeypatch.setattr(time, "monotonic", lambda: time_now)
 
+    pass_time()
     note = LambdaCallback(
         on_train_epoch_end=pass_time, on_save_checkpoint=lambda trainer, *_: saved.append(trainer.current_epoch)
     )
@@ -222,7 +225,10 @@ def test_epochs_that_are_short_share_a_checkpoint_and_the_last_has_its_own(
     assert saved == epochs
 
 
-def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(
+    tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     training = Training(tmp_path, "averaged")
     training.stop(LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and press(signal.SIGTERM)()))
     assert read_checkpoint(training.last)["global_step"] == BATCHES + 1
