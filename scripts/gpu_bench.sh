@@ -3,17 +3,17 @@
 #
 #   scripts/gpu_bench.sh DATA [OUT] [PART …]      DATA holds train/<class>/… and test/<class>/…; OUT gets JSON, text and an archive
 #
-# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, variants, rest, long; all if none is
-# named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
+# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, airbench, variants, rest, long; all if none
+# is named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
 # FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD count their trainings, EPOCHS_BASELINE and
 # EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `bench step`, INPUT, PROFILE and
-# DEVICES those of these measurements. TINY=1 tries it all on a CPU.
+# DEVICES those of these measurements. AIRBENCH names airbench94_muon.py, to be measured beside ours. TINY=1 tries it all on a CPU.
 set -uo pipefail
 data=$(realpath "$1")
 out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
 cd "$(dirname "$0")/.."
 parts=("${@:3}")
-[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 variants rest long)
+[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 airbench variants rest long)
 if [ -n "${TINY:-}" ]; then
     : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
@@ -63,6 +63,7 @@ for part in "${parts[@]}"; do
             bench step step --recipe "$fast" "${images[@]}" ${TURNS:-}
             ;;
         fast94) seeds fast "$fast" "${RUNS:-40}" ;;
+        airbench) if [ -n "${AIRBENCH:-}" ]; then run airbench python3 "$AIRBENCH"; fi ;;
         variants)
             seeds fast-compile "$fast" "${RUNS_FASTER:-3}" --model.compile true
             seeds fast-eager "$fast" "${RUNS_FASTER:-3}" --model.capture false
@@ -77,7 +78,7 @@ for part in "${parts[@]}"; do
             ;;
         long) seeds baseline "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;
         *)
-            echo "no part is called $part: there are check, step, fast94, variants, rest and long" >&2
+            echo "no part is called $part: there are check, step, fast94, airbench, variants, rest and long" >&2
             exit 2
             ;;
     esac

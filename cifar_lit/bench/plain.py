@@ -117,7 +117,7 @@ class BareLoop:
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net).train()
         if model.hparams["compile"]:
-            self.net.compile()
+            self.net.compile(dynamic=False)
         twin.trainer = trainer  # which tells the schedule how long the training is
         configured: Any = twin.configure_optimizers()
         if not isinstance(configured, dict):  # a constant rate
@@ -149,3 +149,5 @@ class BareLoop:
                 yield len(labels)
             if interval == "epoch":
                 scheduler.step()
+            if interval:  # which changes nothing but for nets that whiten
+                net.bias_is_final = scheduler.whitening_ended

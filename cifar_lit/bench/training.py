@@ -161,10 +161,11 @@ class Stopwatch(Callback):
         self._steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
         self.rounds: list[Round] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Makes the other loop; by now everything is where and as the training begins."""
-        self._make_turn = self._start_other(trainer, pl_module)
-        self._begin_round(trainer, pl_module)
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Makes the other loop before the first epoch; by now everything is where and as the training begins."""
+        if trainer.global_step == 0:
+            self._make_turn = self._start_other(trainer, pl_module)
+            self._begin_round(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -198,6 +199,7 @@ class EpochStopwatch(Stopwatch):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends the epoch before, if there was one."""
+        super().on_train_epoch_start(trainer, pl_module)
         if trainer.current_epoch:
             self.end_round(trainer, pl_module)
 

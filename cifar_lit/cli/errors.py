@@ -15,6 +15,8 @@ from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.text import printable
 
+# of torch's allocators, CUDA itself, cuBLAS and cuDNN; that cuDNN finds no engine means that none got its workspace
+NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
 LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
 
 
@@ -68,7 +70,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch had no memory, on whatever device."""
-    return isinstance(error, RuntimeError) and (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error))
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:

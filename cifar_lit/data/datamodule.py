@@ -224,22 +224,39 @@ class ImageData(pl.LightningDataModule):
 
     predict_dataloader = test_dataloader
 
+    def side(self, epoch: int) -> int | None:
+        """The side that training images are scaled to in an epoch, None for their own size."""
+        epochs = self.trainer.max_epochs if self.trainer else None
+        return side_at(self.resolutions, epoch, epochs) if self.resolutions and epochs and epochs > 0 else None
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
-        trainer, images = self.trainer, batch.images
-        if self.resolutions and trainer and trainer.training and trainer.max_epochs and trainer.max_epochs > 0:
-            side = side_at(self.resolutions, trainer.current_epoch, trainer.max_epochs)
-            images = images if side is None else shrink(images, side)
-        return batch._replace(images=self._normalised(images))
+        trainer = self.trainer
+        side = self.side(trainer.current_epoch) if trainer and trainer.training else None
+        return batch._replace(images=self._normalised(batch.images, side))
 
-    def _normalised(self, images: Tensor) -> Tensor:
+    def example_batches(self, side: int | None) -> list[Batch]:
+        """The first training images in batches of each size that an epoch on one device has, as they are trained on."""
+        rows, images = self.split[0], self.placed("train")[0]
+        parts = rows.split(self.batch_size)[: count_batches(len(rows), self.batch_size)]
+        batches = []
+        for size in sorted({len(part) for part in parts}, reverse=True):
+            part = rows[:size].to(images.images.device)
+            pixels, labels = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part]))
+            batches.append(Batch(self._normalised(pixels, side), labels, part))
+        return batches
+
+    def _normalised(self, images: Tensor, side: int | None = None) -> Tensor:
+        if side is not None:
+            images = shrink(images, side)
         if self._constants is None or self._constants.device != images.device:
             self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=images.device)
         return normalise(images, *self._constants)
 
     def plain_images(self, count: int) -> Tensor:
         """The first training images as they are, normalised: float32 (B, C, H, W)."""
-        return self._normalised(self.train_images.images[self.split[0][:count]])
+        images, _ = self.placed("train")
+        return self._normalised(images.take(self.split[0][:count].to(images.images.device)))
 
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""

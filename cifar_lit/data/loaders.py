@@ -88,6 +88,7 @@ class TrainLoader:
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
+        self._ahead: tuple[int, Any] = (-1, None)  # the plan of a later epoch, with its number
 
     def __len__(self) -> int:
         return count_batches(len(self.indices), self.batch_size)
@@ -113,13 +114,15 @@ class TrainLoader:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
         self.position = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
-        order, make = self.epoch_plan(self.epoch)
+        order, make = self._ahead[1] if self._ahead[0] == self.epoch else self.epoch_plan(self.epoch)
         parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position : len(self)]]
         step = max(1, BLOCK_BYTES // (prod(self.source.input_shape) * self.batch_size))
         blocks = [parts[start : start + step] for start in range(0, len(parts), step)]
         for block in read_ahead(blocks, make, self.workers, self.pin_memory) if self.workers else map(make, blocks):
             for batch in block:
                 self.position += 1
+                if self.position == len(self):  # while a device still has steps to make
+                    self._ahead = self.epoch + 1, self.epoch_plan(self.epoch + 1)
                 yield batch
 
     def epoch_plan(self, epoch: int) -> tuple[Tensor, Callable[[Block], list[Batch]]]:

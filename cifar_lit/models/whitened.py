@@ -150,9 +150,13 @@ class WhitenedNet(nn.Module):
     in the weights' precision even under autocast, the whitening because its filters span orders of magnitude, the head because
     bfloat16 would tie classes. The buffer `whitened`, bool (), tells whether `initialise` was called, also of a net that is
     loaded. Arguments as for `build_net`; `options` are `WhitenedOptions`.
+
+    Attributes:
+        bias_is_final: the bias of the whitening is trained no more, so that no gradient has to go back to full resolution.
     """
 
     whitened: Tensor
+    bias_is_final = False
 
     def __init__(self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> None:
         super().__init__()
@@ -178,6 +182,7 @@ class WhitenedNet(nn.Module):
         """Logits of normalised images."""
         with _no_autocast(images):
             maps = self.whiten(images.type(self.whiten.weight.dtype))
+        maps = maps.detach() if self.bias_is_final else maps
         maps = self.groups(self.activation(_rounded_for_autocast(maps)))
         pooled = F.max_pool2d(maps, maps.shape[2:]) if self.pool == "max" else maps.mean((2, 3))
         with _no_autocast(images):
@@ -223,11 +228,12 @@ class Group(nn.Module):
 
 def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
     kind = images.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()  # meta has none
+    # not by `is_autocast_available`, which torch 2.11's compiler cannot trace
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def _rounded_for_autocast(maps: Tensor) -> Tensor:
     """`maps` as autocast hands them on: the activation at full resolution then moves half the memory."""
     kind = maps.device.type
-    lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    lower = kind != "meta" and torch.is_autocast_enabled(kind)
     return maps.type(torch.get_autocast_dtype(kind)) if lower else maps

@@ -9,18 +9,21 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import rich
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from cifar_lit.text import note
+
+if TYPE_CHECKING:
+    from cifar_lit.training.checkpoint import LastCheckpoint
 
 # ---- time
 
@@ -196,7 +199,7 @@ class OrderlyStop(Checkpoint):
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, last: ModelCheckpoint) -> None:
+    def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
         self._received = 0
         self._before: dict[int, Any] = {}
@@ -209,6 +212,7 @@ class OrderlyStop(Checkpoint):
         if self._received:
             raise self._interrupted(number)
         self._received = number
+        self._last.asked_for = True
         if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
             note("", "stopping after this step; once more to stop at once")
 
@@ -240,8 +244,8 @@ class OrderlyStop(Checkpoint):
             raise self._interrupted(number)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops between epochs, where the last one has left its checkpoint."""
-        if number := self._agreed(trainer, pl_module):
+        """Stops between epochs, where the last one has left its checkpoint; where it has left none, after the next step."""
+        if self._last.is_of(trainer) and (number := self._agreed(trainer, pl_module)):
             raise self._interrupted(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

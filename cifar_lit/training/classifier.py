@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -20,7 +21,7 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
-from cifar_lit.training.cuda_graph import GraphedSteps, can_capture
+from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
@@ -53,7 +54,8 @@ class ImageClassifier(pl.LightningModule):
         bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
         rest_momentum: under muon, of the SGD part.
         rescale_filters: under muon, bring each filter tensor to the norm √outputs at every step.
-        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs; null for as the others.
+        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs, and from then on it costs no time;
+            null for as the others.
         schedule: constant, cosine, one_cycle or triangular.
         schedule_every: step or epoch, how often the rate changes.
         warmup_epochs: epochs of linear rise before the schedule proper (may be a fraction).
@@ -108,7 +110,7 @@ class ImageClassifier(pl.LightningModule):
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if compile:
-            self.net.compile()
+            self.net.compile(dynamic=False)  # a graph for each size, rather than a slower one for all
         self.running = RunningMetrics(self.device)  # of this device's training steps
         self.logged_step = 0
         self.evaluation, self.views = Evaluation(num_classes, metrics), Evaluation(num_classes)
@@ -118,6 +120,7 @@ class ImageClassifier(pl.LightningModule):
         self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
         self._graphs: GraphedSteps | None = None
+        self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
         self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -161,14 +164,15 @@ class ImageClassifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """The average of the weights is part of the model's settings."""
-        return [WeightAverage(self.hparams["ema_decay"])] if self.hparams["ema_decay"] else []
+        """The average of the weights and the capture of steps are part of the model's settings."""
+        h = self.hparams
+        return [*([WeightAverage(h["ema_decay"])] if h["ema_decay"] else []), *([EndOfGraphs()] if h["capture"] else [])]
 
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
+        self.on_fit_end()  # which a fit that failed has not come to
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
-        self._initialise_from_images()
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
             return_freed_memory()  # the images do not fit, so that memory is worth more than time
         elif self.device.type == "cpu":
@@ -179,6 +183,26 @@ class ImageClassifier(pl.LightningModule):
         if not self._reads_losses and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
             for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
+        # clipping would count the gradient that is left out, and several devices wait for it
+        if self.hparams["whiten_epochs"] and not self.trainer.gradient_clip_val and self.trainer.world_size == 1:
+            self._whitening_schedule = self.trainer.lr_scheduler_configs[0].scheduler
+        if self._graphs and not self.trainer.ckpt_path:
+            self._graphs.rehearse(self._example_batches())
+
+    def _example_batches(self) -> Iterator[Any]:
+        """Batches of all shapes that the fit will meet, the largest first; the net meanwhile is as it will be then."""
+        net: Any = self.net
+        data, epochs = self.trainer.datamodule, self.trainer.max_epochs or 1  # type: ignore[attr-defined]
+        ends = self.hparams["whiten_epochs"] if self._whitening_schedule else math.inf
+        if hasattr(data, "example_batches"):
+            kinds = {(data.side(epoch), final) for epoch in range(max(1, epochs)) for final in (epoch >= ends, epoch + 1 > ends)}
+            for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
+                yield from data.example_batches(side)
+            net.bias_is_final = False
+
+    def on_train_start(self) -> None:
+        """Inside the clock, as the records have it."""
+        self._initialise_from_images()
 
     def _initialise_from_images(self) -> None:
         """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
@@ -193,8 +217,10 @@ class ImageClassifier(pl.LightningModule):
         net.whitened.fill_(True)
 
     def on_fit_end(self) -> None:
-        """Lets go of the captured steps, before the net leaves the device."""
-        self._graphs = None
+        """Lets go of the captured steps, before the net leaves the device, and leaves gradients to all who ask for them."""
+        self._graphs = self._whitening_schedule = None
+        if isinstance(self.net, WhitenedNet):
+            self.net.bias_is_final = False
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Lightning's own step (forward, backward, clipping, update), or the same replayed from a graph."""
@@ -207,6 +233,9 @@ class ImageClassifier(pl.LightningModule):
         """Counts the images, which a replayed step could not."""
         self.running.images += len(batch.labels) if batch.loss_weight else 0
         self.running.batches += 1
+        if self._whitening_schedule is not None and self._whitening_schedule.whitening_ended:
+            net: Any = self.net
+            net.bias_is_final, self._whitening_schedule = True, None
         if self._graphs is not None:
             self._graphs.batch = batch
 

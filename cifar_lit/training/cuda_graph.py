@@ -5,6 +5,7 @@ A layer that can be taken away: with `model.capture false` Lightning's own `opti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +44,16 @@ def can_capture(trainer: Any, wanted: bool) -> bool:
     return not (trainer.world_size > 1 or accumulates or scales or observed)
 
 
+class EndOfGraphs(Callback):
+    """Lets go of the graphs of a fit that fails, before the next one's are made: a traceback may keep the failed model."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends them as the end of a fit does."""
+        pl_module.on_fit_end()
+
+
 class GraphedSteps:
-    """The optimizer steps of one fit, captured for each shape of batch.
+    """The optimizer steps of one fit, captured for each shape of batch, and anew when the whitening's bias is final.
 
     Weights, optimizer states, rates and running metrics stay where they are in memory, so that a replay reads and writes them as
     a step would. One stream for warm-ups and captures, since gradients remember theirs, and memory that another stream freed
@@ -61,27 +70,50 @@ class GraphedSteps:
 
     def step(self, closure: Any) -> None:
         """One step on `batch`. closure: Lightning's, which is not run; it is handed the loss that it is asked for later."""
-        key = (tuple(self.batch.images.shape), self.batch.loss_weight)
+        closure._result = ClosureResult(self._step(self.batch))
+
+    def rehearse(self, batches: Iterable[Any]) -> None:
+        """Warms up and captures a step on each of these batches, and puts all that they change back: the clock has not started.
+
+        Only in a fit from its beginning: the states of an optimizer that is resumed take others' places later on.
+        """
+        model = self._model
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors]
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in tensors]
+        devices = [] if model.device.type == "cpu" else [model.device]
+        with torch.random.fork_rng(devices, device_type=model.device.type):
+            for batch in batches:
+                for _ in range(WARM_UP_STEPS + 1):
+                    self._step(batch)
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, before)
+            for state in model.trainer.optimizers[0].state.values():
+                for value in state.values():
+                    value.zero_()  # as they are before the first step
+
+    def _step(self, batch: Any) -> Tensor:
+        key = (tuple(batch.images.shape), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
         if key in self._captured:
             graph, static, loss = self._captured[key]
-            static.images.copy_(self.batch.images)
-            static.labels.copy_(self.batch.labels)
+            static.images.copy_(batch.images)
+            static.labels.copy_(batch.labels)
             graph.replay()
         elif self._warm_ups.setdefault(key, 0) < WARM_UP_STEPS:
             self._warm_ups[key] += 1
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
-                loss = self._run(self.batch)
+                loss = self._run(batch)
             self._module.current_stream().wait_stream(self._stream)
         else:  # `clone` keeps channels_last, which the net was warmed up with
-            static = self.batch._replace(images=self.batch.images.clone(), labels=self.batch.labels.clone())
+            static = batch._replace(images=batch.images.clone(), labels=batch.labels.clone())
             graph = self._module.CUDAGraph()
             # thread_local: a thread that pins memory meanwhile does not spoil the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._run(static)
             self._captured[key] = graph, static, loss
             graph.replay()
-        closure._result = ClosureResult(loss)
+        return loss
 
     def _run(self, batch: Any) -> Tensor:
         """A step without a look at any value; a loss that is not finite changes nothing from then on (`found_inf`)."""

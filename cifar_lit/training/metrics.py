@@ -135,6 +135,11 @@ class RunningMetrics:
         self.images, self.batches = int(images), 0
         self.epoch = [0.0, 0.0, 0.0]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a step changes."""
+        return self.loss, self.hits, self.non_finite, self.finite_steps
+
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Adds the mean loss, detached, and the hits of a batch: logits (B, classes) for int64 labels (B,)."""
         self.loss.add_(loss, alpha=len(labels))

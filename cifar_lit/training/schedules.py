@@ -64,11 +64,18 @@ class Schedule(LambdaLR):
         factors: list[Callable[[int], float]] = [whitening_factor if role == "whitening" else factor for role in roles]
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # never a tensor: it could be the rate's own
+        self._whitening = whitening
         super().__init__(optimizer, factors)
 
+    @property
+    def whitening_ended(self) -> bool:
+        """Whether the group with the role "whitening" has come to its own end, from which on its rate is 0."""
+        return self._whitening is not None and self.last_epoch >= self._whitening
+
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with plain numbers for the rates."""
+        """torch's, with plain numbers for the rates; how long the whitening's falls is a setting, which may change."""
         state = super().state_dict()
+        del state["_whitening"]
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 

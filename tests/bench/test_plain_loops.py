@@ -73,6 +73,17 @@ def test_the_bare_loop_comes_to_the_weights_of_the_trainer(settings: dict[str, A
             assert not torch.equal(value, loop.net.state_dict()[key])
 
 
+def test_the_bare_loops_optimizer_computes_as_ours_does_on_its_device(small_subject: Make) -> None:
+    """On a device that is no CPU Muon multiplies in bfloat16, whatever the net's precision is."""
+    subject = small_subject(net="shapenet", optimizer="muon", momentum=0.6)
+    model, trainer = subject.model.to("meta"), pl.Trainer(accelerator="cpu", precision="32-true", logger=False)
+    model.trainer = trainer
+    ours: Any = model.configure_optimizers()
+    bare = BareLoop(trainer, model, subject.data)
+    products = [[group["products"] for group in each.param_groups] for each in (ours, bare.optimizer)]
+    assert products[0] == products[1] == ["bfloat16"] * 3
+
+
 def test_rounds_start_after_the_warm_up_and_leave_the_training_as_it_is(small_subject: Make) -> None:
     _, accompanied, watch = interleaved(small_subject(momentum=0.9))
     alone, turns = Weights(), list[int]()

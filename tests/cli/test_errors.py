@@ -14,6 +14,14 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.callbacks import Interrupted, NotFiniteLoss
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
+OUT_OF_MEMORY_ELSEWHERE = [
+    "DefaultCPUAllocator: can't allocate memory: you tried",
+    "CUDA error: out of memory",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "GET was unable to find an engine to execute this computation",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+]
 DISK_FULL = "the disk is full ({}): free some space, then go on with --resume"
 NO_HOME = "a path begins with a home that is not on this machine: write the path out"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
@@ -37,7 +45,7 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are i
         (RESUMABLE, f"stopped. Go on with:\n  {RESUMABLE.resume}", 130),
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
+        *((RuntimeError(text), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in OUT_OF_MEMORY_ELSEWHERE),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv"), 1),
         (OSError(errno.ENOSPC, "No space left on device"), DISK_FULL.format("while writing"), 1),
         (PermissionError(13, "no", "/data"), "no permission for /data: choose another folder with --logs or --data-dir", 1),

@@ -33,6 +33,20 @@ def train_loaders(source: ImageSet, batch_size: int, world: int = 1, **settings:
     return [TrainLoader(source, batch_size=batch_size, rank=rank, world=world, **settings) for rank in range(world)]
 
 
+def test_the_next_epoch_is_planned_before_the_last_batch_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a device computes what it was given; afterwards it would wait for the plan."""
+    planned, plan = list[int](), TrainLoader.epoch_plan
+    monkeypatch.setattr(TrainLoader, "epoch_plan", lambda loader, epoch: (planned.append(epoch), plan(loader, epoch))[1])
+    (loader,), (alone,) = (train_loaders(image_set(20, size=8), 8, **MOVES) for _ in range(2))
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        batches, before = iter(loader), len(planned)
+        shown = [next(batches) for _ in range(len(loader))]
+        assert planned[before:] == {0: [0, 1], 1: [2], 5: [5, 6]}[epoch]
+        alone.set_epoch(epoch)
+        assert_same(shown, list(alone))
+
+
 def assert_same(batches: Sequence[Batch], others: Sequence[Batch]) -> None:
     for batch, other in zip(batches, others, strict=True):
         assert batch.loss_weight == other.loss_weight

@@ -187,6 +187,7 @@ def test_what_overflows_with_the_last_step_of_an_epoch_reaches_no_checkpoint(
     tmp_path: Path, what: str, value: float, ema_decay: float, validates: bool
 ) -> None:
     best, last = best_and_last(tmp_path)
+    last.MIN_INTERVAL = 0.0
     kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
     overflow = At(2 * BATCHES, lambda *places: OVERFLOWS[what](*places)[:1].fill_(value), after=True)
     with pytest.raises(NotFiniteLoss, match=r"the weight .* is no longer finite at step 14 of epoch 1"):

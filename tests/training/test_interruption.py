@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
-from cifar_lit.training.checkpoint import latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.checkpoint import LastCheckpoint, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 
@@ -205,6 +206,35 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
     assert same(result.weights, whole.weights) and result.rows == whole.rows
 
 
+@pytest.mark.parametrize(("seconds", "epochs"), [(0, [6]), (2, [2, 5, 6]), (5, [0, 1, 2, 3, 4, 5, 6])])
+def test_epochs_that_are_short_share_a_checkpoint_and_the_last_has_its_own(
+    seconds: int, epochs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each had one, writing them would be much of a fit of a second."""
+    saved, now, last = list[int](), count(100, seconds), best_and_last(tmp_path)[1]
+
+    def pass_time(*_: Any) -> None:
+        time_now = next(now)
+        monkeypatch.setattr(time, "monotonic", lambda: time_now)
+
+    pass_time()
+    note = LambdaCallback(
+        on_train_epoch_end=pass_time, on_save_checkpoint=lambda trainer, *_: saved.append(trainer.current_epoch)
+    )
+    fitted(classifier(), shapes_data(), last, note, max_epochs=7)
+    assert saved == epochs
+
+
+def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(
+    tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    training = Training(tmp_path, "averaged")
+    training.stop(LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and press(signal.SIGTERM)()))
+    assert read_checkpoint(training.last)["global_step"] == BATCHES + 1
+    training.assert_goes_on_as(undisturbed("averaged"))
+
+
 def pull_the_plug(*_: Any) -> None:
     raise RuntimeError("pulled the plug")
 
@@ -214,8 +244,16 @@ def pull_the_plug(*_: Any) -> None:
     [(7, 1, "3", 6), (9, 1, "3", 7), (7, 2, "3", 6), (11, 1, None, 7)],
 )
 def test_a_run_that_died_goes_on_from_its_last_checkpoint_as_if_it_had_not(
-    end: int, accumulate: int, every: str | None, reached: int, tmp_path: Path, undisturbed: Undisturbed, recwarn: Any
+    end: int,
+    accumulate: int,
+    every: str | None,
+    reached: int,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    recwarn: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     training = Training(tmp_path, "averaged", every, accumulate)
     training.stop(At(end, pull_the_plug), RuntimeError)
     assert read_checkpoint(training.last)["global_step"] == reached
@@ -237,11 +275,14 @@ def test_the_checkpoint_before_a_damaged_one_leads_to_the_same_bits(
     training.assert_goes_on_as(undisturbed("averaged"), chosen.path, every="3")
 
 
-def test_the_best_is_of_the_epoch_with_the_highest_accuracy_and_is_known_after_a_move(tmp_path: Path) -> None:
+def test_the_best_is_of_the_epoch_with_the_highest_accuracy_and_is_known_after_a_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accuracies, before, after = [], tmp_path / "before", tmp_path / "after"
     model, names = classifier(net="shapenet", lr=0.3, momentum=0.9), ["best.ckpt", "last.ckpt", "previous.ckpt"]
 
     note = LambdaCallback(on_validation_end=lambda _, pl_module: accuracies.append(pl_module.score.accuracy))
+    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     fitted(model, shapes_data(), *best_and_last(before), note, max_epochs=5)
     assert sorted(file.name for file in before.iterdir()) == names
     winner = accuracies.index(max(accuracies))

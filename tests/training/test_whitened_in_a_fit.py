@@ -1,11 +1,14 @@
 """A whitened net in a fit: its first layer from the training images, once; and its test with several views."""
 
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import best_and_last, classifier, fitted, same, shapes_data, trainer, weights
+from lightning.pytorch.callbacks import LambdaCallback
+from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,10 +19,17 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import classifier as classifier_module
+from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.metrics import Evaluation
+from cifar_lit.training.schedules import Schedule
 
-SMALL: dict[str, Any] = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.1}
+CPU = torch.device("cpu")
+
+SMALL: dict[str, Any] = {
+    **{"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.1},
+    "whiten_epochs": 1,
+}
 
 
 def augmented_data(**settings: Any) -> ImageData:
@@ -68,6 +78,55 @@ def test_the_average_is_of_whitened_weights_and_a_resumed_net_keeps_its_first_la
     assert bool(state["net.whitened"])
     assert same(run(epochs=2, resume=tmp_path / "last.ckpt"), expected)
     assert calls == [100, 100]
+
+
+def test_the_first_layer_comes_from_images_where_they_are_placed_and_within_the_time_of_the_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the records count it; and images that are on a device already need not be brought there again."""
+    data, clock, seen, compute = augmented_data(), Clock(), list[Tensor](), WhitenedNet.initialise
+
+    def timed(net: WhitenedNet, images: Tensor) -> None:
+        assert clock.seconds > 0
+        seen.append(images)
+        compute(net, images)
+
+    monkeypatch.setattr(WhitenedNet, "initialise", timed)
+    images = data.train_images
+    data._placed["train", CPU] = replace(images, images=255 - images.images), "device"
+    fitted(classifier(**SMALL), data, clock, max_epochs=1)
+    assert torch.equal(seen[0], normalised(data, 255 - images.images[data.split[0]]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer_settings", "first"),
+    [
+        ({"whiten_epochs": 1}, {}, BATCHES),
+        ({"whiten_epochs": 1.5}, {}, 11),  # of 7 steps an epoch; the rate of the 12th is 0
+        ({"whiten_epochs": 1, "schedule": "triangular", "schedule_every": "epoch"}, {}, BATCHES),
+        ({"whiten_epochs": 1, "schedule": "triangular", "ema_decay": 0.9}, {"accumulate_grad_batches": 2}, BATCHES),
+        ({"whiten_epochs": 1}, {"gradient_clip_val": 0.5}, None),  # which counts that gradient too
+        ({"whiten_epochs": None}, {}, None),
+    ],
+)
+def test_a_bias_whose_rate_has_come_to_0_has_no_gradient_and_all_weights_are_as_with_one(
+    settings: dict[str, Any], trainer_settings: dict[str, Any], first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = list[int]()
+
+    def run() -> dict[str, Tensor]:
+        model, steps = classifier(**{**SMALL, **settings}), count()
+        look = LambdaCallback(
+            on_after_backward=lambda _, model: without.append(next(steps)) if model.net.whiten.bias.grad is None else next(steps)
+        )
+        fitted(model, augmented_data(), look, max_epochs=3, **trainer_settings)
+        assert not model.net.bias_is_final  # who looks at gradients later on gets all
+        return weights(model)
+
+    left_out = run()
+    assert without == ([] if first is None else list(range(first, 3 * BATCHES)))
+    monkeypatch.setattr(Schedule, "whitening_ended", False)
+    assert same(left_out, run())
 
 
 def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:

@@ -1,0 +1,121 @@
+"""A stand-in for a device's graphs on the CPU: it records a step's operations, and replays them on the same tensors.
+
+So it sees what a graph would: a number or an address that the step froze, a look of the host at a value, a size that follows from
+values. Its pool and streams have the rules of torch's allocator.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What waits for the device, or has a size that follows from values; `lift_fresh` brings a number of the host's.
+REFUSED = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount", "lift_fresh"}
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each operation with its tensors; what they have changed by the end is undone, as a capture computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages from before the capture, and what they held
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        inputs = tensors_in((args, kwargs))
+        masks = name.startswith("index") and any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1:2]))
+        assert name not in REFUSED and not masks, f"{name} cannot be captured"
+        for tensor in inputs:
+            if (storage := storage_of(tensor)) not in self._made:
+                self._before.setdefault(storage, (tensor.untyped_storage(), tensor.untyped_storage().clone()))
+        result = function(*args, **kwargs)
+        self._made |= {storage_of(tensor) for tensor in tensors_in(result)} - self._before.keys()
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+class Stream:
+    """A stream that is always ready."""
+
+    def wait_stream(self, other: "Stream") -> None:
+        assert isinstance(other, Stream)
+
+
+class Pool:
+    """A graph's private memory. cuBLAS's workspace keeps it when its last graph dies, and then torch takes no further one."""
+
+    def __init__(self) -> None:
+        self.graphs, self.used = 0, False
+
+
+class Graph:
+    """Replays what was recorded."""
+
+    def replay(self) -> None:
+        # from torch 2.12 to 2.14 a graph takes the workspace of those that outlive it along
+        assert self.deaths == self.module.deaths, "a graph has died before this one's replay"
+        self.module.replays += 1
+        with torch.no_grad():
+            for function, args, kwargs, result in self.calls:
+                for recorded, again in zip(tensors_in(result), tensors_in(function(*args, **kwargs)), strict=True):
+                    if storage_of(recorded) != storage_of(again):  # neither written in place nor a view
+                        recorded.copy_(again)
+
+    def record(self, module: "Module", pool: Pool, calls: list[Any]) -> None:
+        self.module, self.pool, self.calls, self.deaths = module, pool, calls, module.deaths
+        pool.graphs, pool.used = pool.graphs + 1, True
+
+    def __del__(self) -> None:
+        self.pool.graphs -= 1
+        self.module.deaths += 1
+
+
+class Module:
+    """What a device's module offers for graphs. streams, pools: those of the captures."""
+
+    Stream, CUDAGraph, graph_pool_handle = Stream, Graph, Pool
+    current_stream = Stream
+
+    def __init__(self) -> None:
+        self.streams, self.pools = set[Stream](), set[Pool]()
+        self.graphs = WeakSet[Graph]()
+        self.captures = self.replays = self.deaths = 0
+        self._warmed_up_on: Stream | None = None
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._warmed_up_on = stream
+        yield
+
+    @contextmanager
+    def graph(self, graph: Graph, pool: Pool, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "a thread that pins memory spoils the capture"
+        assert stream is self._warmed_up_on, "memory that another stream has freed cannot be used again"
+        assert pool.graphs or not pool.used, "use_count > 0 INTERNAL ASSERT FAILED"
+        with Recorder() as recorder:
+            yield
+        recorder.undo()
+        graph.record(self, pool, recorder.calls)
+        self.captures += 1
+        self.streams.add(stream)
+        self.pools.add(pool)
+        self.graphs.add(graph)
