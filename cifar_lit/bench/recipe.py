@@ -44,7 +44,7 @@ WHAT = (
 NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
 CODE = ("data", "models", "training")  # the folders that a result depends on
 LEGEND = (
-    f"± is the standard deviation over n seeds, with the 95 % interval of their mean (Student's t) from n = {FEW} on",
+    f"± is the standard deviation over n seeds; behind n, from n = {FEW} on, the 95 % interval of the mean (Student's t)",
     "training is the whole fit with its validations: median and quartiles, of n < 4 the range, warm if any is",
     "start to end is from the process's start to the tested net; peak memory is of the process, with all runs before",
     "The runs share one process, and the images, which are decoded and held once; each draws all that is random from its seed.",
@@ -264,11 +264,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     views = [run["views"] for run in runs if run["views"]]
     cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
     device = max(run["device_memory_mb"] or 0 for run in runs)
-    accuracy = mean_interval([run["accuracy"] for run in runs])
     return {
-        "test accuracy": mean_text(accuracy),
-        "95 % of the mean": f"{100 * accuracy['low']:.2f} … {100 * accuracy['high']:.2f} %" if len(runs) >= FEW else "–",
-        "with views": f"{mean_text(mean_interval([one['accuracy'] for one in views]))}, {views[0]['views']}" if views else "–",
+        "test accuracy": mean_text([run["accuracy"] for run in runs]),
+        "with views": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
         "training": spread_text(spread(run["seconds"] for run in warm), "s"),
         "start to end": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
@@ -276,7 +274,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def mean_text(mean: Mapping[str, Any]) -> str:
-    """A mean of fractions with its standard deviation, as in `91.69 ± 0.17 % (n = 3)`."""
+def mean_text(fractions: Sequence[float]) -> str:
+    """A mean with its standard deviation, n and from FEW values on its interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
+    mean = mean_interval(fractions)
     deviation = "" if mean["std"] is None else f" ± {100 * mean['std']:.2f}"
-    return f"{100 * mean['mean']:.2f}{deviation} % (n = {mean['n']})"
+    interval = f"; {100 * mean['low']:.2f} … {100 * mean['high']:.2f}" if mean["n"] >= FEW else ""
+    return f"{100 * mean['mean']:.2f}{deviation} % (n = {mean['n']}{interval})"
