@@ -33,7 +33,10 @@ LINES = {  # with the labels of what is measured
     "step in its own time": (["step", *SMALL, "--rounds", "3"], {"ours", "bare loop", "ours / bare loop"}),
     "step of a recipe": (["step", "--recipe", "folder", *SMALL, *TURNS], {"ours", "bare loop, a step"}),
     "tutorial": (["tutorial", *SMALL, "--epochs", "2"], {"ours", "the tutorial's loop, float32"}),
-    "input": (["input", *SMALL, "--batches", "2", "--rounds", "2"], {"ours", "ours / the strongest rival", "ours / PIL, 2 workers"}),
+    "input": (
+        ["input", *SMALL, "--batches", "2", "--rounds", "2"],
+        {"ours", "ours / the strongest rival", "ours / PIL, 2 workers"},
+    ),
     "devices": (["devices", *IMAGES, *TURNS, "--batch-sizes", "4,8", "--widths", "0.5", "--warmup", "1"], set()),
 }
 
@@ -183,7 +186,7 @@ def test_progress_says_what_is_done_and_how_long_all_takes(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     progress = Progress(4, "round")
     progress.announce(40, "4 rounds")
-    for done, now in ((1, 5.0), (2, 20.0), (2.5, 21.0), (3, 300.0), (4, 400.0)):  # noqa: B007
+    for done, now in ((1, 5.0), (2, 20.0), (2.5, 21.0), (3, 300.0), (4, 400.0)):
         progress.advance(done, f"of {now:g}")
     assert capsys.readouterr().err.splitlines() == [
         "this takes about 40 s: 4 rounds",
@@ -214,8 +217,8 @@ def test_a_signal_ends_a_measurement_with_what_it_has_and_no_process_left(what: 
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # typed, it reaches the group
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
-    assert [line for line in err.splitlines() if not line.startswith(("round ", "training "))][:1] == ["cifar-lit: stopped"]
-    assert "Traceback" not in err
+    said = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]
+    assert said[0].startswith("cifar-lit: stopped") and len(said) <= 2  # how to go on
     if what in ("scaling", "recipe"):
         assert not Path("f.json").exists()  # nothing was finished
     else:
