@@ -161,7 +161,7 @@ def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
     command, where = parse("train", list(flags)), environment()
     code = [path for folder in CODE for path in sorted((Path(cifar_lit.__file__).parent / folder).rglob("*.py"))]
     parts = {
-        "recipe": [json.dumps(recipe_settings(recipe))],  # not its header, which these very figures are written into
+        "recipe": [repr(recipe_settings(recipe))],  # not its header, which these very figures are written into
         "flags": [*command.flags, *(Path(path).expanduser().read_text() for path in command.configs)],
         "versions": [str(where["versions"])],
         "code": [path.read_text() for path in code],

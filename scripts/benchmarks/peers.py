@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, repeat
 from multiprocessing.connection import Connection
@@ -240,13 +241,10 @@ def plain_resnet(settings: argparse.Namespace, start: Start) -> None:
 
 def timm_resnet(settings: argparse.Namespace, start: Start) -> None:
     """timm's net, augmentation and optimizer as its functions make them."""
-    from timm import create_model
-    from timm.data import create_transform
-    from timm.optim import create_optimizer_v2
-
-    net = create_model("resnet18", num_classes=10)
-    optimizer = create_optimizer_v2(net, opt="adamw", lr=2e-3, weight_decay=0.05)
-    train_plainly(settings, start, net, [create_transform(32, is_training=True, mean=MEAN, std=STD)], optimizer)
+    timm, data, optim = (import_module(name) for name in ("timm", "timm.data", "timm.optim"))
+    net = timm.create_model("resnet18", num_classes=10)
+    optimizer = optim.create_optimizer_v2(net, opt="adamw", lr=2e-3, weight_decay=0.05)
+    train_plainly(settings, start, net, [data.create_transform(32, is_training=True, mean=MEAN, std=STD)], optimizer)
 
 
 if __name__ == "__main__":
