@@ -213,7 +213,7 @@ def keep_freed_memory() -> bool:
     """Lets this process keep the memory that it frees, for the next step; returns whether the C library can be told so.
 
     By itself, glibc hands large blocks back to the system, as soon as a tensor is freed, and the system clears each of their
-    pages anew when the next step asks for them: a tenth to a third of a step's time on two cores, for tensors of 1 to 50 MB.
+    pages anew when the next step asks for them.
     The process is then as large as it was at its peak until it ends. Other libraries (macOS, Windows, musl) stay as they are.
     """
     kept = _mallopt(_MMAP_THRESHOLD, MAX_KEPT_BLOCK) or _mallopt(_MMAP_THRESHOLD, MAX_OLD_THRESHOLD)

@@ -1,6 +1,7 @@
 """`cifar-lit bench NAME`: the measurements, each a module of this folder that is imported when it is asked for.
 
-A module has `WHAT` (what is measured), `add_arguments(parser)` and `run(settings)`.
+A module has `WHAT` (what is measured), `add_arguments(parser)` and `run(settings)`, which says how long it will take. When it is
+interrupted it shows what it has by then, if anything, with the number of values beside each.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
         settings.flags = rest
     elif rest:
         raise UsageError(f"there is no flag {rest[0]}.{nearest(rest[0], parser._option_string_actions)}")
+    from cifar_lit.bench.progress import ends_at_once
     from cifar_lit.bench.report import make_parent
 
     if settings.json:
@@ -70,4 +72,5 @@ def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
         import torch
 
         torch.set_num_threads(settings.threads)
-    module.run(settings)
+    with ends_at_once():
+        module.run(settings)

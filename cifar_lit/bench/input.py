@@ -1,9 +1,11 @@
-"""`cifar-lit bench input`: our batches against torchvision transforms in a DataLoader."""
+"""`cifar-lit bench input`: our batches against torchvision's transforms, as tutorials use them and at their fastest."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -12,95 +14,139 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
-from torchvision import transforms
-from torchvision.transforms import v2
+from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor, v2
 
 from cifar_lit.bench.plain import ArrayImages, batches_on_device
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.bench.training import add_data_arguments, read_clock
+from cifar_lit.bench.training import SECONDS, add_data_arguments, read_clock
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
+from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
-    "Training images a second, cropped (4 pixels of reflect padding), flipped, normalised and on the device that the Trainer "
-    "chooses: ours, against torchvision's transforms on PIL images in a DataLoader with 0 and with 2 workers, and against its v2 "
-    "transforms on tensors. All take turns in one process; each turn's first batch is off the clock, as is the workers' start."
+    "Training images a second, cropped out of 4 pixels of padding, flipped, normalised and on the device that the Trainer "
+    "chooses: ours, against torchvision's transforms as tutorials have them (zero padding, PIL, a DataLoader with 0 and with 2 "
+    "workers), its v2 transforms on tensors in such a DataLoader, and on whole batches. All take turns in one process; each "
+    "turn's first batch is off the clock, as is the workers' start."
 )
-PADDING = 4
-OURS = "ours"
+PADDING, MAX_BATCHES = 4, 20
+OURS, WHOLE = "ours", "v2 on whole batches"
+Stream = Iterator[tuple[Tensor, Tensor]]  # of images and labels on the device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     add_data_arguments(parser, dataset="shapes")
     parser.add_argument("--batch-size", type=int, default=500, help="images a batch")
-    parser.add_argument("--batches", type=int, default=20, help="batches of each in a round, that are counted")
+    text = f"of each in a round, that are counted; if not given, what takes about {SECONDS:.0f} s in all, at most {MAX_BATCHES}"
+    parser.add_argument("--batches", type=int, help=text)
     parser.add_argument("--rounds", type=int, default=9, help="rounds, after one to warm up")
 
 
 def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
-    if settings.rounds < 2 or settings.batches < 1:
+    if settings.rounds < 2 or (settings.batches is not None and settings.batches < 1):
         raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
     size = settings.batch_size
     own = {"batch_size": size, "val_size": 0, "crop": PADDING, "flip": "random", "count": settings.count}
     data = ImageData(settings.dataset, root=settings.root, **own)
-    if len(data.train_images) < (settings.batches + 1) * size:
+    most = len(data.train_images) // size - 1
+    if most < (settings.batches or 1):
         raise UsageError(f"{len(data.train_images):,} images are less than a round: lower --batches or --batch-size")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
+    seconds = sum(size / images_per_second(start(), 1, device) for start in sides(data, 1, device).values())
+    if settings.batches is None:
+        settings.batches = max(1, min(MAX_BATCHES, most, int(SECONDS / seconds / (settings.rounds + 1))))
+    progress = Progress(settings.rounds + 1, "round")
+    plan = f"{settings.rounds} rounds of {settings.batches} batches of each, after one to warm up"
+    progress.announce(seconds * settings.batches * (settings.rounds + 1), plan)
     turns = sides(data, settings.batches, device)
-    speeds: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(settings.rounds + 1):
-        for name, start in turns.items():
-            stream = start()
-            next(stream)
-            started = read_clock(device)
-            images = sum(len(labels) for _, labels in islice(stream, settings.batches))
-            speeds[name].append(images / (read_clock(device) - started))
-    rows: list[Row] = [(name, spread(values[1:]), "images/s") for name, values in speeds.items()]  # the first warms up
-    for name, values in speeds.items():
-        if name != OURS:
-            ratio = spread(ours / value for ours, value in zip(speeds[OURS][1:], values[1:], strict=True))  # of the same round
-            rows.append((f"ours / {name}", ratio, "×"))
+    rounds: list[dict[str, float]] = []
+    with suppress(Interrupted):
+        for number in range(settings.rounds + 1):
+            speeds = {name: images_per_second(start(), settings.batches, device) for name, start in turns.items()}
+            if number:  # the first warms up
+                rounds.append(speeds)
+            progress.advance(number + 1)
+    if not rounds:
+        return
+    values = {name: spread(speeds[name] for speeds in rounds) for name in turns}
+    rivals = sorted((name for name in turns if name not in (OURS, WHOLE)), key=lambda name: -values[name]["median"])
+    ratios = {name: spread(speeds[OURS] / speeds[name] for speeds in rounds) for name in turns}
+    rows: list[Row] = [("ours / the strongest rival", ratios[rivals[0]], "×")]
+    rows += [(name, value, "images/s") for name, value in values.items()]
+    rows += [(f"ours / {name}", ratios[name], "×") for name in (*rivals, WHOLE)]
     publish(
         "input",
         vars(settings),
         f"{settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
         rows,
-        f"of {settings.rounds} rounds of {settings.batches} batches each, in turn",
+        f"of {len(rounds)} rounds of {settings.batches} batches each, in turn",
+        f"the strongest rival is {rivals[0]}; {WHOLE} is none, as it moves all images of a batch alike",
         device=device.type,
+        strongest=rivals[0],
     )
 
 
-def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Callable[[], Iterator[tuple[Tensor, Tensor]]]]:
-    """What is compared, by name: each starts a turn, an iterator over images and labels on the device.
+def images_per_second(stream: Stream, batches: int, device: torch.device) -> float:
+    """The speed of a turn, of which the first batch is not counted."""
+    next(stream)
+    started = read_clock(device)
+    images = sum(len(labels) for _, labels in islice(stream, batches))
+    return images / (read_clock(device) - started)
 
-    A turn of the DataLoaders ends by itself after one batch more than `batches`; ours goes on where it was.
-    """
-    crop: dict[str, Any] = {"size": data.input_shape[1:], "padding": PADDING, "padding_mode": "reflect"}
-    moves = [transforms.RandomCrop(**crop), transforms.RandomHorizontalFlip()]
-    pil = [Image.fromarray, *moves, transforms.ToTensor(), transforms.Normalize(*data.statistics)]
-    moves = [v2.RandomCrop(**crop), v2.RandomHorizontalFlip()]
-    tensors = [v2.ToImage(), *moves, v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor(), v2.Normalize(*data.statistics)]
 
-    def loading(transforms: Sequence[Callable[[Any], Any]], workers: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
-        images = ArrayImages(data.train_images, transforms)
+class TensorImages(ArrayImages):
+    """The same as uint8 tensors (C, H, W), made once."""
+
+    def __init__(self, images: ImageSet, transforms: Sequence[Callable[[Any], Any]]) -> None:
+        super().__init__(images, transforms)
+        self.arrays = images.images.permute(0, 3, 1, 2).contiguous()
+
+
+def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Callable[[], Stream]]:
+    """What is compared, by name; each starts a turn. A rival's ends by itself after one batch more than `batches`."""
+    size, count = data.batch_size, (batches + 1) * data.batch_size
+    crop: dict[str, Any] = {"size": data.input_shape[1:], "padding": PADDING}
+    pil = ArrayImages(
+        data.train_images,
+        [Image.fromarray, RandomCrop(**crop), RandomHorizontalFlip(), ToTensor(), Normalize(*data.statistics)],
+    )
+    as_floats = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)]
+    on_tensors = [v2.RandomCrop(**crop), v2.RandomHorizontalFlip(), *as_floats]
+    tensors = TensorImages(data.train_images, on_tensors)
+
+    def loading(images: ArrayImages, workers: int) -> Callable[[], Stream]:
         loader = DataLoader(
             images,
-            batch_size=data.batch_size,
-            sampler=RandomSampler(images, num_samples=(batches + 1) * data.batch_size),
+            batch_size=size,
+            sampler=RandomSampler(images, num_samples=count),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type != "cpu",
+            worker_init_fn=leave_signals,
         )
         return lambda: ((pixels.to(device, non_blocking=True), labels.to(device)) for pixels, labels in loader)
 
+    def whole_batches() -> Stream:
+        move, labels = Compose(on_tensors), data.train_images.labels
+        for rows in torch.randperm(len(labels))[:count].split(size):
+            yield move(tensors.arrays[rows]).to(device), labels[rows].to(device)
+
     ours = ((batch.images, batch.labels) for epoch in batches_on_device(data, device) for batch in epoch)
     return {
-        OURS: lambda: ours,
-        "PIL, DataLoader, 2 workers": loading(pil, 2),
-        "PIL, DataLoader, no worker": loading(pil, 0),
-        "v2 on tensors, DataLoader, 2 workers": loading(tensors, 2),
+        OURS: lambda: ours,  # goes on where it was
+        "PIL, 2 workers": loading(pil, 2),
+        "PIL, no worker": loading(pil, 0),
+        "v2 on tensors, 2 workers": loading(tensors, 2),
+        WHOLE: whole_batches,
     }
+
+
+def leave_signals(worker: int) -> None:
+    """Ctrl-C, which reaches a worker too, is for the process that started it to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -31,7 +31,7 @@ class ArrayImages(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, images: ImageSet, transforms: Sequence[Callable[[Any], Any]]) -> None:
         arrays = images.images.numpy()
-        self.arrays = arrays if arrays.shape[3] > 1 else arrays[..., 0]
+        self.arrays: Any = arrays if arrays.shape[3] > 1 else arrays[..., 0]
         self.labels, self.transform = images.labels.tolist(), Compose(transforms)
 
     def __len__(self) -> int:

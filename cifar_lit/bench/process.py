@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +28,36 @@ class FinishedTraining(NamedTuple):
     lines: list[tuple[float, str]]
 
 
-def train(argv: Sequence[str]) -> FinishedTraining:
-    """Runs `cifar-lit train` in a process and a folder of its own; raises its UsageError or Failure, with its last line."""
+@contextmanager
+def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, which Ctrl-C does not reach: it is killed, with all it started, when the block fails."""
+    settings = {"text": True, "env": child_environment(), "stdin": subprocess.DEVNULL, "process_group": 0, **settings}
+    with subprocess.Popen(command, **settings) as process:
+        try:
+            yield process
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: None) -> FinishedTraining:
+    """Runs `cifar-lit train` in a process and a folder of its own; raises its UsageError or Failure, with its last line.
+
+    on_line: is told each line as it is printed.
+    """
     if any(word.partition("=")[0] == "--logs" for word in argv):
         raise UsageError("the runs are only measured, in a folder that is gone afterwards: leave --logs out")
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:
-        started = time.perf_counter()
+        before = time.perf_counter()
+        lines = []
         command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
+        with started(command, stdout=subprocess.PIPE, stderr=errors) as process:
             assert process.stdout is not None
-            lines = [(time.perf_counter() - started, text.rstrip()) for text in process.stdout]
-        seconds = time.perf_counter() - started
+            for text in process.stdout:
+                lines.append((time.perf_counter() - before, text.rstrip()))
+                on_line(text)
+        seconds = time.perf_counter() - before
         if process.returncode:
             errors.seek(0)
             raise as_error(process.returncode, errors.read(), "the training")

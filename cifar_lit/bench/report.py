@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from rich.table import Column, Table
@@ -18,17 +18,28 @@ from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
 from cifar_lit.runs.results import versions
 
-Spread = float | list[float]  # one value; or lower quartile, median and upper quartile of several
-Row = tuple[str, Spread, str]  # what was measured, its value, the unit
+FEW = 4  # under so many values a spread is their range, and a mean has no interval
+
+
+class Spread(TypedDict):
+    """What several values come to: how many, their median, and their quartiles, or of fewer than four their least and largest."""
+
+    n: int
+    median: float
+    low: float
+    high: float
+
+
+Row = tuple[str, float | Spread, str]  # what was measured, its value, the unit
 NOT_FIGURES = ("json", "root", "threads", "names", "line")  # settings that say where files lie, or are told elsewhere
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """The quartiles, within the range of the values; at least one value. Digits that no measurement supports are left out."""
-    listed = list(values)
-    if len(listed) == 1:
-        return float(f"{listed[0]:.5g}")
-    return [float(f"{value:.5g}") for value in statistics.quantiles(listed, n=4, method="inclusive")]
+    """Of at least one value. Digits that no measurement supports are left out."""
+    listed = sorted(values)
+    quartiles = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) >= FEW else None
+    low, median, high = quartiles or (listed[0], statistics.median(listed), listed[-1])
+    return {"n": len(listed), "median": float(f"{median:.5g}"), "low": float(f"{low:.5g}"), "high": float(f"{high:.5g}")}
 
 
 def number_text(value: float) -> str:
@@ -36,22 +47,23 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def spread_text(value: Spread, unit: str = "", form: str | None = None) -> str:
-    """A median with its quartiles, as in `4,335 images/s (4,301 … 4,370)`; form: of the numbers, such as ",.2f"."""
-    values = value if isinstance(value, list) else [value]
-    texts = [number_text(number) if form is None else f"{number:{form}}" for number in values]
-    text = f"{texts[len(texts) // 2]} {unit}".strip()
-    return text if len(texts) == 1 else f"{text} ({texts[0]} … {texts[2]})"
+def spread_text(value: float | Spread, unit: str = "") -> str:
+    """A median with its spread, as in `4,335 images/s (4,301 … 4,370, n = 9)`; a number that is none of several by itself."""
+    if not isinstance(value, dict):
+        return f"{number_text(value)} {unit}".strip()
+    around = f"{number_text(value['low'])} … {number_text(value['high'])}, " if value["n"] > 1 else ""
+    return f"{number_text(value['median'])} {unit}".strip() + f" ({around}n = {value['n']})"
 
 
 def environment() -> dict[str, Any]:
-    """Where and when: date, cpu, threads (of torch), gpu (None where there is none), versions of what matters."""
+    """Where and when: date, cpu, bf16 (if in its hardware), threads (of torch), gpu (None if none), versions of what matters."""
     machine = detect_machine()
     names = sorted({name for name, _ in machine.gpus})
     gpu = ", ".join(names) if names else "Apple GPU" if machine.mps else None
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": machine.cpu,
+        "bf16": machine.bf16,
         "threads": torch.get_num_threads(),
         "gpu": f"{len(machine.gpus)} × {gpu}" if len(machine.gpus) > 1 else gpu,
         "versions": versions(),
@@ -63,7 +75,8 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
     if environment.get("gpu") and accelerator != "cpu":
         return str(environment["gpu"])
     threads = environment["threads"]
-    return f"{environment['cpu']}, {threads} thread{'s' * (threads != 1)}"
+    bf16 = " with bf16" if environment.get("bf16") else ""  # without it a training takes several times as long
+    return f"{environment['cpu']}{bf16}, {threads} thread{'s' * (threads != 1)}"
 
 
 def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:
@@ -85,7 +98,7 @@ def publish(bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
     table = [(label, spread_text(value, unit)) for label, value, unit in rows]
-    print_table(figures["environment"], f"{bench} · {title}", ["", "median (quartiles)"], table, *lines)
+    print_table(figures["environment"], f"{bench} · {title}", ["", "median (quartiles, of n < 4 the range)"], table, *lines)
     return figures
 
 

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from contextlib import suppress
 
 from cifar_lit.bench.plain import BareLoop
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import publish, spread
-from cifar_lit.bench.training import LINEAR, Round, Stopwatch, add_training_arguments, fit, subject_from
+from cifar_lit.bench.training import (
+    LINEAR,
+    MAX_STEPS,
+    SECONDS,
+    Round,
+    StartOther,
+    Stopwatch,
+    add_training_arguments,
+    fit,
+    subject_from,
+)
 from cifar_lit.errors import UsageError
-from cifar_lit.text import note
+from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
     "Training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, against a bare PyTorch loop with "
     "the same net, weights, batches, precision, optimizer and schedule. Both take turns in one process, so that what else the "
     "machine does meets both. Without --recipe the net is a single layer, which shows the Trainer's own cost."
 )
-SECONDS, MAX_STEPS = 90.0, 100  # a measurement takes about so long, in rounds of at most so many steps
-TRIAL_STEPS = 10  # of which the first two warm up
+WARMUP = 2  # steps before the trial of how long they take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     add_training_arguments(parser, recipe=None)
+    add_turn_arguments(parser, rounds=20)
+
+
+def add_turn_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """How much is measured."""
     text = f"of each in a round; if not given, what takes about {SECONDS:.0f} s in all, at most {MAX_STEPS}"
     parser.add_argument("--steps", type=int, help=text)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds, after one to warm up")
+    text = "rounds, after a warm-up; without --steps fewer where steps are slow"
+    parser.add_argument("--rounds", type=int, default=rounds, help=text)
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -36,24 +52,26 @@ def run(settings: argparse.Namespace) -> None:
     if not settings.recipe and not settings.net:
         settings.net = LINEAR
     subject = subject_from(settings)
-    epoch = max(1, len(subject.data.split[0]) // subject.data.batch_size)
-    trial = Stopwatch(TRIAL_STEPS - 2, 1, warmup=2)
-    fit(subject._replace(model=deepcopy(subject.model), data=copy(subject.data)), trial, max_epochs=-(-TRIAL_STEPS // epoch))
-    per_step = trial.rounds[0].ours / trial.rounds[0].steps
-    if settings.steps is None:
-        settings.steps = max(1, min(MAX_STEPS, int(SECONDS / (2 * per_step * (settings.rounds + 1)))))
-    steps = settings.steps * (settings.rounds + 1)
-    note(f"this takes about {2 * per_step * steps:,.0f} s: {settings.rounds} rounds of {settings.steps} steps")
-    turns = Stopwatch(
-        settings.steps, settings.rounds, settings.steps, lambda trainer, model: BareLoop(trainer, model, subject.data).take
-    )
-    # no longer than that, so that schedules (of rates, of image sizes) run through whole while they are measured
-    settings.precision = fit(subject, turns, max_epochs=-(-steps // epoch))
-    report("step", settings, turns.rounds, "bare loop", f"{settings.steps} steps each")
+    turns = turns_of(settings, lambda trainer, model: BareLoop(trainer, model, subject.data).take)
+    with suppress(Interrupted):
+        settings.precision = fit(subject, turns, max_epochs=100_000)
+    settings.steps = turns.steps
+    report("step", settings, turns.rounds, "bare loop", f"{settings.steps} step{'s' * (settings.steps != 1)} of each")
+
+
+def turns_of(settings: argparse.Namespace, start_other: StartOther) -> Stopwatch:
+    """Rounds as the flags of `add_turn_arguments` say."""
+    warmup = settings.steps or WARMUP
+    return Stopwatch(settings.steps, settings.rounds, warmup, start_other, progress=Progress(settings.rounds, "round"))
 
 
 def report(name: str, settings: argparse.Namespace, rounds: Sequence[Round], other: str, turns: str) -> None:
-    """Prints and writes the speed of ours and of `other`, and their ratio in each round; `turns`: what a round was of each."""
+    """Prints and writes the speed of ours and of `other`, and their ratio in each round; `turns`: what a round was of each.
+
+    Does nothing where the measurement was stopped before the first of them was over.
+    """
+    if not rounds:
+        return
     sides = [("ours", [turn.ours for turn in rounds]), (other, [turn.other for turn in rounds])]
     speeds = [
         (side, spread(turn.images / own for turn, own in zip(rounds, seconds, strict=True)), "images/s")

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from cifar_lit.bench.progress import Progress
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
@@ -28,6 +29,9 @@ from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 
 LINEAR = "linear"  # a net of a single layer, which only measurements know
+SECONDS = 75.0  # that a measurement of steps takes where its line does not name their number: two minutes with all around it
+TRIAL_STEPS, TRIAL_SECONDS = 8, 4.0  # what the number of steps is estimated from: so many, fewer where they take longer
+MAX_STEPS, LEAST_ROUNDS = 100, 4
 WITHOUT_RECIPE: dict[str, Any] = {"model": {"lr": 0.01}, "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0}}
 
 
@@ -78,7 +82,7 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
     images, classifier = build(model, data)
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
-    settings.dataset, settings.batch_size = images.dataset, images.batch_size
+    settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
     kept = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
     return Subject(classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **kept})
 
@@ -150,21 +154,62 @@ StartOther = Callable[[pl.Trainer, Any], Callable[[int], object]]
 
 
 class Stopwatch(Callback):
-    """Times rounds of `steps` optimizer steps of a fit, after `warmup` steps off the clock; ends the fit after `count` rounds.
+    """Times rounds of a fit and of another loop, which take turns, after a warm-up off the clock; then it ends the fit.
 
-    start_other: for another loop, which has its turn after the warm-up and after every round, while the training waits.
+    Args:
+        steps: of the optimizer in a round; None for what takes `seconds` in all, as a trial of some steps says: at most MAX_STEPS
+            in a round, and where the steps are slow fewer rounds, down to LEAST_ROUNDS.
+        count: of rounds.
+        warmup: steps before the first of them.
+        start_other: for another loop, which has its turn after the warm-up and after every round, while the training waits.
+        progress: says how long all takes; nothing is said if not given.
     """
 
     def __init__(
-        self, steps: int, count: int, warmup: int, start_other: StartOther = lambda trainer, model: lambda steps: None
+        self,
+        steps: int | None,
+        count: int,
+        warmup: int,
+        start_other: StartOther = lambda trainer, model: lambda steps: None,
+        *,
+        seconds: float = SECONDS,
+        progress: Progress | None = None,
     ) -> None:
-        self._steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
+        self.steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
+        self._seconds, self._progress = seconds, progress
         self.rounds: list[Round] = []
+
+    def _lengths(self) -> Iterator[int]:
+        """The steps of each round: to warm up, for the trial if there is one, and of those that count."""
+        yield self._warmup
+        if self.steps is None:
+            yield max(1, min(TRIAL_STEPS, int(TRIAL_SECONDS / self._per_step())))
+        per_step = self._per_step()
+        self.rounds.clear()
+        if self.steps is None:
+            self._count = min(self._count, max(LEAST_ROUNDS, int(self._seconds / per_step)))
+            self.steps = max(1, min(MAX_STEPS, int(self._seconds / (per_step * self._count))))
+        if self._progress:
+            self._progress.total = self._count
+            self._progress.announce(
+                per_step * self.steps * self._count, f"{self._count} rounds of {self.steps} step{'s' * (self.steps > 1)}"
+            )
+        for number in range(self._count):
+            yield self.steps
+            if self._progress:
+                self._progress.advance(number + 1)
+
+    def _per_step(self) -> float:
+        """Seconds of a step of both in the last round."""
+        last = self.rounds[-1]
+        return (last.ours + last.other) / last.steps
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Makes the other loop before the first epoch; by now everything is where and as the training begins."""
         if trainer.global_step == 0:
             self._make_turn = self._start_other(trainer, pl_module)
+            self._plan = self._lengths()
+            self._length = next(self._plan)
             self._begin_round(trainer, pl_module)
 
     def on_train_batch_end(
@@ -172,12 +217,10 @@ class Stopwatch(Callback):
     ) -> None:
         """Ends a round when its steps are done."""
         self._images += batch.labels.numel()
-        timed = trainer.global_step - self._warmup
-        if timed >= 0 and timed % self._steps == 0 and len(self.rounds) < self._count:
+        if trainer.global_step - self._begun_at >= self._length:
             self.end_round(trainer, pl_module)
-            if timed == 0:
-                self.rounds.clear()  # the warm-up
-            trainer.should_stop = len(self.rounds) == self._count
+            self._length = next(self._plan, sys.maxsize)
+            trainer.should_stop = self._length == sys.maxsize
 
     def end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Has the other loop make its turn, and begins the next round."""
@@ -194,14 +237,26 @@ class Stopwatch(Callback):
 class EpochStopwatch(Stopwatch):
     """The same by whole epochs of ours, each with its validation and all that the Trainer does at its end."""
 
-    def __init__(self, start_other: StartOther) -> None:
-        super().__init__(1, 0, sys.maxsize, start_other)
+    def __init__(self, start_other: StartOther, progress: Progress | None = None) -> None:
+        super().__init__(sys.maxsize, 0, sys.maxsize, start_other, progress=progress)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts images; after some steps says how long an epoch of ours takes."""
+        self._images += batch.labels.numel()
+        if self._progress and trainer.global_step == TRIAL_STEPS:
+            epoch = (read_clock(pl_module.device) - self._begun) / TRIAL_STEPS * trainer.num_training_batches
+            each = f"{trainer.max_epochs} epochs of ours; the other loop's come on top, how long shows after its first"
+            self._progress.announce(epoch * (trainer.max_epochs or 1), each)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends the epoch before, if there was one."""
         super().on_train_epoch_start(trainer, pl_module)
         if trainer.current_epoch:
             self.end_round(trainer, pl_module)
+            if self._progress:
+                self._progress.advance(trainer.current_epoch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends the last epoch."""

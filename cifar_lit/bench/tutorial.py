@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -14,9 +16,11 @@ import torch
 import torch.multiprocessing as mp
 
 from cifar_lit.bench.plain import TutorialLoop
-from cifar_lit.bench.step import report
-from cifar_lit.bench.training import EpochStopwatch, Stopwatch, add_training_arguments, fit, read_clock, subject_from
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.step import add_turn_arguments, report, turns_of
+from cifar_lit.bench.training import EpochStopwatch, add_training_arguments, fit, read_clock, subject_from
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
     "A tutorial's recipe under the Trainer against the tutorial's hand-written loop: PIL images, a DataLoader without workers, "
@@ -29,14 +33,13 @@ WHAT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     add_training_arguments(parser, recipe="tudui")
-    parser.add_argument("--steps", type=int, default=50, help="steps of each in a round")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds, after one to warm up")
+    add_turn_arguments(parser, rounds=8)
     parser.add_argument("--epochs", type=int, default=0, help="whole epochs of each with validation, in place of steps")
 
 
 def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
-    if settings.epochs < 0 or settings.rounds < 2 or settings.steps < 1:
+    if settings.epochs < 0 or settings.rounds < 2 or (settings.steps is not None and settings.steps < 1):
         raise UsageError("a measurement takes at least --rounds 2 of --steps 1, or --epochs 1")
     subject = subject_from(settings)
     data, hparams, by_epoch = subject.data, subject.model.hparams, settings.epochs > 0
@@ -51,10 +54,17 @@ def run(settings: argparse.Namespace) -> None:
         take = in_other_process(loop, by_epoch, model.device)
         return (lambda steps: take(1)) if by_epoch else take
 
-    turns = EpochStopwatch(start) if by_epoch else Stopwatch(settings.steps, settings.rounds, settings.steps, start)
-    settings.precision = fit(subject, turns, max_epochs=settings.epochs or 100_000, validates=by_epoch)
+    turns = EpochStopwatch(start, Progress(settings.epochs, "epoch")) if by_epoch else turns_of(settings, start)
+    try:
+        with suppress(Interrupted):
+            settings.precision = fit(subject, turns, max_epochs=settings.epochs or 100_000, validates=by_epoch)
+    finally:
+        for process in mp.active_children():
+            process.kill()
+            process.join()
+    settings.steps = None if by_epoch else turns.steps
     epoch = f"an epoch of {len(data.split[0]):,} images with the evaluation of {len(data.split[1]):,}"
-    of = epoch if by_epoch else f"{settings.steps} steps each"
+    of = epoch if by_epoch else f"{settings.steps} step{'s' * (settings.steps != 1)} of each"
     report("tutorial", settings, turns.rounds, "the tutorial's loop, float32", of)
 
 
@@ -67,7 +77,9 @@ def in_other_process(loop: TutorialLoop, by_epoch: bool, device: torch.device) -
     ours, theirs = mp.get_context("spawn").Pipe()
     arguments = (theirs, loop, by_epoch, device, torch.get_num_threads())
     process = mp.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for it: Ctrl-C is this process's to answer
     process.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     theirs.close()
 
     def take(count: int) -> int:

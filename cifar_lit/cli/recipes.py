@@ -40,6 +40,6 @@ def recipe_header(path: Path) -> list[str]:
 
 
 def _summary(header: list[str], field: str) -> str:
-    """What a recipe's header says in a field, up to the details after a semicolon."""
+    """What a recipe's header says in a field, up to the details after a semicolon; of times without their spread."""
     value = next(line for line in header if line.startswith(f"{field}:")).partition(":")[2].partition(";")[0].strip()
-    return "–" if value == "not measured" else value
+    return "–" if value.startswith("not measured") else value if field == "Score" else value.partition(" (")[0]

@@ -1,24 +1,31 @@
-"""Pictures a second of `cifar-lit classify`, and its memory: python scripts/benchmarks/classify.py RUN FOLDER."""
+"""Pictures a second of `cifar-lit classify`, and its memory: python scripts/benchmarks/classify.py RUN FOLDER FOLDER."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from PIL import Image
 from script import run_script
 
-from cifar_lit.bench.process import as_error, child_environment
-from cifar_lit.bench.report import publish, spread
+import cifar_lit
+from cifar_lit.bench.process import as_error, started
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
-    "`classify RUN FOLDER --csv` as a user starts it, from the start of the process to its end: seconds, images a second, and "
-    "the peak memory of it and its decoding processes together."
+    "`classify RUN FOLDER --csv` as a user starts it, on one or more folders, from the start of the process to its end: seconds, "
+    "images a second, and the peak memory of it and its decoding processes together."
 )
 POLL_SECONDS = 0.05
 
@@ -26,8 +33,8 @@ POLL_SECONDS = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("folder", metavar="FOLDER", help="of pictures")
-    parser.add_argument("--rounds", type=int, default=5, help="how often, after one to warm up")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of pictures, such as one of 32 pixels and one of photos")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each, in turn, after one to warm up")
     parser.add_argument("--device", default="cpu", help="where the net computes")
 
 
@@ -35,19 +42,39 @@ def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
-    folder = Path(settings.folder)
-    rounds = [classify(settings.run, folder, settings.device) for _ in range(settings.rounds + 1)][1:]
-    images = rounds[0][0]
-    seconds = spread(seconds for _, seconds, _ in rounds)
-    speed = spread(images / seconds for _, seconds, _ in rounds)
-    memory = max(memory for _, _, memory in rounds)
-    publish(
-        "classify",
-        {**vars(settings), "run": Path(settings.run).name, "folder": f"{images} files"},
-        f"{Path(settings.run).name} · {images:,} files",
-        [("classify", speed, "images/s"), ("from start to end", seconds, "s"), ("peak memory", memory, "MB")],
-        f"of {settings.rounds} rounds",
-    )
+    card = cifar_lit.load(settings.run).card
+    net = " ".join([card.net, *(f"{name} {value}" for name, value in card.options.items()), "×".join(map(str, card.input_shape))])
+    folders = {name_of(Path(folder)): Path(folder) for folder in settings.folders}
+    rounds: dict[str, list[tuple[int, float, float]]] = {name: [] for name in folders}
+    progress = Progress(settings.rounds + 1, "round")
+    with suppress(Interrupted):
+        for number in range(settings.rounds + 1):
+            for name, folder in folders.items():
+                one = classify(settings.run, folder, settings.device)
+                rounds[name] += [one] if number else []
+            progress.advance(number + 1)
+    rows: list[Row] = []
+    for name, same in rounds.items():
+        if same:
+            rows.append((f"{name}: classify", spread(images / seconds for images, seconds, _ in same), "images/s"))
+            rows.append((f"{name}: from start to end", spread(seconds for _, seconds, _ in same), "s"))
+            rows.append((f"{name}: peak memory", spread(memory for *_, memory in same), "MB"))
+    if rows:
+        own = {**vars(settings), "run": Path(settings.run).name, "folders": list(folders), "net": net}
+        publish("classify", own, f"{net} · on {settings.device}", rows, f"of up to {settings.rounds} rounds, in turn")
+
+
+def name_of(folder: Path) -> str:
+    """What is in a folder: how many files, and their median size."""
+    files = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
+    if not files:
+        raise UsageError(f"there are no pictures in {folder}: name another folder")
+    sizes = []
+    for file in files[:: max(1, len(files) // 200)]:
+        with Image.open(file) as image:
+            sizes.append(image.size)
+    width, height = (round(statistics.median(sides)) for sides in zip(*sizes, strict=True))
+    return f"{len(files):,} files of {width}×{height}"
 
 
 def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
@@ -56,20 +83,18 @@ def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
     ended = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cifar_lit", "classify", run, str(pictures), f"--csv={folder}/rows.csv"]
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [*command, "--device", device], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=child_environment()
-        )
+        before = time.perf_counter()
+        with started([*command, "--device", device], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
 
-        def watch() -> None:
-            while not ended.wait(POLL_SECONDS):
-                for pid in (process.pid, *_children(process.pid)):
-                    peaks[pid] = max(peaks.get(pid, 0.0), _peak(pid))
+            def watch() -> None:
+                while not ended.wait(POLL_SECONDS):
+                    for pid in (process.pid, *_children(process.pid)):
+                        peaks[pid] = max(peaks.get(pid, 0.0), _peak(pid))
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        _, stderr = process.communicate()
-        seconds = time.perf_counter() - started
+            watcher = threading.Thread(target=watch, daemon=True)
+            watcher.start()
+            _, stderr = process.communicate()
+        seconds = time.perf_counter() - before
         ended.set()
         watcher.join()
         rows = Path(folder) / "rows.csv"

@@ -8,6 +8,7 @@ from pathlib import Path
 from cifar_lit.bench.commands import run_module
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.cli.quiet import quieten
+from cifar_lit.training.callbacks import Interrupted
 
 
 def run_script() -> int:
@@ -15,7 +16,7 @@ def run_script() -> int:
     quieten()
     try:
         run_module(f"python scripts/benchmarks/{Path(sys.argv[0]).name}", sys.modules["__main__"], sys.argv[1:])
-    except Exception as error:
+    except (Exception, Interrupted) as error:
         line, code = explain_error(error)
         print(line, file=sys.stderr)
         return code

@@ -1,4 +1,13 @@
-"""The results in JSON files as Markdown, so that no figure is typed by hand: python scripts/benchmarks/table.py."""
+"""Every figure of the pages and of the recipes' headers, written from the JSON files: python scripts/benchmarks/table.py --write.
+
+A page holds a figure as a link to its file, whose title is the figure's label there:
+
+    [91.69 ± 0.17 % (n = 3)](results/cpu/recipe-laptop.json "laptop: test accuracy")
+
+and, as long as that file does not exist, as UNMEASURED with the rest in a comment behind it. Tables of all results stand
+between `<!-- results -->` (or `<!-- results: recipes -->`) and `<!-- /results -->`. A recipe's header names its file, from
+which its score, time, hardware and date are.
+"""
 
 from __future__ import annotations
 
@@ -13,52 +22,90 @@ from typing import Any
 from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
-from cifar_lit.bench.recipe import percent, texts_of
+from cifar_lit.bench.recipe import LEGEND, mean_text, texts_of
 from cifar_lit.bench.report import machine_text, spread_text
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 
-WHAT = "the results in JSON files (`results/` if none are named) as Markdown, into a file with --write"
-START, END = "<!-- results -->", "<!-- /results -->"
-RUN_COLUMNS = ("recipe", "images", "machine", "n", "test accuracy", "with views", "train s", "cold s", "peak MB", "file")
+WHAT = "the results in JSON files (`results/` if none are named) as Markdown; or, from a checkout, all figures of its pages"
+UNMEASURED = "not measured on published pixels yet"
+PAGES = ("README.md", "docs/*.md", "results/README.md", "cifar_lit/recipes/*.yaml")
+FIGURE = re.compile(
+    r'\[[^\]\n]*\]\((?P<file>[^)\s]+\.json) "(?P<label>[^"\n]+)"\)'
+    rf'|{UNMEASURED}<!-- (?P<absent>\S+\.json) "(?P<title>[^"\n]+)" -->'
+)
+TABLE = re.compile(r"(<!-- results(: recipes)? -->\n).*?(<!-- /results -->)", re.DOTALL)
+RUN_COLUMNS = ("test accuracy", "with views", "training", "start to end", "peak memory")
 OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 Row = Sequence[str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`table.py [PATH …] [--recipes] [--write FILE | --check FILE]`."""
+    """`table.py [PATH …]`, or `--write`, or `--check`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files, or folders of them")
-    parser.add_argument("--recipes", action="store_true", help="recipes alone, without other measurements")
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--write", metavar="FILE", help=f"put the table between the lines {START} and {END} of this file")
-    target.add_argument("--check", metavar="FILE", help="fail if the table in this file is not what the results say")
+    target.add_argument("--write", action="store_true", help="renew the figures of README, docs, results and recipes")
+    target.add_argument("--check", action="store_true", help="fail if one of them is not what its file says")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes or checks; raises UsageError for what cannot be meant, Failure when a file differs from its results."""
-    target_file = options.write or options.check
-    file = Path(target_file) if target_file else None
-    home = file.absolute().parent if file else Path.cwd()
-    text = results_text(json_files(options.paths or ["results"]), home, measurements=not options.recipes)
-    if file is None:
-        print(text)
+    """Prints, writes or checks; raises UsageError for what cannot be meant, Failure when a page differs from its files."""
+    if not (options.write or options.check):
+        print(results_text(json_files(options.paths or ["results"]), Path.cwd()))
         return
-    before = _read(file)
-    after = put_between(before, text, display_path(file))
-    if options.check and after != before:
-        line = f"python scripts/benchmarks/table.py {'--recipes ' if options.recipes else ''}--write {display_path(file)}"
-        raise Failure(f"the results in {display_path(file)} are out of date: `{line}` renews them")
-    if options.write:
-        write_text(file, after)
-        print(f"{display_path(file)}: {'is up to date' if after == before else 'renewed'}")
+    changed = {page: text for page, text in renewed_pages(Path.cwd()).items() if text != page.read_text()}
+    if options.check and changed:
+        pages = ", ".join(map(display_path, changed))
+        raise Failure(
+            f"figures of {pages} are not those of their files: `python scripts/benchmarks/table.py --write` renews them"
+        )
+    for page, text in changed.items():
+        write_text(page, text)
+        print(f"{display_path(page)}: renewed")
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+def renewed_pages(root: Path) -> dict[Path, str]:
+    """Each page of a checkout with its figures as their files have them; raises UsageError for a figure that a file lacks."""
+    pages = {}
+    for page in (page for pattern in PAGES for page in sorted(root.glob(pattern))):
+        text = page.read_text()
+        if page.suffix == ".yaml":
+            pages[page] = renewed_header(text, root)
+            continue
+        files = json_files([str(root / "results")])
+        text = TABLE.sub(lambda match: f"{match[1]}\n{results_text(files, page.parent, match[2] is None)}\n\n{match[3]}", text)  # noqa: B023
+        pages[page] = FIGURE.sub(lambda match: figure_link(match, page), text)  # noqa: B023
+    return pages
+
+
+def figure_link(match: re.Match[str], page: Path) -> str:
+    """What stands in a page in place of a figure."""
+    target, label = match["file"] or match["absent"], match["label"] or match["title"]
+    file = page.parent / target
+    if not file.exists():
+        return f'{UNMEASURED}<!-- {target} "{label}" -->'
+    texts = figure_texts(read_figures(file))
+    if label not in texts:
+        raise UsageError(f"{display_path(page)}: {target} has no figure {label!r}; it has {', '.join(texts)}")
+    return f'[{texts[label]}]({target} "{label}")'
+
+
+def renewed_header(text: str, root: Path) -> str:
+    """A recipe with its score, time, hardware and date as in the file that its header names, if it names one."""
+    named = re.search(r"^# File: +(\S+)$", text, re.MULTILINE)
+    if not named:
+        return text
+    fields = dict.fromkeys(("Time", "Hardware", "Date"), "not measured") | {"Score": UNMEASURED}
+    if (root / named[1]).exists():
+        name = re.findall(r"\w+", text)[0]
+        fields = header_fields(name, read_figures(root / named[1]))
+    for field, value in fields.items():
+        text = re.sub(rf"^# {field}: .*$", f"# {field}:".ljust(12) + value, text, count=1, flags=re.MULTILINE)
+    return text
+
+
+# ---- from a file to texts
 
 
 def json_files(paths: Iterable[str]) -> list[Path]:
@@ -73,15 +120,63 @@ def json_files(paths: Iterable[str]) -> list[Path]:
     return files
 
 
-def put_between(text: str, table: str, name: str) -> str:
-    """`text` with `table` between the marker lines; raises UsageError when they are not both there once, in order."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise UsageError(f"{name} needs the lines {START} and {END} once each, for the table to stand between them")
-    head, _, rest = text.partition(START)
-    return f"{head}{START}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+def read_figures(file: Path) -> dict[str, Any]:
+    """What a file holds; raises UsageError where that is neither a measurement nor a run's metrics."""
+    try:
+        figures = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise UsageError(f"{display_path(file)} cannot be read as JSON") from None
+    if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
+        raise UsageError(f"{display_path(file)} holds neither a measurement nor a run's metrics")
+    return figures
 
 
-# ---- from files to rows
+def figure_texts(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Each figure of a file by its label: of recipes such as `laptop: training`, of others as in their tables."""
+    where = figures.get("environment") or {}
+    texts = {"date": where["date"], "machine": machine_text(where)} if where else {}
+    if figures.get("bench") == "recipe":
+        entries = {name: texts_of(entry["runs"]) for name, entry in figures["recipes"].items()}
+        return texts | {f"{name}: {label}": text for name, entry in entries.items() for label, text in entry.items()}
+    if "bench" in figures:
+        texts |= {label: spread_text(value, figures["unit"].get(label, "")) for label, value in figures["headline"].items()}
+        return texts | {name: value for name, value in figures.items() if isinstance(value, str)}
+    return _run_texts(figures)
+
+
+def _run_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The same of a run's metrics.json."""
+    test, seconds = metrics["test"] or {}, metrics["train_seconds"]
+    views = test.get("tta")
+    return {
+        "test accuracy": mean_text([test["accuracy"]]) if test else "–",
+        "with views": f"{mean_text([views['accuracy']])}, {views['views']}" if views else "–",
+        "training": f"{spread_text(seconds, 's')} (n = 1)" if seconds is not None else "–",
+    }
+
+
+def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a recipe's header; behind a semicolon is what the list of recipes leaves out."""
+    if figures.get("bench") == "recipe":
+        runs, where = figures["recipes"][name]["runs"], figures["environment"]
+        texts, first = texts_of(runs), runs[0]
+        machine, date = machine_text(where, first["accelerator"]), where["date"]
+    else:
+        texts, first = _run_texts(figures), figures
+        machine, date = f"{figures['devices']} × {figures['accelerator']}", "not recorded"
+    score, _, interval = texts["test accuracy"].removesuffix(")").partition("; ")
+    further = [f"95 % of the mean {interval}"] if interval else []
+    further += [f"with views {texts['with views']}"] if texts["with views"] != "–" else []
+    cold = texts.get("start to end", "–")
+    return {
+        "Score": "; ".join([f"{score})", ", ".join([first["dataset"], *further])]),
+        "Time": texts["training"] + (f"; {cold} from the start of the process to the tested net" if cold != "–" else ""),
+        "Hardware": f"{machine}, {first['precision']}",
+        "Date": date,
+    }
+
+
+# ---- tables
 
 
 def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -> str:
@@ -92,25 +187,23 @@ def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -
     runs: list[Row] = []
     others: list[Row] = []
     for file in files:
-        try:
-            figures = json.loads(file.read_text())
-        except (OSError, ValueError):
-            raise UsageError(f"{display_path(file)} cannot be read as JSON") from None
+        figures = read_figures(file)
         link = f"[{file.stem}]({os.path.relpath(file.absolute(), home).replace(os.sep, '/')})"
-        if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
-            raise UsageError(f"{display_path(file)} holds neither a measurement nor a run's metrics")
         if figures.get("bench") == "recipe":
             runs += [_recipe_row(name, entry, figures, link) for name, entry in figures["recipes"].items()]
         elif "bench" in figures:
             others += [[*row, link] for row in _measurement_rows(figures)]
         else:
-            runs.append(_single_row(figures, link))
-    legend = (
-        "Test accuracy is the mean over n seeds ± their standard deviation; train s, with quartiles, is the whole fit with its "
-        "validations, warm where n is above 1; cold s is from the process's start to the tested net."
-    )
-    parts = [markdown(RUN_COLUMNS, runs), legend] if runs else []
-    return "\n\n".join([*parts, *([markdown(OTHER_COLUMNS, others)] if others and measurements else [])])
+            columns = [_run_texts(figures).get(column, "–") for column in RUN_COLUMNS]
+            machine = f"{figures['devices']} × {figures['accelerator']}"
+            runs.append([f"`{figures['recipe']}`", figures["dataset"], machine, *columns, link])
+    parts: list[str] = []
+    if runs:
+        legend = "\n".join(f"- {line}" for line in LEGEND)
+        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS, "file"), runs), legend]
+    if others and measurements:
+        parts.append(markdown(OTHER_COLUMNS, others))
+    return "\n\n".join(parts)
 
 
 def markdown(columns: Row, rows: Iterable[Row]) -> str:
@@ -124,26 +217,9 @@ def markdown(columns: Row, rows: Iterable[Row]) -> str:
 
 def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Row:
     first, texts = entry["runs"][0], texts_of(entry["runs"])
-    machine = machine_text(figures["environment"], first["accelerator"])
+    machine = f"{machine_text(figures['environment'], first['accelerator'])}, {first['precision']}"
     title = f"`{name}`" + _overrides(figures["settings"]["flags"])
-    return [title, first["dataset"], machine, *(texts[column] for column in RUN_COLUMNS[3:-1]), link]
-
-
-def _single_row(metrics: Mapping[str, Any], link: str) -> Row:
-    """The row of a run's metrics.json."""
-    test, views, seconds = metrics["test"] or {}, (metrics["test"] or {}).get("tta"), metrics["train_seconds"]
-    return [
-        f"`{metrics['recipe']}`",
-        metrics["dataset"],
-        f"{metrics['devices']} × {metrics['accelerator']}",
-        "1",
-        percent(test["accuracy"]) if test else "–",
-        f"{percent(views['accuracy'])} ({views['views']})" if views else "–",
-        f"{seconds:,.2f}" if seconds is not None else "–",
-        "–",
-        "–",
-        link,
-    ]
+    return [title, first["dataset"], machine, *(texts[column] for column in RUN_COLUMNS), link]
 
 
 def _overrides(flags: Sequence[str]) -> str:
@@ -155,10 +231,11 @@ def _overrides(flags: Sequence[str]) -> str:
 
 
 def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
-    """A row for each of a measurement's headlines: its name, machine, what was measured, the value with its quartiles."""
-    machine = machine_text(figures.get("environment") or figures["machine"], figures.get("accelerator"))
+    """A row for each of a measurement's headlines: its name, machine, what was measured, the value with its spread."""
+    machine = machine_text(figures["environment"], figures.get("accelerator"))
     settings = figures.get("settings", {})
-    subject = " · ".join(f"{name} {settings[name]}" for name in ("net", "recipe", "dataset", "batch_size") if settings.get(name))
+    names = ("net", "recipe", "dataset", "batch_size", "precision")
+    subject = " · ".join(f"{name} {settings[name]}" for name in names if settings.get(name))
     command = f"bench {figures['bench']}" if figures["bench"] in BENCHES else figures["bench"]
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +18,8 @@ import torch
 
 from cifar_lit.bench.commands import BENCHES, bench
 from cifar_lit.bench.devices import devices_of
-from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.process import child_environment, train, without_places
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import spread, spread_text, write_figures
 from cifar_lit.bench.scaling import rows_of
 from cifar_lit.errors import Failure, UsageError
@@ -25,7 +33,10 @@ LINES = {  # with the labels of what is measured
     "step in its own time": (["step", *SMALL, "--rounds", "3"], {"ours", "bare loop", "ours / bare loop"}),
     "step of a recipe": (["step", "--recipe", "folder", *SMALL, *TURNS], {"ours", "bare loop, a step"}),
     "tutorial": (["tutorial", *SMALL, "--epochs", "2"], {"ours", "the tutorial's loop, float32"}),
-    "input": (["input", *SMALL, "--batches", "2", "--rounds", "2"], {"ours", "ours / PIL, DataLoader, 2 workers"}),
+    "input": (
+        ["input", *SMALL, "--batches", "2", "--rounds", "2"],
+        {"ours", "ours / the strongest rival", "ours / PIL, 2 workers"},
+    ),
     "devices": (["devices", *IMAGES, *TURNS, "--batch-sizes", "4,8", "--widths", "0.5", "--warmup", "1"], set()),
 }
 
@@ -34,10 +45,10 @@ def measured(argv: list[str]) -> dict[str, Any]:
     """The figures of a measurement, which hold what tables of results rely on."""
     bench([*argv, "--json", "made/figures.json"])
     figures: dict[str, Any] = json.loads(Path("made/figures.json").read_text())
-    assert (figures["bench"], figures["environment"].keys()) == (argv[0], {"date", "cpu", "threads", "gpu", "versions"})
+    assert (figures["bench"], figures["environment"].keys()) == (argv[0], {"date", "cpu", "bf16", "threads", "gpu", "versions"})
     assert figures["headline"].keys() == figures["unit"].keys()
     for value in figures["headline"].values():
-        assert isinstance(value, float) or (len(value) == 3 and value == sorted(value))
+        assert value["n"] >= 1 and value["low"] <= value["median"] <= value["high"]
     assert "root" not in figures["settings"]
     return figures
 
@@ -47,19 +58,21 @@ def test_a_measurement_prints_its_table_and_writes_its_figures(
     what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv, labels = LINES[what]
-    monkeypatch.setattr("cifar_lit.bench.step.SECONDS", 1e-6)  # for a round of a step
+    monkeypatch.setattr("cifar_lit.bench.step.SECONDS", 1e-6)  # for rounds of a step
     figures = measured([*argv, "--accelerator", "cpu"])
     said, settings = capsys.readouterr(), figures["settings"]
     assert said.out.startswith(f"{argv[0]} · ") and f"torch {figures['environment']['versions']['torch']}" in said.out
     assert figures["headline"].keys() >= labels and all(label in said.out for label in figures["headline"])
     assert "epoch 1/" not in said.out  # the training that is measured is not shown
     if argv[0] == "step":
-        assert figures["rounds"] == 3
-        assert f"3 rounds of {settings['steps']} steps" in said.err
+        assert figures["rounds"] == 3 == figures["headline"]["ours"]["n"]
+        assert re.search(rf"this takes about \d+ s: 3 rounds of {settings['steps']} step", said.err)
     if what == "step of a recipe":
         assert (settings["net"], settings["lr"], settings["batch_size"], settings["steps"]) == ("shapenet", 0.01, 16, 2)
     if what == "tutorial":
         assert figures["rounds"] == 2
+    if what == "input":
+        assert f"the strongest rival is {figures['strongest']}" in said.out
     if what == "devices":
         assert [label[:9] for label in figures["headline"]] == ["cpu, batc"] * 2
 
@@ -112,13 +125,12 @@ def test_what_cannot_be_measured_is_refused(line: str, answer: str) -> None:
 # ---- what measurements make of their numbers
 
 
-def test_a_spread_is_median_and_quartiles_within_the_values() -> None:
-    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == [2.0, 3.0, 4.0]
-    assert spread([1.0, 3.0]) == [1.5, 2.0, 2.5]
-    assert spread([7.123456]) == 7.1235
-    assert spread_text(spread([1000.0, 3000.0]), "images/s") == "2,000 images/s (1,500 … 2,500)"
-    assert spread_text([0.5, 1.0, 2.0], form=".2f") == "1.00 (0.50 … 2.00)"
-    assert spread_text(7.0, "×") == "7 ×"
+def test_a_spread_is_median_and_quartiles_and_of_fewer_than_four_values_their_range() -> None:
+    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"n": 5, "median": 3.0, "low": 2.0, "high": 4.0}
+    assert spread([4.0, 1.0, 7.0]) == {"n": 3, "median": 4.0, "low": 1.0, "high": 7.0}
+    assert spread_text(spread([1000.0, 3000.0]), "images/s") == "2,000 images/s (1,000 … 3,000, n = 2)"
+    assert spread_text(spread([7.123456]), "s") == "7.123 s (n = 1)"
+    assert spread_text(7.0, "×") == "7 ×"  # a count
 
 
 def test_figures_are_written_whole_or_not_at_all(here: Path) -> None:
@@ -148,8 +160,8 @@ def test_scaling_compares_runs_of_the_same_seed_with_the_first_number_of_devices
     shared: dict[str, Any] = {"images_per_second": 1.0, "test": {"accuracy": 0.5}}
     runs = {devices: [{**shared, "train_seconds": seconds * run} for run in (1, 2)] for devices, seconds in ((1, 8.0), (2, 4.0))}
     values = {label: value for label, value, _ in rows_of(runs)}
-    assert values["2 devices"] == [5.0, 6.0, 7.0]
-    assert values["2 devices, speed-up"] == [2.0] * 3
+    assert values["2 devices"] == {"n": 2, "median": 6.0, "low": 4.0, "high": 8.0}
+    assert values["2 devices, speed-up"] == {"n": 2, "median": 2.0, "low": 2.0, "high": 2.0}
     assert "1 device, speed-up" not in values
 
 
@@ -162,3 +174,64 @@ def test_scaling_trains_in_processes_of_their_own(capsys: pytest.CaptureFixture[
 def test_a_training_in_its_own_process_that_fails_says_why() -> None:
     with pytest.raises(UsageError, match=r"^no recipe is called 'tudoi'\. Did you mean tudui"):
         train(["--recipe", "tudoi"])
+
+
+# ---- how long they take, and how they end
+
+
+def test_progress_says_what_is_done_and_how_long_all_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress(4, "round")
+    progress.announce(40, "4 rounds")
+    for done, now in ((1, 5.0), (2, 20.0), (2.5, 21.0), (3, 300.0), (4, 400.0)):
+        progress.advance(done, f"of {now:g}")
+    assert capsys.readouterr().err.splitlines() == [
+        "this takes about 40 s: 4 rounds",
+        "round 3 of 4, of 20 · 20 s of about 40 s",
+        "round 4 of 4, of 300 · 5 min of about 7 min",
+    ]
+
+
+ENDLESS = ["--rounds", "100000"]
+STOPPED = {  # the line after which the signal comes
+    "step": (["step", *SMALL, *ENDLESS], signal.SIGINT, "this takes"),
+    "tutorial": (["tutorial", *SMALL, "--steps", "1", *ENDLESS], signal.SIGTERM, "this takes"),
+    "input": (["input", *SMALL, "--batches", "1", *ENDLESS], signal.SIGINT, "this takes"),
+    "scaling": (["scaling", "--recipe", "small.yaml", "--epochs", "100000"], signal.SIGTERM, "training 1 of 2"),
+    "recipe": (["recipe", "small.yaml", "--epochs", "100000"], signal.SIGHUP, "training 1 of 3"),
+}
+
+
+@pytest.mark.parametrize("what", STOPPED)
+def test_a_signal_ends_a_measurement_with_what_it_has_and_no_process_left(what: str) -> None:
+    argv, number, running = STOPPED[what]
+    command = [sys.executable, "-m", "cifar_lit", "bench", *argv, "--json", "f.json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(), start_new_session=True
+    )
+    assert process.stderr and any(line.startswith(running) for line in process.stderr)
+    time.sleep(2)  # some rounds
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # typed, it reaches the group
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    said = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]
+    assert said[0].startswith("cifar-lit: stopped") and len(said) <= 2  # how to go on
+    if what in ("scaling", "recipe"):
+        assert not Path("f.json").exists()  # nothing was finished
+    else:
+        assert "ours / " in out and json.loads(Path("f.json").read_text())["headline"]["ours"]["n"] < 100000
+    time.sleep(0.5)
+    assert living_processes(process.pid) == []
+
+
+def living_processes(session: int) -> list[str]:
+    """What /proc says of the processes of a session that have not ended."""
+    lines = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            lines.append(stat.read_text())
+    fields = {line: line.rpartition(") ")[2].split() for line in lines}  # of proc(5) from the third on
+    return [line for line in lines if fields[line][3] == str(session) and fields[line][0] != "Z"]

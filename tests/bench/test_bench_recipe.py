@@ -11,7 +11,7 @@ import pytest
 
 from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
-from cifar_lit.bench.recipe import process_age, run_once, texts_of
+from cifar_lit.bench.recipe import mean_text, process_age, run_once, texts_of
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.compare import mean_interval, t_quantile
 from cifar_lit.training.callbacks import Interrupted
@@ -61,11 +61,14 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     argv = ["recipe", "small.yaml", "--runs", "4", "--json", "f.json"]
     with pytest.raises(Interrupted) as stopped:
         bench(argv)
+    assert "│ small  │ 50.00 ± 0.00 % (n = 2)" in capsys.readouterr().out
     assert str(stopped.value.resume).endswith("bench recipe small.yaml --runs 4 --json f.json")
     bench(argv)
     assert seeds == [0, 1, 2, 2, 3]
     assert "2 runs are done already (in f.json); 2 to go" in capsys.readouterr().out
     assert [(run["seed"], run["first"]) for run in runs_in("f.json")] == [(0, True), (1, False), (2, True), (3, False)]
+    recipe_file = Path("small.yaml")
+    recipe_file.write_text(f"# a header with these figures\n{recipe_file.read_text()}")
     bench([*argv, "--runs", "5"])
     assert seeds[5:] == [4]
     before = Path("f.json").read_bytes()
@@ -113,6 +116,8 @@ def test_accuracy_counts_all_runs_and_time_the_warm_ones() -> None:
     first = {**RUN, "accuracy": 0.8, "seconds": 50.0, "cold_seconds": 9.0, "first": True, "views": views}
     warm = [{**RUN, "accuracy": accuracy, "seconds": seconds, "first": False} for accuracy, seconds in ((0.9, 10.0), (0.7, 20.0))]
     texts = texts_of([first, *warm])
-    assert (texts["n"], texts["test accuracy"], texts["with views"]) == ("3", "80.00 % ± 10.00", "81.00 % (mirror)")
-    assert (texts["train s"], texts["cold s"], texts["peak MB"]) == ("15.00 (12.50 … 17.50)", "9.0", "100")
-    assert texts_of([first])["train s"] == "50.00"
+    assert (texts["test accuracy"], texts["with views"]) == ("80.00 ± 10.00 % (n = 3)", "81.00 % (n = 1), mirror")
+    assert (texts["training"], texts["start to end"], texts["peak memory"]) == ("15 s (10 … 20, n = 2)", "9 s (n = 1)", "100 MB")
+    assert texts_of([first])["training"] == "50 s (n = 1)"
+    four = mean_text([0.90, 0.91, 0.92, 0.93])  # 91.5 ± 3.1824 × 1.29099 / 2, of the tables
+    assert four == "91.50 ± 1.29 % (n = 4; 89.45 … 93.55)"

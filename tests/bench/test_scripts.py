@@ -14,19 +14,17 @@ from cold import seconds_of
 from curves import VARIABLE, AccuracyCurve, first_pass, line_of, undisturbed
 from lightning.pytorch.callbacks import Callback
 from profile_step import covered
-from table import END, START
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.bench.process import FinishedTraining
 from cifar_lit.bench.training import fit
 from cifar_lit.errors import Failure, UsageError
 
-ROOT = Path(__file__).parent.parent.parent
 WHERE = {"date": "2026-01-02", "cpu": "a CPU", "threads": 2, "gpu": None, "versions": {"torch": "2"}}
 # fmt: off
 RUN = {
     "dataset": "cifar10", "accelerator": "cpu", "views": None, "seconds": 12.5, "images_per_second": 100.0, "memory_mb": 800,
-    "device_memory_mb": None, "accuracy": 0.9, "cold_seconds": 20.0, "first": True,
+    "device_memory_mb": None, "precision": "32-true", "accuracy": 0.9, "cold_seconds": 20.0, "first": True,
 }
 FLAGS = ["--data.dataset=folder", "--trainer.max_epochs", "3", "--trainer.devices=1"]
 RUNS = [RUN, {**RUN, "accuracy": 0.92, "cold_seconds": None, "first": False}]
@@ -34,7 +32,8 @@ RESULTS: dict[str, dict[str, Any]] = {
     "a": {"bench": "recipe", "environment": WHERE, "settings": {"flags": FLAGS}, "recipes": {"laptop": {"runs": RUNS}}},
     "b": {
         "bench": "input", "environment": WHERE, "settings": {"batch_size": 64},
-        "headline": {"ours / plain": [2.25, 2.5, 2.75], "ours": 12345.6}, "unit": {"ours / plain": "×", "ours": "images/s"},
+        "headline": {"ours / plain": {"n": 9, "median": 2.5, "low": 2.25, "high": 2.75}, "ours": 12345.6},
+        "unit": {"ours / plain": "×", "ours": "images/s"},
     },
     "c": {
         "recipe": "tudui", "dataset": "folder", "devices": 1, "accelerator": "cpu", "train_seconds": 134.567,
@@ -44,49 +43,73 @@ RESULTS: dict[str, dict[str, Any]] = {
 # fmt: on
 
 
+HEADER = """# laptop — a recipe
+# Score:    stale
+# Time:     stale
+# Hardware: stale
+# Date:     stale
+# Command:  python scripts/train.py --recipe laptop
+# File:     results/cpu/a.json
+seed_everything: 0
+"""
+README = """before [stale](results/cpu/a.json "laptop: test accuracy") amid
+not measured on published pixels yet<!-- results/cpu/b.json "ours / plain" --> [2](results/cpu/later.json "of it")
+<!-- results -->
+stale
+<!-- /results -->
+after
+"""
+
+
 def main(line: str) -> None:
     run_module("table.py", table, line.split())
 
 
 @pytest.fixture
 def results(here: Path) -> Path:
-    """results/: seeds of a recipe, a measurement, a single run's metrics; and a README with markers."""
+    """results/: seeds of a recipe, a measurement, a single run's metrics; a README with figures and a table; a recipe."""
     folder = here / "results" / "cpu"
     folder.mkdir(parents=True)
     for name, figures in RESULTS.items():
         (folder / f"{name}.json").write_text(json.dumps(figures))
-    (here / "README.md").write_text(f"before\n{START}\nstale\n{END}\nafter\n")
+    (here / "README.md").write_text(README)
+    (here / "cifar_lit" / "recipes").mkdir(parents=True)
+    (here / "cifar_lit" / "recipes" / "laptop.yaml").write_text(HEADER)
     return folder
 
 
-def test_the_table_is_written_between_the_markers_and_checked_there(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = Path("README.md")
-    with pytest.raises(Failure, match=r"out of date: `python scripts/benchmarks/table\.py --write README\.md`"):
-        main("--check README.md")
-    main("--write README.md")
+def test_every_figure_is_written_in_its_place_and_checked_there(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme, recipe = Path("README.md"), Path("cifar_lit/recipes/laptop.yaml")
+    with pytest.raises(Failure, match=r"of README\.md, cifar_lit/recipes/laptop\.yaml are not those of their files"):
+        main("--check")
+    main("--write")
     written = readme.read_text()
-    assert written.startswith(f"before\n{START}\n\n| recipe |") and written.endswith(f"|\n\n{END}\nafter\n")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in written.splitlines() if line.startswith("|")]
-    assert rows[0] == ["recipe", "images", "machine", "n", "test accuracy", "with views", "train s", "cold s", "peak MB", "file"]
+    first, second, *others = written.splitlines()
+    assert first == 'before [91.00 ± 1.41 % (n = 2)](results/cpu/a.json "laptop: test accuracy") amid'
+    unmeasured = 'not measured on published pixels yet<!-- results/cpu/later.json "of it" -->'
+    assert second == f'[2.5 × (2.25 … 2.75, n = 9)](results/cpu/b.json "ours / plain") {unmeasured}'
+    assert others[:2] == ["<!-- results -->", ""] and written.endswith("|\n\n<!-- /results -->\nafter\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in others if line.startswith("|")]
+    columns = ["recipe", "images", "machine", "test accuracy", "with views", "training", "start to end", "peak memory", "file"]
+    assert rows[0] == columns
     laptop, link = "`laptop` with `--trainer.max_epochs 3`", "[a](results/cpu/a.json)"
-    assert rows[2] == [laptop, "cifar10", "a CPU, 2 threads", "2", "91.00 % ± 1.41", "–", "12.50", "20.0", "800", link]
-    assert rows[3][:7] == ["`tudui`", "folder", "1 × cpu", "1", "53.68 %", "55.00 % (mirror)", "134.57"]
-    assert rows[6][:4] == ["`bench input` (batch size 64)", "a CPU, 2 threads", "ours / plain", "2.5 × (2.25 … 2.75)"]
+    accuracy, training = "91.00 ± 1.41 % (n = 2)", "12.5 s (n = 1)"
+    assert rows[2] == [laptop, "cifar10", "a CPU, 2 threads, 32-true", accuracy, "–", training, "20 s (n = 1)", "800 MB", link]
+    assert rows[3][:6] == ["`tudui`", "folder", "1 × cpu", "53.68 % (n = 1)", "55.00 % (n = 1), mirror", "134.6 s (n = 1)"]
+    assert rows[6][:4] == ["`bench input` (batch size 64)", "a CPU, 2 threads", "ours / plain", "2.5 × (2.25 … 2.75, n = 9)"]
     assert rows[7][2:4] == ["ours", "12,346 images/s"]
-    main("--check README.md")
-    main("--write README.md")
-    assert readme.read_text() == written
-    assert capsys.readouterr().out.splitlines()[:2] == ["README.md: renewed", "README.md: is up to date"]
-    main("--recipes --write README.md")
-    assert "| recipe |" in readme.read_text() and "bench input" not in readme.read_text()
-
-
-@pytest.mark.parametrize("text", ["nothing", START, f"{END}{START}", f"{START}{START}{END}"])
-def test_a_file_without_the_markers_is_not_touched(results: Path, text: str) -> None:
-    Path("README.md").write_text(text)
-    with pytest.raises(UsageError, match="once each"):
-        main("--write README.md")
-    assert Path("README.md").read_text() == text
+    assert recipe.read_text().splitlines()[1:5] == [
+        "# Score:    91.00 ± 1.41 % (n = 2); cifar10",
+        "# Time:     12.5 s (n = 1); 20 s (n = 1) from the start of the process to the tested net",
+        "# Hardware: a CPU, 2 threads, 32-true",
+        "# Date:     2026-01-02",
+    ]
+    main("--check")
+    (results / "a.json").unlink()
+    main("--write")
+    assert readme.read_text().startswith("before not measured on published pixels yet<!-- results/cpu/a.json")
+    assert "# Score:    not measured on published pixels yet\n# Time:     not measured\n" in recipe.read_text()
+    assert capsys.readouterr().out.splitlines() == ["README.md: renewed", "cifar_lit/recipes/laptop.yaml: renewed"] * 2
 
 
 def test_what_is_no_result_is_named(results: Path) -> None:
@@ -96,11 +119,10 @@ def test_what_is_no_result_is_named(results: Path) -> None:
         (results / "d.json").write_text(text)
         with pytest.raises(UsageError, match=answer):
             main("")
-
-
-@pytest.mark.parametrize("words", ["docs/how-fast.md --recipes", "results/README.md"])
-def test_tables_in_the_repository_say_what_the_results_say(words: str) -> None:
-    main(f"{ROOT}/results --check {ROOT}/{words}")
+    (results / "d.json").unlink()
+    Path("README.md").write_text('[1](results/cpu/b.json "theirs")')
+    with pytest.raises(UsageError, match=r"b\.json has no figure 'theirs'; it has date, machine, ours / plain, ours"):
+        main("--check")
 
 
 # ---- measurements
@@ -109,7 +131,7 @@ def test_tables_in_the_repository_say_what_the_results_say(words: str) -> None:
 def test_a_cold_run_is_cut_at_its_first_step() -> None:
     done = FinishedTraining({"train_seconds": 3.0}, 9.0, [(5.0, "data         d · train 8"), (8.5, "test accuracy 0.5")])
     parts = {"imports alone": 2.0, "to the first step": 5.0, "training": 3.0, "test and files": 1.0, "all": 9.0}
-    assert seconds_of([done], [2.0]) == parts
+    assert {name: value["median"] for name, value in seconds_of([done], [2.0]).items()} == parts
 
 
 def test_time_under_several_kernels_at_once_counts_once() -> None:
