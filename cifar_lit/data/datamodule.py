@@ -53,6 +53,7 @@ class ImageData(pl.LightningDataModule):
         url: an address or path of one's own to fetch the archive from.
         skip_bad: leave damaged images of a folder out instead of stopping.
         cache_dir: where decoded folders are kept; the user's cache folder if not given.
+        labels: of cifar100: fine, its 100 classes (the default), or coarse, the 20 groups of five that they form.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ImageData(pl.LightningDataModule):
         url: str | None = None,
         skip_bad: bool = False,
         cache_dir: str | None = None,
+        labels: str | None = None,
     ) -> None:
         super().__init__()
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
@@ -94,7 +96,7 @@ class ImageData(pl.LightningDataModule):
         self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir
+            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels
         )
         self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None

@@ -6,6 +6,7 @@ One from elsewhere is named by its import path (`my_data.load`), or put into `SO
 from __future__ import annotations
 
 import gzip
+import pickle
 import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -47,6 +48,7 @@ class SourceSettings:
     split_seed: int = 0
     skip_bad: bool = False
     cache_dir: str | None = None
+    labels: str | None = None
 
     @property
     def path(self) -> Path:
@@ -61,11 +63,13 @@ class Source:
     load: the train (True) or the test images, downloaded, decoded or drawn when they are not there yet.
     at_hand: whether `load` would need no download.
     fixed: settings that this data set has one value of, such as {"image_size": 32}.
+    labels: where images have labels of several kinds, how many classes each has; `data.labels` names one.
     """
 
     load: Callable[[SourceSettings, bool], ImageSet]
     at_hand: Callable[[SourceSettings], bool] = lambda settings: True
     fixed: Mapping[str, int] = field(default_factory=dict)
+    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
@@ -95,8 +99,12 @@ def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
                     ) as tar:
                         tar.extractall(root, filter="data")  # what a kill leaves half written has a wrong md5
                     data = reader(root, train)
-    images = torch.from_numpy(np.ascontiguousarray(data.data))
-    return ImageSet(images, torch.tensor(data.targets, dtype=torch.int64), tuple(data.classes))
+    images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
+    if settings.labels == "coarse":  # which torchvision leaves in the files that it has checked
+        files = ("train" if train else "test", "meta")
+        part, meta = (pickle.loads((folder / file).read_bytes(), encoding="latin1") for file in files)
+        labels, classes = part["coarse_labels"], meta["coarse_label_names"]
+    return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
 
 
 def _fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
@@ -149,7 +157,12 @@ def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
 
 SOURCES: dict[str, Source] = {
     "cifar10": Source(partial(_cifar, "cifar10"), _has_any("cifar-10-batches-py", "cifar-10-python.tar.gz"), _sizes(32, 3, 10)),
-    "cifar100": Source(partial(_cifar, "cifar100"), _has_any("cifar-100-python", "cifar-100-python.tar.gz"), _sizes(32, 3, 100)),
+    "cifar100": Source(
+        partial(_cifar, "cifar100"),
+        _has_any("cifar-100-python", "cifar-100-python.tar.gz"),
+        _sizes(32, 3, 100),
+        labels={"fine": 100, "coarse": 20},
+    ),
     "fashion_mnist": Source(_fashion_mnist, _has_any("FashionMNIST/raw"), _sizes(28, 1, 10)),
     "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),
     "shapes": Source(_shapes),
@@ -163,8 +176,12 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         UsageError: for an unknown name or settings that do not fit.
         Failure: when the images cannot be had.
     """
-    source = _source(dataset)
-    for name, value in source.fixed.items():
+    source, kind = _source(dataset), settings.labels
+    if kind is not None and kind not in source.labels:
+        remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
+        raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
+    fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed
+    for name, value in fixed.items():
         if getattr(settings, name) not in (None, value):
             raise UsageError(f"data.{name} of {dataset} is {value}, not {getattr(settings, name)}: leave it out")
     images = source.load(settings, train)

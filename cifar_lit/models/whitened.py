@@ -63,6 +63,7 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 HEAD_POOLS = ("max", "avg")
 MAX_DEPTH = 100  # convolutions in a group
+MAX_SIDE = 7  # pixels of a kernel
 NORM_EPS = 1e-12  # the records': none but for a channel without any variance
 
 
@@ -71,8 +72,10 @@ class WhitenedOptions:
     """What `model.net_options` says of a whitened net; raises UsageError for values that cannot be meant.
 
     widths: channels of each group of convolutions; each group halves the sides of its images.
-    depth: 3×3 convolutions in each group, one number for all or a list of one a group.
+    depth: 3×3 convolutions in each group, one number for all or a list of one a group. In place of its number a group can have
+        the sides of its kernels, such as [2, 3, 1]; an even side, which only the first can have, takes a pixel off the maps.
     residual: in each group, the output of the first convolution is added before the last activation.
+    inner: channels between the second and the last convolution of each group, a list of one a group. None: as its width.
     patch: side of the patches that are whitened, in pixels; the first layer has 2 · channels · patch² filters.
     stride: of the first layer; 2 with patches of 4 pixels starts at half the resolution, for a fraction of the time.
     whiten_bias: train the bias of the first layer. Without it nothing goes back to full resolution, which on a CPU saves a
@@ -85,8 +88,9 @@ class WhitenedOptions:
     """
 
     widths: list[int] = field(default_factory=lambda: [64, 256, 256])
-    depth: int | list[int] = 2
+    depth: int | list[int | list[int]] = 2
     residual: bool = False
+    inner: list[int] | None = None
     patch: int = 2
     stride: int = 1
     whiten_bias: bool = True
@@ -98,10 +102,15 @@ class WhitenedOptions:
     def __post_init__(self) -> None:
         groups = len(self.widths) if isinstance(self.widths, list) else 0
         depths = self.depth if isinstance(self.depth, list) else [self.depth] * groups
-        deep = len(depths) == groups and all(_is_count(depth) and depth <= MAX_DEPTH for depth in depths)
+        numbers = [depth for depth in depths if not isinstance(depth, list)]
+        deep = len(depths) == groups and all(_is_count(number) and number <= MAX_DEPTH for number in numbers)
+        sided = all(_are_sides(depth) for depth in depths if isinstance(depth, list))
+        channels = "a list of whole numbers above 0, one a group"
         rules = [
-            ("widths", groups and all(map(_is_count, self.widths)), "a list of whole numbers above 0, one a group"),
+            ("widths", groups and _are_counts(self.widths, groups), channels),
             ("depth", deep, f"a whole number from 1 to {MAX_DEPTH}, or a list of {groups}, one a group"),
+            ("depth", sided, f"in its lists sides from 1 to {MAX_SIDE} pixels, odd ones behind the first"),
+            ("inner", self.inner is None or _are_counts(self.inner, groups), f"null, or {channels}"),
             ("residual", isinstance(self.residual, bool), "true or false"),
             ("whiten_bias", isinstance(self.whiten_bias, bool), "true or false"),
             ("patch", _is_count(self.patch), "a whole number of pixels above 0"),
@@ -116,8 +125,14 @@ class WhitenedOptions:
                 value = getattr(self, name)
                 hint = nearest(str(value), ACTIVATIONS) if name == "activation" else ""
                 raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
-        if self.residual and max(depths) == 1:
+        if self.residual and max(map(len, self.kernels)) == 1:
             raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
+
+    @property
+    def kernels(self) -> list[list[int]]:
+        """The sides of each group's kernels in pixels."""
+        depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
+        return [depth if isinstance(depth, list) else [3] * depth for depth in depths]
 
     @property
     def padding(self) -> int:
@@ -132,15 +147,25 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def _are_counts(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_count, values))
+
+
+def _are_sides(sides: list[Any]) -> bool:
+    counts = 0 < len(sides) <= MAX_DEPTH and _are_counts(sides, len(sides))
+    return counts and max(sides) <= MAX_SIDE and all(side % 2 for side in sides[1:])
+
+
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def min_size(**options: Any) -> int:
     """The least height and width of images for a net of these options: a pixel is left after every group's halving."""
-    settings = WhitenedOptions(**options)
-    halved = (2 ** len(settings.widths) - 1) * settings.stride
-    return max(settings.patch, halved + settings.patch - 2 * settings.padding)
+    settings, least = WhitenedOptions(**options), 1
+    for first, *_ in reversed(settings.kernels):
+        least = 2 * least + (first + 1) % 2
+    return max(settings.patch, (least - 1) * settings.stride + settings.patch - 2 * settings.padding)
 
 
 class WhitenedNet(nn.Module):
@@ -168,9 +193,9 @@ class WhitenedNet(nn.Module):
         self.register_buffer("whitened", torch.tensor(False))
         self.activation = ACTIVATIONS[settings.activation]
         widths = [scaled(units, width) for units in settings.widths]
-        depths = settings.depth if isinstance(settings.depth, list) else [settings.depth] * len(widths)
-        sizes = zip([filters, *widths], widths, depths, strict=False)
-        self.groups = nn.Sequential(*(Group(inputs, outputs, depth, settings) for inputs, outputs, depth in sizes))
+        inner = [scaled(units, width) for units in settings.inner or settings.widths]
+        groups = zip([filters, *widths], widths, inner, settings.kernels, strict=False)
+        self.groups = nn.Sequential(*(Group(*group, settings) for group in groups))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
         self.pool = settings.head_pool
         self.logit_scale = settings.logit_scale or 1 / widths[-1]
@@ -203,11 +228,13 @@ class Group(nn.Module):
     channels as they can, and with torch's own weights on the others; the norms' scale stays at 1.
     """
 
-    def __init__(self, inputs: int, outputs: int, depth: int, options: WhitenedOptions) -> None:
+    def __init__(self, inputs: int, outputs: int, inner: int, kernels: list[int], options: WhitenedOptions) -> None:
         super().__init__()
-        sources = [inputs] + [outputs] * (depth - 1)
-        self.convs = nn.ModuleList(nn.Conv2d(source, outputs, 3, padding=1, bias=False) for source in sources)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(outputs, eps=NORM_EPS, momentum=options.norm_momentum) for _ in sources)
+        depth = len(kernels)
+        sources = [inputs, outputs, *[inner] * (depth - 2)][:depth]
+        shapes = list(zip(sources, [*sources[1:], outputs], kernels, strict=True))
+        self.convs = nn.ModuleList(nn.Conv2d(*shape, padding=(shape[2] - 1) // 2, bias=False) for shape in shapes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(units, eps=NORM_EPS, momentum=options.norm_momentum) for _, units, _ in shapes)
         self.activation = ACTIVATIONS[options.activation]
         self.residual = options.residual and depth > 1
         for conv, norm, source in zip(self.convs, self.norms, sources, strict=True):

@@ -31,7 +31,7 @@ COMMANDS = (
     *("recipes", "devices", "bench", "export", "classify", "compare", "report", "serve"),
 )
 RECIPES = (
-    *("quickstart", "laptop", "fast94", "fast95", "fast96", "resnet18", "tudui", "sjnet", "lenet"),
+    *("quickstart", "laptop", "fast94", "fast95", "fast96", "laptop100", "fast100", "resnet18", "tudui", "sjnet", "lenet"),
     *("signs_mlp", "fashion_cnn", "folder"),
 )
 

@@ -63,6 +63,12 @@ def test_cifar10_is_the_default_and_has_its_original_host_and_zenodo_among_its_m
         assert part in answer.error_lines[-1]
 
 
+def test_labels_that_a_data_set_does_not_have_are_refused_before_any_download() -> None:
+    for dataset, kind, remedy in (("cifar10", "coarse", "leave data.labels out"), ("cifar100", "rough", "use fine or coarse")):
+        answer = run_command("--accelerator", "cpu", "--dataset", dataset, "--data.labels", kind)
+        assert_refused(answer, 2, f"{dataset} has no labels called '{kind}': {remedy}")
+
+
 @pytest.fixture
 def archive() -> bytes:
     """An archive that is whole, but not the one that is expected."""

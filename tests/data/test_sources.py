@@ -39,22 +39,32 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
-def small_cifar(monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str]) -> dict[str, bytes]:
-    """A CIFAR's archive of PER_FILE images a file, whose checksums torchvision's `reader` then expects."""
+def small_cifar(
+    monkeypatch: pytest.MonkeyPatch,
+    reader: type,
+    labels_key: str,
+    classes: list[str],
+    more: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, bytes]:
+    """A CIFAR's archive of PER_FILE images a file, whose checksums torchvision's `reader` then expects.
+
+    more: further entries of a file, by its name.
+    """
     data = np.zeros((PER_FILE, 3, 32, 32), np.uint8)
     data[0, :, 0, 0] = FIRST_PIXEL
-    batch = pickle.dumps({"data": data.reshape(PER_FILE, -1), labels_key: [i % len(classes) for i in range(PER_FILE)]})
-    meta = pickle.dumps({reader.meta["key"]: classes})
+    batch = {"data": data.reshape(PER_FILE, -1), labels_key: [i % len(classes) for i in range(PER_FILE)]}
+    names = [name for name, _ in reader.train_list + reader.test_list]
+    contents = {**dict.fromkeys(names, batch), reader.meta["filename"]: {reader.meta["key"]: classes}}
+    files = {name: pickle.dumps({**content, **(more or {}).get(name, {})}) for name, content in contents.items()}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        names = [name for name, _ in reader.train_list + reader.test_list]
-        for name, content in {**dict.fromkeys(names, batch), reader.meta["filename"]: meta}.items():
+        for name, content in files.items():
             entry = tarfile.TarInfo(f"{reader.base_folder}/{name}")
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     for part in ("train_list", "test_list"):
-        monkeypatch.setattr(reader, part, [[name, md5(batch)] for name, _ in getattr(reader, part)])
-    monkeypatch.setattr(reader, "meta", {**reader.meta, "md5": md5(meta)})
+        monkeypatch.setattr(reader, part, [[name, md5(files[name])] for name, _ in getattr(reader, part)])
+    monkeypatch.setattr(reader, "meta", {**reader.meta, "md5": md5(files[reader.meta["filename"]])})
     monkeypatch.setattr(reader, "tgz_md5", md5(packed.getvalue()))
     return {reader.filename: packed.getvalue()}
 
@@ -114,10 +124,21 @@ def test_cifar10_is_downloaded_unpacked_and_read_once_by_all_who_start_at_once(
     assert {path.name for path in cifar.root.iterdir() if path.suffix != ".lock"} == {FOLDER, ARCHIVE}
 
 
-def test_cifar100_has_its_fine_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(*small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "fish"]).values())
-    train = load_images("cifar100", SourceSettings(root=str(tmp_path), url=str(tmp_path / "a.tar.gz")), train=True)
-    assert train.labels.tolist() == [0, 1, 0, 1] and train.classes == ("apple", "fish")
+def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    coarse, fine = {"train": [1, 1, 0, 1], "test": [0, 1, 1, 0]}, [0, 1, 2, 0]
+    more: dict[str, dict[str, Any]] = {part: {"coarse_labels": labels} for part, labels in coarse.items()}
+    more["meta"] = {"coarse_label_names": ["fish", "fruit"]}
+    packed = small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "pear", "trout"], more)
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(*packed.values())
+    for part in ("train", "test"):
+        for kind, labels, classes in (
+            (None, fine, ("apple", "pear", "trout")),
+            ("fine", fine, ("apple", "pear", "trout")),
+            ("coarse", coarse[part], ("fish", "fruit")),
+        ):
+            images = load_images("cifar100", SourceSettings(root=str(tmp_path), labels=kind), part == "train")
+            assert (images.labels.tolist(), images.classes) == (labels, classes)
+            assert images.images[0, 0, 0].tolist() == FIRST_PIXEL
 
 
 def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +227,12 @@ def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root:
     for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
         with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):
             load_images("cifar10", settings, train=True)
+    for dataset, kind, remedy in (("cifar10", "coarse", "leave data.labels out"), ("cifar100", "rough", "use fine or coarse")):
+        with pytest.raises(UsageError, match=f"{dataset} has no labels called '{kind}': {remedy}"):
+            load_images(dataset, SourceSettings(labels=kind), train=True)
+    for kind, count in (("fine", 100), ("coarse", 20)):
+        with pytest.raises(UsageError, match=f"data.num_classes of cifar100 is {count}, not 5: leave it out"):
+            load_images("cifar100", SourceSettings(labels=kind, num_classes=5), train=True)
     own = SourceSettings(root=str(root), cache_dir=str(root.parent / "cache"), num_classes=2)
     assert load_images("folder", own, train=True).classes == ("cat", "dog")
     with pytest.raises(UsageError, match="has 2 classes, not 3"):

@@ -15,9 +15,9 @@ from cifar_lit.models.whitened import EPS, whitening_filters
 TINY: dict[str, Any] = {"widths": [8, 12]}
 
 
-def made(size: int = 16, channels: int = 3, classes: int = 5, **options: Any) -> Any:
+def made(size: int = 16, channels: int = 3, classes: int = 5, width: float = 1.0, **options: Any) -> Any:
     torch.manual_seed(0)
-    return build_net("whitened", channels=channels, image_size=size, num_classes=classes, options=options)
+    return build_net("whitened", channels=channels, image_size=size, num_classes=classes, width=width, options=options)
 
 
 def some_images(size: int = 16, channels: int = 3, seed: int = 1) -> Tensor:
@@ -61,12 +61,15 @@ def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool
         mean, var, bias = (tensor.view(-1, 1, 1) for tensor in (norm.running_mean, norm.running_var, norm.bias))
         return (maps - mean) / (var + 1e-12).sqrt() + bias
 
+    def conv2d(maps: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(maps, weight, padding={1: 0, 2: 0, 3: 1, 5: 2}[weight.shape[-1]])
+
     maps = activation(F.conv2d(images, net.whiten.weight, net.whiten.bias))
     for group in net.groups:
-        maps = F.max_pool2d(F.conv2d(maps, group.convs[0].weight, padding=1), 2)
+        maps = F.max_pool2d(conv2d(maps, group.convs[0].weight), 2)
         maps = before = activation(normed(maps, group.norms[0]))
         for conv, norm in list(zip(group.convs, group.norms, strict=True))[1:]:
-            maps = normed(F.conv2d(maps, conv.weight, padding=1), norm)
+            maps = normed(conv2d(maps, conv.weight), norm)
             maps = activation(maps + before if residual and conv is group.convs[-1] else maps)
     pooled = maps.amax((2, 3)) if head_pool == "max" else maps.mean((2, 3))
     return pooled @ net.head.weight.T
@@ -74,16 +77,33 @@ def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool
 
 @pytest.mark.parametrize(
     ("activation", "depth", "residual", "head_pool"),
-    [("gelu", 1, False, "max"), ("relu", 2, True, "max"), ("silu", 3, True, "avg"), ("gelu", [3, 1], True, "avg")],
+    [
+        ("gelu", 1, False, "max"),
+        ("relu", 2, True, "max"),
+        ("silu", 3, True, "avg"),
+        ("gelu", [3, 1], True, "avg"),
+        ("silu", [[3, 1, 1], [2, 5]], True, "max"),
+    ],
 )
 def test_the_net_computes_what_its_description_says(
-    activation: str, depth: int | list[int], residual: bool, head_pool: str
+    activation: str, depth: int | list[Any], residual: bool, head_pool: str
 ) -> None:
     net = made(**TINY, activation=activation, depth=depth, residual=residual, head_pool=head_pool, logit_scale=0.25)
     net, images = trained_a_little(net), some_images(seed=9)
     with torch.no_grad():
         expected = 0.25 * by_hand(net, images, getattr(F, activation), residual, head_pool)
         torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_group_can_be_narrower_inside_with_kernels_of_its_own() -> None:
+    net = made(widths=[8, 12, 16], depth=[[3, 1, 1], [2, 3, 3, 1], 2], inner=[4, 6, 7], residual=True)
+    shapes = [[tuple(conv.weight.shape) for conv in group.convs] for group in net.groups]
+    assert shapes == [
+        [(8, 24, 3, 3), (4, 8, 1, 1), (8, 4, 1, 1)],
+        [(12, 8, 2, 2), (6, 12, 3, 3), (6, 6, 3, 3), (12, 6, 1, 1)],
+        [(16, 12, 3, 3), (16, 16, 3, 3)],  # nothing lies between two
+    ]
+    assert [conv.weight.shape[0] for conv in made(widths=[8], depth=3, inner=[4], width=0.5).groups[0].convs] == [4, 2, 4]
 
 
 @pytest.mark.parametrize(("patch", "stride", "first"), [(2, 2, 16), (3, 1, 32), (3, 2, 16), (4, 2, 16), (4, 4, 8), (1, 1, 32)])
@@ -100,6 +120,8 @@ def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stri
         ({"widths": [8, 8]}, 5),
         ({"widths": [8] * 3, "patch": 4, "stride": 2}, 16),
         ({"widths": [8], "patch": 5}, 5),
+        ({"widths": [8, 8], "depth": [[2, 3], 1]}, 6),
+        ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7),
     ],
 )
 def test_the_least_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
@@ -240,6 +262,15 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
         ({"depth": [2, 2]}, "depth must be a whole number from 1 to 100, or a list of 3, one a group, not [2, 2]"),
         ({"depth": 101}, "depth must be a whole number from 1 to 100"),
         ({"depth": True}, "depth must be a whole number from 1 to 100"),
+        (
+            {"depth": [2, [3, 2], 2]},
+            "depth must be in its lists sides from 1 to 7 pixels, odd ones behind the first, not [2, [3, 2], 2]",
+        ),
+        ({"depth": [2, [], 2]}, "depth must be in its lists sides"),
+        ({"depth": [2, [9], 2]}, "depth must be in its lists sides"),
+        ({"depth": [2, [3, "1"], 2]}, "depth must be in its lists sides"),
+        ({"inner": [8, 8]}, "inner must be null, or a list of whole numbers above 0, one a group, not [8, 8]"),
+        ({"residual": True, "depth": [[3], 1, 1]}, "residual goes around the second convolution"),
         ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
         ({"residual": True, "depth": 1}, "residual goes around the second convolution and those after: set depth above 1"),
         ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
