@@ -178,8 +178,8 @@ class ImageData(pl.LightningDataModule):
             if where == "auto":
                 where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
             if where == "device" and images.images.device != self.device:
-                on_device = {"images": images.images.to(self.device), "labels": images.labels.to(self.device)}
-                images = replace(images, **on_device, mapped=False)
+                pixels, labels = (tensor.to(self.device) for tensor in (images.images, images.labels))
+                images = replace(images, images=pixels, labels=labels, mapped=False)
             self._placed[key] = images, where
         return self._placed[key]
 
