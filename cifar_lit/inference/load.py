@@ -79,7 +79,7 @@ class Classifier:
         probabilities, settings = self.net.probabilities(logits), self.card.novelty
         scores: list[float | None] = [None] * len(images)
         if self.net.novelty and settings and len(images):
-            scores = novelty(embeddings, probabilities, self.net.novelty, settings).tolist()
+            scores = novelty(embeddings, logits, self.net.novelty, settings).tolist()
         threshold = settings.get("threshold")
         best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
         predictions = []

@@ -1,10 +1,21 @@
 """How unlike the training images a picture is: far from the nearest of them in the net's own embedding, and of no clear class.
 
 The distance is that of Sun et al., "Out-of-Distribution Detection with Deep Nearest Neighbors" (ICML 2022): embeddings scaled to
-length 1, and the distance to the k-th nearest of a sample of training images. It is divided by the largest probability, which by
-itself is the baseline of Hendrycks and Gimpel (ICLR 2017).
+length 1, and the distance to the k-th nearest of a sample of training images. It is multiplied by the perplexity of the
+probabilities, as many classes as the net hesitates between.
 
-@@MEASURED@@
+Measured on CIFAR-10 as published, `laptop` of 3 epochs with --data.val_size 0.1 (88.7 %), against CIFAR-100's test images, photos of
+flowers and drawn shapes, and with `quickstart` (98.7 %), against CIFAR-100, flowers and CIFAR-10; 2,500 images of each. Area under
+the ROC curve:
+
+    this                     0.854  0.881  0.945    0.936  0.883  0.932
+    distance alone           0.825  0.847  0.930    0.941  0.889  0.935
+    largest probability      0.848  0.882  0.925    0.892  0.825  0.889
+    energy                   0.857  0.881  0.952    0.858  0.734  0.847
+    entropy                  0.857  0.886  0.944    0.893  0.823  0.890
+
+At a threshold that 5 % of the validation images lie above, 5.0 and 5.4 % of the test images did; at that of training images, 7.4 and
+8.0 %, so that without validation images there is none.
 """
 
 from __future__ import annotations
@@ -15,13 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import normalize
 
 MAX_KNOWN = 1_500  # images; as many cost about 2 s with the net of CIFAR-10's records on two CPU cores
 FALSE_ALARMS = 0.05  # of the held-out images are marked
 NEIGHBOUR = 5  # k; with a sample of this size 1 to 10 are equally good
 MIN_HELD_OUT = 20  # of fewer, 5 % is less than an image
-METHOD = "nearest neighbours over largest probability"  # files of before have the distance alone, as "nearest neighbours"
+METHOD = "nearest neighbours times perplexity"  # files of before have the distance alone, as "nearest neighbours"
 
 
 def sample_rows(train: Tensor) -> Tensor:
@@ -29,12 +41,12 @@ def sample_rows(train: Tensor) -> Tensor:
     return train[torch.randperm(len(train), generator=torch.Generator().manual_seed(0))][:MAX_KNOWN].sort().values
 
 
-def learn_novelty(known: Tensor, embeddings: Tensor, probabilities: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def learn_novelty(known: Tensor, embeddings: Tensor, logits: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """What `novelty` needs: a sample of embeddings, and a threshold that 5 % of held-out images lie above.
 
     Args:
         known: embeddings (K, features) of training images.
-        embeddings, probabilities: (N, features) and (N, classes) of images that were not trained on. Of fewer than 20 there is no
+        embeddings, logits: (N, features) and (N, classes) of images that were not trained on. Of fewer than 20 there is no
             threshold: more than 5 % of new images lie above one of images that the net knows.
 
     Returns:
@@ -47,18 +59,20 @@ def learn_novelty(known: Tensor, embeddings: Tensor, probabilities: Tensor) -> t
     settings: dict[str, Any] = {"method": METHOD, "neighbour": NEIGHBOUR, "images": [len(known), len(embeddings)]}
     settings["threshold"] = None
     if len(embeddings) >= MIN_HELD_OUT:
-        threshold = float(novelty(embeddings, probabilities, tensors, settings).quantile(1 - FALSE_ALARMS))
+        threshold = float(novelty(embeddings, logits, tensors, settings).quantile(1 - FALSE_ALARMS))
         settings["threshold"] = round(threshold, 6) if math.isfinite(threshold) else None
     return tensors, settings
 
 
-def novelty(embeddings: Tensor, probabilities: Tensor, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """float32 (B,), 0 or more, the more the less alike: the distance to the k-th nearest known embedding, 0 … 2, over the largest
-    probability.
+def novelty(embeddings: Tensor, logits: Tensor, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """float32 (B,), 0 or more, the more the less alike: the distance to the k-th nearest known embedding, 0 … 2, times the
+    perplexity, 1 … classes.
 
-    embeddings: (B, features). probabilities: (B, classes).
+    embeddings: (B, features). logits: (B, classes), at no temperature, which would take from what they tell.
     """
     known = normalize(tensors["known"].float())  # kept in half precision
     similarity = (normalize(embeddings.float()) @ known.T).topk(settings["neighbour"], dim=1).values[:, -1]
     distances = (2 - 2 * similarity).clamp_min(0).sqrt()
-    return distances / probabilities.max(1).values if settings.get("method") == METHOD else distances
+    if settings.get("method") != METHOD:
+        return distances
+    return distances * Categorical(logits=logits.float(), validate_args=False).perplexity()

@@ -35,7 +35,7 @@ def write_novelty_net(folder: Path) -> Path:
     net = load_model_file(write_net(folder))
     images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8)
     logits, embeddings = load(folder).logits_and_embeddings(images)
-    learned = learn_novelty(embeddings[:100], embeddings[100:], logits[100:].softmax(1))
+    learned = learn_novelty(embeddings[:100], embeddings[100:], logits[100:])
     assert learned is not None
     save_weights(folder / "model.safetensors", net.net.state_dict(), replace(net.card, novelty=learned[1]), learned[0])
     return folder

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import normalize
 
 import cifar_lit
@@ -23,27 +24,27 @@ def around(count: int, *centre: float) -> Tensor:
     return torch.tensor(centre) + 0.1 * torch.rand(count, 3, generator=generator)
 
 
-def probabilities(count: int, largest: float = 0.5) -> Tensor:
-    """(count, 4), the largest from `largest` on to 1."""
-    top = torch.linspace(largest, 1, count)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
-    return torch.cat([top[:, None], (1 - top[:, None]).expand(-1, 3) / 3], 1)
+def logits(count: int, sureness: float = 3.0) -> Tensor:
+    """(count, 4), the largest up to `sureness` above the others."""
+    top = torch.linspace(0, sureness, count)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+    return torch.cat([top[:, None], torch.zeros(count, 3)], 1)
 
 
 def learned(known: Tensor, embeddings: Tensor) -> Learned:
-    result = learn_novelty(known, embeddings, probabilities(len(embeddings)))
+    result = learn_novelty(known, embeddings, logits(len(embeddings)))
     assert result is not None
     return result
 
 
-def test_it_is_the_distance_to_the_fifth_nearest_over_the_largest_probability_and_5_percent_of_the_held_out_are_above() -> None:
+def test_it_is_the_distance_to_the_fifth_nearest_times_the_perplexity_and_5_percent_of_the_held_out_are_above() -> None:
     known, held_out = around(400, 0.8, 0.2, 0.1), around(200, 0.8, 0.2, 0.1)
     tensors, settings = learned(known, held_out)
-    scores = novelty(held_out, probabilities(200), tensors, settings)
+    scores = novelty(held_out, logits(200), tensors, settings)
     distances = torch.cdist(normalize(held_out), normalize(known)).sort(1).values[:, 4]
-    torch.testing.assert_close(scores, distances / probabilities(200).max(1).values, atol=4e-3, rtol=0)
+    torch.testing.assert_close(scores, distances * Categorical(logits=logits(200)).perplexity(), atol=4e-3, rtol=0)
     assert (scores > settings["threshold"]).float().mean() == pytest.approx(0.05, abs=0.006)
-    assert (novelty(around(100, 0.2, 0.8, 0.1), probabilities(100), tensors, settings) > settings["threshold"]).all()
-    assert novelty(held_out, probabilities(200, 0.3), tensors, settings).mean() > scores.mean()  # of no clear class
+    assert (novelty(around(100, 0.2, 0.8, 0.1), logits(100), tensors, settings) > settings["threshold"]).all()
+    assert novelty(held_out, logits(200, 0.5), tensors, settings).mean() > scores.mean()  # of no clear class
 
 
 def test_the_sample_is_of_training_images_and_the_same_each_time() -> None:
@@ -58,9 +59,9 @@ def test_a_threshold_takes_twenty_held_out_images_and_a_sample_ten_embeddings_th
     assert learned(known, known[:20])[1]["threshold"] > 0
     tensors, settings = learned(known, known[:19])
     assert (settings["threshold"], settings["images"]) == (None, [60, 19])
-    assert novelty(known, probabilities(60), tensors, settings).isfinite().all()
+    assert novelty(known, logits(60), tensors, settings).isfinite().all()
     for unusable in (known[:9], known[:0], known[:1].expand(60, -1), known * 0, known * torch.nan):
-        assert learn_novelty(unusable, known, probabilities(60)) is None
+        assert learn_novelty(unusable, known, logits(60)) is None
 
 
 def test_weights_keep_novelty_data_apart_from_the_nets_own(novelty_run: Path, run: Path, tmp_path: Path) -> None:
@@ -85,5 +86,6 @@ def test_weights_keep_novelty_data_apart_from_the_nets_own(novelty_run: Path, ru
     assert loaded(net.card.novelty, {}).unlike is None  # settings whose tensors are gone
     unsure = loaded({**net.card.novelty, "threshold": None}, net.novelty)  # no validation images
     assert (unsure.novelty, unsure.unlike) == (pytest.approx(predictions[0].novelty, rel=1e-3), None)
+    perplexity = float(Categorical(logits=marking(images[:1])).perplexity())
     before = loaded({"method": "nearest neighbours", "neighbour": 5, "threshold": 0.5, "held_out": "train"}, net.novelty)
-    assert before.novelty == pytest.approx(predictions[0].novelty * predictions[0].probability, rel=1e-3)  # a file of before
+    assert before.novelty == pytest.approx(predictions[0].novelty / perplexity, rel=1e-3)  # a file of before
