@@ -14,7 +14,7 @@ import torch
 from browser import Open
 
 from cifar_lit.runs.figures import Picture
-from cifar_lit.runs.label_errors import Findings, Pair
+from cifar_lit.runs.label_errors import Findings, Pair, Suspects
 from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import render
 
@@ -48,7 +48,7 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     predictions = {"indices": torch.arange(300), "labels": labels, "probabilities": logits.double().softmax(1)}
     picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "no. 1"))
     twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
-    findings = Findings(1000, 300, [picture] * 24, 30, 12, twins, 2, 1)
+    findings = Findings(Suspects(1000, [picture] * 24, 30, 12), Suspects(300, [picture] * 24, 9, 1), twins, 2, 1)
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
 
 
