@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -88,20 +88,21 @@ def with_votes(probabilities: Tensor, neighbours: Neighbours, labels: Tensor) ->
     A net learns labels that it is trained on by heart, in the end also the wrong ones. The neighbours' are of other images:
     D. Bahri, H. Jiang and M. Gupta, Deep k-NN for Noisy Labels, ICML 2020.
 
-    @@MEASURED@@
+    Measured with 5 % of the labels changed at random. As many images as were changed, those of the least probable labels: of
+    `quickstart` at 4 and at 16 epochs 97 and 96 % were changed ones (by the net alone, and by how far another class outweighs the
+    label, 96 and 91 %); of 3,000 test images of CIFAR-10 and `laptop` at 3 epochs 89 % (73 %).
     """
     cosines, rows = neighbours
     votes = torch.zeros_like(probabilities).scatter_add_(1, labels[rows], cosines.softmax(1).to(probabilities))
     return (probabilities + votes) / 2
 
 
-def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: set[int] = frozenset()) -> Suspects:
+def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
     """The labels that are most against what `probabilities` (N, classes) say of the images.
 
-    Each class has its own threshold, the mean probability that images with its label have for it, as some classes are harder to
-    be sure of. Ranked is by how far the likeliest other class exceeds its threshold and the label falls short of its own. Counted
-    are those of which another class reaches its threshold, and is likelier than the label (C. Northcutt, L. Jiang and I. Chuang,
-    Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 70, 2021).
+    Suspected are those of which another class is likelier, the less probable the label the more. Counted are those whose other
+    class has at least its threshold, the mean probability that the images of that label have for it, as some classes are harder
+    to be sure of (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 70, 2021).
 
     what: the images are called. held_out: rows that were validated on.
     """
@@ -111,11 +112,8 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
     best, suggested = probabilities.max(1)
     rejected = (best > own).nonzero()[:, 0]
     confident = int((best >= thresholds[suggested])[rejected].sum())  # none for a class without images, which has no threshold
-    excess = (probabilities - thresholds.nan_to_num(1.0))[rejected]
-    label = labels[rejected][:, None]
-    against = excess.scatter(1, label, -2.0).max(1).values - excess.gather(1, label)[:, 0]
     pictures = []
-    for row in rejected[against.argsort(descending=True, stable=True)][:GALLERY_SIZE].tolist():
+    for row in rejected[own[rejected].argsort(stable=True)][:GALLERY_SIZE].tolist():
         name, other, of_label, of_other = images.classes[labels[row]], images.classes[suggested[row]], own[row], best[row]
         alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
         lines = (f"label {name} {of_label:.3f}", f"said {other} {of_other:.3f}", f"no. {row}{' · held out' * (row in held_out)}")

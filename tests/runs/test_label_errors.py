@@ -27,14 +27,14 @@ def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
     return suspect_labels(images, torch.tensor(probabilities), "Test", {1})
 
 
-def test_labels_are_suspected_by_what_exceeds_the_classes_own_thresholds() -> None:
-    # Images of b are hard, with 0.4 on average, those of c are not, with 1: "said b" with 0.8 says more than "said c" with 0.85.
-    found = suspects([[0.15, 0, 0.85], [0.2, 0.8, 0], [0, 0, 1], [0, 0, 1], [0.3, 0.4, 0.3]], [0, 0, 2, 2, 1])
+def test_labels_are_suspected_the_less_probable_they_are_where_another_class_is_likelier() -> None:
+    found = suspects([[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]], [0, 0, 0, 0, 1])
     assert [picture.lines for picture in found.pictures] == [
-        ("label a 0.200", "said b 0.800", "no. 1 · held out"),
-        ("label a 0.150", "said c 0.850", "no. 0"),
+        ("label a 0.100", "said b 0.450", "no. 2"),
+        ("label a 0.200", "said b 0.400", "no. 0"),
+        ("label a 0.250", "said b 0.750", "no. 1 · held out"),
     ]
-    assert (found.images, found.rejected, found.confident) == (5, 2, 1)
+    assert (found.images, found.rejected) == (5, 3)
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])
