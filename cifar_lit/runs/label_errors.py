@@ -102,7 +102,7 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
 
     Suspected are those of which another class is likelier, the less probable the label the more. Counted are those whose other
     class has at least its threshold, the mean probability that the images of that label have for it, as some classes are harder
-    to be sure of (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 70, 2021).
+    to be sure of (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     what: the images are called. held_out: rows that were validated on.
     """
