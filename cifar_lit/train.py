@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
@@ -21,7 +22,8 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.novelty import learn_novelty
+from cifar_lit.inference.novelty import learn_novelty, sample_rows
+from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
@@ -32,6 +34,8 @@ from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, L
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
+
+IMAGES_AT_ONCE = 2048  # in memory beside the set, which may be mapped from a file
 
 
 class Run(Callback):
@@ -144,11 +148,13 @@ class Run(Callback):
         trainer, folder = model.trainer, self.folder.path
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        metrics = metrics_of(self.settings, trainer, model, data, self.clock if self.trains else None, val, test)
+        card, tensors = describe_model(model, data) if self.trains else (model_card(model, data), {})
+        clock = self.clock if self.trains else None
+        metrics = metrics_of(self.settings, trainer, model, data, clock, val, test, card.temperature)
         if self.board:
             draw_for_tensorboard(self.board, val, test, model.predictions, data, trainer.global_step)
         if self.trains:
-            write_model(folder / "model.safetensors", model, data)
+            save_weights(folder / "model.safetensors", model.net.state_dict(), card, tensors)
             with suppress(OSError):  # there is nothing left to go on with; what cannot be removed does no harm
                 (folder / PREVIOUS).unlink()
         if test and model.predictions is not None:
@@ -165,14 +171,26 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
 
 
-def write_model(path: Path, model: ImageClassifier, data: ImageData) -> None:
-    """Writes model.safetensors, with what tells images that are unlike those of the training."""
-    weights, card = model.net.state_dict(), model_card(model, data)
-    classifier = Classifier(build_loaded_net(card, weights), str(data.device))  # the net as it will be used, in float32
-    tensors: dict[str, Tensor] = {}
-    if learned := learn_novelty(classifier.logits_and_embeddings, data.train_images.images, *data.split):
-        tensors, card = learned[0], replace(card, novelty=learned[1])
-    save_weights(path, weights, card, tensors)
+def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, dict[str, Tensor]]:
+    """The card of a trained net, with its temperature, and what tells images unlike those of the training.
+
+    Both rest on the validation images, as the net was not trained on them. Without any there is no temperature, and no image is
+    called unlike.
+    """
+    card, (train, val) = model_card(model, data), data.split
+    images, labels = data.train_images.images, data.train_images.labels
+    # the net as it will be used, in float32
+    classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
+
+    def look(rows: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [classifier.logits_and_embeddings(images[part].permute(0, 3, 1, 2)) for part in rows.split(IMAGES_AT_ONCE)]
+        logits, embeddings = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(embeddings)
+
+    logits, embeddings = look(val)
+    card = replace(card, temperature=fit_temperature(logits, labels[val]))
+    learned = learn_novelty(look(sample_rows(train))[1], embeddings, logits)
+    return (replace(card, novelty=learned[1]), learned[0]) if learned else (card, {})
 
 
 def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
 
 
 class Probabilities(nn.Module):
-    """A loaded net with the softmax that makes its logits float32 probabilities (B, classes)."""
+    """A loaded net whose answers are float32 probabilities (B, classes)."""
 
     def __init__(self, net: LoadedNet) -> None:
         super().__init__()
@@ -160,8 +160,7 @@ class Probabilities(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Of uint8 images (B, C, H, W)."""
-        logits: Tensor = self.net(images)
-        return logits.float().softmax(1)
+        return self.net.probabilities(self.net(images))
 
 
 def runner_of(net: LoadedNet) -> Runner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ class Prediction:
     label: str
     probability: float  # of the label, 0 … 1
     top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
-    novelty: float | None = None  # distance from the training images, 0 … 2; None where the weights have no novelty data
-    unlike: bool | None = None  # whether that is further than 95 % of the images that were held out then; None likewise
+    novelty: float | None = None  # how unlike the training images, 0 or more; None where the weights have no novelty data
+    unlike: bool | None = None  # whether it is more so than 95 % of the validation images; None where there were none
 
 
 class Classifier:
@@ -77,15 +76,17 @@ class Classifier:
         logits, embeddings = self.logits_and_embeddings(images)
         if not logits.isfinite().all():
             raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
-        probabilities, order = logits.softmax(1).topk(min(top, len(self.classes)), dim=1)
-        distances: list[float | None] = [None] * len(images)
-        if self.net.novelty and self.card.novelty and len(images):
-            distances = novelty(embeddings, self.net.novelty, self.card.novelty).tolist()
-        threshold = self.card.novelty["threshold"] if self.card.novelty else math.inf
+        probabilities, settings = self.net.probabilities(logits), self.card.novelty
+        scores: list[float | None] = [None] * len(images)
+        if self.net.novelty and settings and len(images):
+            scores = novelty(embeddings, logits, self.net.novelty, settings).tolist()
+        threshold = settings.get("threshold")
+        best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
         predictions = []
-        for values, labels, distance in zip(probabilities.tolist(), order.tolist(), distances, strict=True):
+        for values, labels, score in zip(best_values.tolist(), order.tolist(), scores, strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            predictions.append(Prediction(*best[0], best, distance, None if distance is None else distance > threshold))
+            unlike = None if score is None or threshold is None else score > threshold
+            predictions.append(Prediction(*best[0], best, score, unlike))
         return predictions
 
     def prepare(self, images: Any) -> Tensor:

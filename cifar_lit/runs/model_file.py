@@ -34,7 +34,8 @@ class ModelCard:
     """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
 
     input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values.
-    novelty: how images unlike those of the training are told; empty where they are not. Older files lack the last two.
+    novelty: how images unlike those of the training are told; empty where they are not. temperature: what logits are divided by
+    for probabilities, None where no held-out images told it. Older files lack the last three.
     """
 
     net: str
@@ -45,6 +46,7 @@ class ModelCard:
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)
     novelty: dict[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
 
     @property
     def net_settings(self) -> dict[str, Any]:
@@ -77,6 +79,11 @@ class LoadedNet(nn.Module):
             raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
         logits: Tensor = self.net((images.float() / 255 - self.mean) / self.std)
         return logits
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """float32 (B, classes) of its logits, at the temperature of its card."""
+        logits = logits.float()
+        return (logits if self.card.temperature is None else logits / self.card.temperature).softmax(1)
 
 
 def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
@@ -157,6 +164,7 @@ MAX_CHANNELS = 64
 MAX_WIDTH = 1000.0  # times the hidden widths
 MAX_CLASSES = 100_000
 MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
+MAX_TEMPERATURE = 20.0  # and the inverse of the least
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -244,5 +252,6 @@ _CHECKS = {
     "mean": _numbers,
     "std": lambda value: _numbers(value) and min(value, default=0) > 0,
     "options": lambda value: isinstance(value, dict) and _plain(value),
-    "novelty": lambda value: isinstance(value, dict) and (not value or _number(value.get("threshold"))),
+    "novelty": lambda value: isinstance(value, dict) and (value.get("threshold") is None or _number(value["threshold"])),
+    "temperature": lambda value: value is None or (_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE),
 }

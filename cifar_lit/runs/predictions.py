@@ -119,8 +119,8 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     index, label                    place among the files; the true class, which is not known of files
 #     predicted, probability          the likeliest class and its probability
 #     class_2, probability_2, …       the next ones
-#     path, novelty, unlike, error    the path as given, the distance from the training images, whether that is more than nearly
-#                                     all held-out images have (yes or no), and why the file could not be read
+#     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that is more than nearly
+#                                     all validation images are (yes or no), and why the file could not be read
 
 TOP = 3  # classes that a row names, unless told otherwise
 

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
-from cifar_lit.runs.figures import GALLERY_SIZE, Bin, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
-from cifar_lit.runs.label_errors import Findings, inspect_labels, nearest_embeddings
+from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.figures import GALLERY_SIZE, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
+from cifar_lit.runs.label_errors import (
+    NEIGHBOURS,
+    Findings,
+    find_duplicates,
+    find_neighbours,
+    neighbours_of_all,
+    suspect_labels,
+    with_votes,
+)
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
 from cifar_lit.text import note, printable
@@ -47,11 +56,17 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     if predictions is None:
         scored = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": logits.double().softmax(1)}
         predictions = prediction_table(scored)
-    logits, known = _looked_at(look, train, "training images")
+    train_logits, known = _looked_at(look, train, "training images")
+    known = known.to(device)
     with progress("comparing test with training images", len(test)) as advance:
-        cosines, rows = nearest_embeddings(known.to(device), embeddings.to(device), advance)
-    held_out = set(data.split[1].tolist())
-    findings = inspect_labels(train, test, held_out, logits.softmax(1), (cosines.cpu(), rows.cpu()))
+        nearest = find_neighbours(known, embeddings.to(device), NEIGHBOURS, advance)
+    with progress("comparing training images", len(train)) as advance:
+        others = neighbours_of_all(known, advance)
+    findings = Findings(
+        suspect_labels(train, with_votes(train_logits.softmax(1), others, train.labels), "Training", set(data.split[1].tolist())),
+        suspect_labels(test, with_votes(logits.softmax(1), nearest, train.labels), "Test"),
+        *find_duplicates(train, test, nearest),
+    )
     return render(run, metrics, data, predictions, findings)
 
 
@@ -99,6 +114,7 @@ def render(
         metrics=metrics,
         classes=classes,
         findings=findings,
+        neighbours=NEIGHBOURS,
         images=len(predictions.labels),
         right=int(predictions.hits.sum()),
         summary=_summary(metrics),
@@ -109,6 +125,7 @@ def render(
         confused=_most_confused(matrix, classes),
         bins=bins,
         error=error,
+        calibration=(metrics.get("test") or {}).get("calibration"),
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram("reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"),
         mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
@@ -120,27 +137,6 @@ def _shown(value: Any) -> Any:
     """A value of the page: of text each line as `printable`, but for charts, which are HTML."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return "\n".join(map(printable, value.split("\n"))) if is_text else value
-
-
-def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
-    """Images by the probability of the predicted class, in bins of equal width; 15 as in Guo et al. 2017.
-
-    probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is right.
-    """
-    places = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    counts = torch.bincount(places, minlength=bins)
-    confidence, accuracy = (torch.bincount(places, each.double(), minlength=bins) / counts for each in (probability, hits))
-    columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
-    return [Bin(place / bins, (place + 1) / bins, *column) for place, column in enumerate(columns)]
-
-
-def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """The mean distance between probability and accuracy, in 0 … 1: Σ (images of a bin / all images) · |accuracy − confidence|.
-
-    After C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, On Calibration of Modern Neural Networks, ICML 2017.
-    """
-    images = sum(part.images for part in bins)
-    return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)
 
 
 def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:

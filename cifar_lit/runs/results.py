@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
+from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
@@ -48,8 +49,9 @@ def metrics_of(
     clock: Clock | None,
     val: Score | None,
     test: Score | None,
+    temperature: float | None,
 ) -> dict[str, Any]:
-    """The contents of metrics.json. clock: of the training, None where there was none."""
+    """The contents of metrics.json. clock: of the training, None where there was none. temperature: of the model card."""
     kind = trainer.strategy.root_device.type
     metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
@@ -73,8 +75,22 @@ def metrics_of(
         scores = {"accuracy": test.accuracy, "loss": test.loss, "images": test.images, **test.metrics, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+        if model.predictions is not None:
+            scores["calibration"] = calibration_of(model.predictions, temperature)
         metrics["test"] = {**scores, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
     return metrics
+
+
+def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
+    """The calibration error of the probabilities as they are, and at a temperature; null for both where there is none."""
+
+    def error(probabilities: Tensor) -> float:
+        table = prediction_table({**predictions, "probabilities": probabilities})
+        return round(expected_calibration_error(reliability(table.probability, table.hits)), 6)
+
+    probabilities = predictions["probabilities"]
+    after = None if temperature is None else error(tempered(probabilities, temperature))
+    return {"error": error(probabilities), "temperature": temperature, "tempered_error": after}
 
 
 def versions() -> dict[str, str]:

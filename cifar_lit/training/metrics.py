@@ -78,7 +78,7 @@ class Score(NamedTuple):
         return {f"{stage}/{name}": value for name, value in values.items()}
 
 
-TAKEN = ("accuracy", "loss", "images", "per_class", "tta", "fingerprint")  # names of figures in metrics.json
+TAKEN = ("accuracy", "loss", "images", "per_class", "tta", "calibration", "fingerprint")  # names of figures in metrics.json
 
 
 class Evaluation(nn.Module):

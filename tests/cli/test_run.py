@@ -23,10 +23,12 @@ from contract.command_line import (
     table_rows,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics.functional.classification import multiclass_calibration_error
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
+from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -37,7 +39,7 @@ ONE_EPOCH = (*SMALL, "--epochs", "1")
 
 def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run_dir: Path, data: ImageData) -> None:
     test, rows = metrics_of(run_dir)["test"], read_predictions(run_dir / "predictions.csv", data.classes)
-    assert list(test) == ["accuracy", "loss", "images", "per_class", "fingerprint"]
+    assert list(test) == ["accuracy", "loss", "images", "per_class", "calibration", "fingerprint"]
     assert test["fingerprint"] == fingerprint(data.test_images.images, data.test_images.labels)
     assert rows is not None and torch.equal(rows.labels, data.test_images.labels)
     assert float(rows.hits.double().mean()) == test["accuracy"]
@@ -92,8 +94,35 @@ def test_the_loaded_net_is_the_checkpoints(run_dir: Path, data: ImageData) -> No
     mean, std = (torch.tensor(config_of(run_dir)["data"][name]).view(-1, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
-    settings = loaded.card.novelty
-    assert (settings["held_out"], settings["images"]) == ("validation", [160, 40])
+    assert loaded.card.novelty["images"] == [160, 40] and loaded.card.novelty["threshold"] > 0
+
+
+def test_the_temperature_is_that_of_the_validation_images_and_metrics_json_has_the_error_with_and_without(
+    run_dir: Path, data: ImageData
+) -> None:
+    loaded, calibration = cifar_lit.load(run_dir), metrics_of(run_dir)["test"]["calibration"]
+    val = data.split[1]
+    logits = loaded(data.train_images.images[val].permute(0, 3, 1, 2))
+    assert calibration["temperature"] == loaded.card.temperature
+    assert calibration["temperature"] == pytest.approx(fit_temperature(logits, data.train_images.labels[val]), rel=1e-4)
+    images, labels = data.test_images.images.permute(0, 3, 1, 2), data.test_images.labels
+    given = torch.tensor([[dict(one.top)[name] for name in loaded.classes] for one in loaded.predict_batch(images, 4)])
+    for name, probabilities in (("error", loaded(images).softmax(1)), ("tempered_error", given)):
+        expected = multiclass_calibration_error(probabilities, labels, 4, n_bins=15)
+        assert calibration[name] == pytest.approx(float(expected), abs=1e-4), name
+    page = (run_dir / "report.html").read_text()
+    assert f"At the temperature {calibration['temperature']:.4f}" in page and f"{calibration['tempered_error']:.4f}" in page
+
+
+def test_what_trains_on_all_images_has_no_temperature_and_calls_none_unlike(working_folder: Path) -> None:
+    assert run_command(*ONE_EPOCH, "--data.val_size", "0").code == 0
+    calibration = metrics_of(OWN)["test"]["calibration"]
+    assert (calibration["temperature"], calibration["tempered_error"]) == (None, None) and calibration["error"] > 0
+    loaded = cifar_lit.load(OWN)
+    assert (loaded.card.temperature, loaded.card.novelty["threshold"]) == (None, None)
+    (prediction,) = loaded.predict_batch(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    assert prediction.novelty is not None and prediction.unlike is None
+    assert "No temperature was fitted" in (OWN / "report.html").read_text()
 
 
 def test_a_reader_that_has_read_enough_is_no_failure(run_dir: Path, working_folder: Path) -> None:
@@ -142,6 +171,7 @@ def test_test_time_views_stand_beside_the_plain_score_and_out_of_validation(run_
     assert answer.code == 0, answer.err
     test = metrics_of(OWN)["test"]
     views = test.pop("tta")
+    test["calibration"] |= {name: plain["test"]["calibration"][name] for name in ("temperature", "tempered_error")}  # the model's
     assert test == plain["test"]
     assert (list(views), views["views"]) == (["views", "accuracy", "loss"], "full")
     assert views["loss"] != test["loss"]

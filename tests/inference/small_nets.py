@@ -33,8 +33,9 @@ def write_net(folder: Path, net: str = "shapenet", channels: int = 3, side: int 
 def write_novelty_net(folder: Path) -> Path:
     """The same with novelty data of 200 images of noise."""
     net = load_model_file(write_net(folder))
-    images = torch.randint(0, 256, (200, 32, 32, 3), dtype=torch.uint8)
-    learned = learn_novelty(load(folder).logits_and_embeddings, images, torch.arange(100), torch.arange(100, 200))
+    images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8)
+    logits, embeddings = load(folder).logits_and_embeddings(images)
+    learned = learn_novelty(embeddings[:100], embeddings[100:], logits[100:])
     assert learned is not None
     save_weights(folder / "model.safetensors", net.net.state_dict(), replace(net.card, novelty=learned[1]), learned[0])
     return folder

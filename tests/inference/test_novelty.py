@@ -1,69 +1,67 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import normalize
 
 import cifar_lit
-from cifar_lit.inference.novelty import choose, learn_novelty, novelty
+from cifar_lit.inference.load import Prediction
+from cifar_lit.inference.novelty import learn_novelty, novelty, sample_rows
 from cifar_lit.runs.model_file import load_model_file, save_weights
 
-NONE = torch.tensor([], dtype=torch.int64)
+Learned = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-def embed(images: Tensor) -> tuple[Tensor, Tensor]:
-    """A net whose embedding is the image's mean colour."""
-    means = images.float().mean((2, 3))
-    return means[:, :2], means
+def around(count: int, *centre: float) -> Tensor:
+    """Embeddings (count, 3) about one place."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.tensor(centre) + 0.1 * torch.rand(count, 3, generator=generator)
 
 
-def coloured(count: int, red: int, green: int, spread: int = 20) -> Tensor:
-    """Images uint8 (count, 4, 4, 3) of about one colour."""
-    noise = torch.randint(-spread, spread + 1, (count, 1, 1, 3), generator=torch.Generator().manual_seed(red + 1000 * green))
-    return (torch.tensor([red, green, 30]) + noise).clamp(0, 255).to(torch.uint8).expand(count, 4, 4, 3)
+def logits(count: int, sureness: float = 3.0) -> Tensor:
+    """(count, 4), the largest up to `sureness` above the others."""
+    top = torch.linspace(0, sureness, count)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+    return torch.cat([top[:, None], torch.zeros(count, 3)], 1)
 
 
-def distances(images: Tensor, learned: tuple[dict[str, Tensor], dict[str, object]] | None) -> Tensor:
-    assert learned is not None
-    return novelty(embed(images.permute(0, 3, 1, 2))[1], *learned)
+def learned(known: Tensor, embeddings: Tensor) -> Learned:
+    result = learn_novelty(known, embeddings, logits(len(embeddings)))
+    assert result is not None
+    return result
 
 
-def test_the_distance_is_that_to_the_fifth_nearest_and_5_percent_of_the_held_out_are_above_the_threshold() -> None:
-    images = coloured(600, 200, 60)
-    learned = learn_novelty(embed, images, torch.arange(400), torch.arange(400, 600))
-    assert learned is not None
-    known, new = (normalize(embed(part.permute(0, 3, 1, 2))[1]) for part in (images[:400], images[400:]))
-    assert torch.allclose(distances(images[400:], learned), torch.cdist(new, known).sort(1).values[:, 4], atol=2e-3)
-    threshold = learned[1]["threshold"]
-    assert (distances(images[400:], learned) > threshold).float().mean() == pytest.approx(0.05, abs=0.006)
-    assert (distances(coloured(100, 60, 200), learned) > threshold).all()
+def test_it_is_the_distance_to_the_fifth_nearest_times_the_perplexity_and_5_percent_of_the_held_out_are_above() -> None:
+    known, held_out = around(400, 0.8, 0.2, 0.1), around(200, 0.8, 0.2, 0.1)
+    tensors, settings = learned(known, held_out)
+    scores = novelty(held_out, logits(200), tensors, settings)
+    distances = torch.cdist(normalize(held_out), normalize(known)).sort(1).values[:, 4]
+    torch.testing.assert_close(scores, distances * Categorical(logits=logits(200)).perplexity(), atol=4e-3, rtol=0)
+    assert (scores > settings["threshold"]).float().mean() == pytest.approx(0.05, abs=0.006)
+    assert (novelty(around(100, 0.2, 0.8, 0.1), logits(100), tensors, settings) > settings["threshold"]).all()
+    assert novelty(held_out, logits(200, 0.5), tensors, settings).mean() > scores.mean()  # of no clear class
 
 
-def test_without_validation_images_training_images_that_are_not_in_the_sample_are_held_out() -> None:
-    known, held_out, source = choose(torch.arange(10, 210), NONE)
-    assert (len(known), len(held_out), source) == (150, 50, "train")
-    assert sorted([*known.tolist(), *held_out.tolist()]) == list(range(10, 210))
-    known, held_out, source = choose(torch.arange(50_000), torch.arange(50_000, 55_000))
-    assert (len(known), len(held_out), source) == (1500, 500, "validation")
-    assert held_out.min() >= 50_000 > known.max()
+def test_the_sample_is_of_training_images_and_the_same_each_time() -> None:
+    assert sample_rows(torch.arange(10, 210)).tolist() == list(range(10, 210))
+    rows = sample_rows(torch.arange(5000, 55_000))
+    assert len(rows.unique()) == 1500 and rows.min() >= 5000
+    assert torch.equal(rows, sample_rows(torch.arange(5000, 55_000))) and rows.diff().min() > 0
 
 
-def test_a_threshold_takes_twenty_held_out_images_and_embeddings_that_differ() -> None:
-    images = coloured(100, 90, 90)
-    assert learn_novelty(embed, images, torch.arange(79), NONE) is None  # a quarter, 19, would be held out
-    learned = learn_novelty(embed, images, torch.arange(80), NONE)
-    assert learned is not None and learned[1]["images"] == [60, 20]
-    assert choose(torch.arange(80), torch.arange(80, 99))[2] == "train"
-    assert choose(torch.arange(80), torch.arange(80, 100))[2] == "validation"
-    assert learn_novelty(embed, images, torch.arange(9), torch.arange(50, 100)) is None  # too few to have neighbours
-    for factor in (0.0, float("nan")):
-        assert (
-            learn_novelty(lambda images, factor=factor: (images, embed(images)[1] * factor), images, torch.arange(80), NONE)
-            is None
-        )
+def test_a_threshold_takes_twenty_held_out_images_and_a_sample_ten_embeddings_that_differ() -> None:
+    known = around(60, 0.8, 0.2, 0.1)
+    assert learned(known, known[:20])[1]["threshold"] > 0
+    tensors, settings = learned(known, known[:19])
+    assert (settings["threshold"], settings["images"]) == (None, [60, 19])
+    assert novelty(known, logits(60), tensors, settings).isfinite().all()
+    for unusable in (known[:9], known[:0], known[:1].expand(60, -1), known * 0, known * torch.nan):
+        assert learn_novelty(unusable, known, logits(60)) is None
 
 
 def test_weights_keep_novelty_data_apart_from_the_nets_own(novelty_run: Path, run: Path, tmp_path: Path) -> None:
@@ -80,5 +78,14 @@ def test_weights_keep_novelty_data_apart_from_the_nets_own(novelty_run: Path, ru
     assert sum(bool(prediction.unlike) for prediction in predictions[:100]) < 20
     assert sum(bool(prediction.unlike) for prediction in predictions[100:]) > 90
     assert marking.predict_batch(images[:0]) == []
-    save_weights(tmp_path / "bare.safetensors", net.net.state_dict(), net.card)  # settings whose tensors are gone
-    assert cifar_lit.load(tmp_path / "bare.safetensors").predict_batch(images[:1])[0].unlike is None
+
+    def loaded(settings: dict[str, Any], tensors: dict[str, Tensor]) -> Prediction:
+        save_weights(tmp_path / "net.safetensors", net.net.state_dict(), replace(net.card, novelty=settings), tensors)
+        return cifar_lit.load(tmp_path / "net.safetensors").predict_batch(images[:1])[0]
+
+    assert loaded(net.card.novelty, {}).unlike is None  # settings whose tensors are gone
+    unsure = loaded({**net.card.novelty, "threshold": None}, net.novelty)  # no validation images
+    assert (unsure.novelty, unsure.unlike) == (pytest.approx(predictions[0].novelty, rel=1e-3), None)
+    perplexity = float(Categorical(logits=marking(images[:1])).perplexity())
+    before = loaded({"method": "nearest neighbours", "neighbour": 5, "threshold": 0.5, "held_out": "train"}, net.novelty)
+    assert before.novelty == pytest.approx(predictions[0].novelty / perplexity, rel=1e-3)  # a file of before

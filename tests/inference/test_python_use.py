@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import cifar_lit
 from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.errors import Failure
 from cifar_lit.inference.explain import activation_maps
+from cifar_lit.runs.model_file import save_weights
 
 GREY = ("L", "LA", "La", "I;16", "F")
 MODES = (*GREY, "1", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "PA", "RGBX", "RGBa")
@@ -52,6 +54,19 @@ def test_a_picture_gives_what_its_file_gives(run: Path, tmp_path: Path) -> None:
     with Image.open(tmp_path / "a.png") as opened:
         for source in (opened, tmp_path / "a.png", str(tmp_path / "a.png")):
             assert torch.equal(classifier.prepare(source)[0], pixels)
+
+
+def test_a_temperature_makes_probabilities_surer_and_changes_no_logit_and_no_decision(run: Path, tmp_path: Path) -> None:
+    plain = cifar_lit.load(run)
+    card = replace(plain.card, temperature=0.25)
+    save_weights(tmp_path / "model.safetensors", plain.net.net.state_dict(), card)
+    surer = cifar_lit.load(tmp_path)
+    images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(surer(images), plain(images))
+    expected = (plain(images) / 0.25).softmax(1).max(1)
+    for before, after, value in zip(plain.predict_batch(images), surer.predict_batch(images), expected.values, strict=True):
+        assert [name for name, _ in after.top] == [name for name, _ in before.top]
+        assert after.probability == pytest.approx(float(value), abs=1e-5) and after.probability > before.probability
 
 
 def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +14,9 @@ import torch
 from browser import Open
 
 from cifar_lit.runs.figures import Picture
-from cifar_lit.runs.label_errors import Findings, Pair
+from cifar_lit.runs.label_errors import Findings, Pair, Suspects
 from cifar_lit.runs.predictions import PredictionTable, prediction_table
-from cifar_lit.runs.report import expected_calibration_error, reliability, render
+from cifar_lit.runs.report import render
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 URI = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
@@ -49,7 +48,7 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     predictions = {"indices": torch.arange(300), "labels": labels, "probabilities": logits.double().softmax(1)}
     picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "no. 1"))
     twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
-    findings = Findings(1000, 300, [picture] * 24, 30, 12, twins, 2, 1)
+    findings = Findings(Suspects(1000, [picture] * 24, 30, 12), Suspects(300, [picture] * 24, 9, 1), twins, 2, 1)
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
 
 
@@ -84,25 +83,6 @@ def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(
     assert page.count("Not looked for yet") == 2
     assert 'id="curves"' not in page
     assert "the training has diverged" in page
-
-
-# ---- calibration
-
-
-def test_a_bin_holds_the_probabilities_up_to_its_upper_end() -> None:
-    probability = torch.tensor([0.0, 0.2, 0.2000001, 0.5, 1.0], dtype=torch.float64)
-    bins = reliability(probability, torch.tensor([True, False, True, True, True]), bins=5)
-    assert [part.images for part in bins] == [2, 1, 1, 0, 1]
-    assert (bins[0].accuracy, bins[0].confidence) == (0.5, pytest.approx(0.1))
-    assert math.isnan(bins[3].accuracy)
-
-
-def test_the_error_is_the_mean_distance_over_fifteen_bins_weighted_by_the_images_of_each() -> None:
-    probability = torch.tensor([0.9, 0.9, 0.9, 0.61, 0.69], dtype=torch.float64)  # the last two share one of ten bins
-    bins = reliability(probability, torch.tensor([True, True, False, False, True]))
-    assert len(bins) == 15
-    by_hand = 3 / 5 * abs(2 / 3 - 0.9) + 1 / 5 * 0.61 + 1 / 5 * 0.31
-    assert expected_calibration_error(bins) == pytest.approx(by_hand)
 
 
 # ---- in a browser
