@@ -31,7 +31,7 @@ class Spread(TypedDict):
 
 
 Row = tuple[str, float | Spread, str]  # what was measured, its value, the unit
-NOT_FIGURES = ("json", "root", "threads", "names", "line")  # settings that say where files lie, or are told elsewhere
+NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # settings that say where files lie, or are told elsewhere
 
 
 def spread(values: Iterable[float]) -> Spread:

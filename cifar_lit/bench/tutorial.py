@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -77,6 +78,7 @@ def in_other_process(loop: TutorialLoop, by_epoch: bool, device: torch.device) -
     ours, theirs = mp.get_context("spawn").Pipe()
     arguments = (theirs, loop, by_epoch, device, torch.get_num_threads())
     process = mp.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+    resource_tracker.ensure_running()  # now, as its start unblocks signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for it: Ctrl-C is this process's to answer
     process.start()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

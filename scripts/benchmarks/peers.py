@@ -104,7 +104,7 @@ def run(settings: argparse.Namespace) -> None:
         peers["timm"] = timm_resnet
     else:
         note("timm is not installed and left out: `pip install timm` for it")
-    spawn, connections = mp.get_context("spawn"), {}
+    spawn, connections, lost = mp.get_context("spawn"), {}, ""
     curves: dict[str, list[tuple[int, float, float]]] = {name: [] for name in peers}  # turn, seconds, accuracy
     try:
         with suppress(Interrupted):
@@ -126,20 +126,24 @@ def run(settings: argparse.Namespace) -> None:
                     if last:
                         del connections[name]
     except (EOFError, OSError):
-        raise Failure(f"the process of {name} ended: what it printed says why") from None
+        lost = f"the process of {name} ended: what it printed says why"
     finally:
-        for process in mp.active_children():  # their loaders' workers see it, and end
+        for connection in connections.values():  # those that wait for their turn end with their loaders' workers
+            connection.close()
+        for process in mp.active_children():
+            process.join(1.0)
             process.kill()
             process.join()
     curves = {name: curve for name, curve in curves.items() if curve}
-    if not curves:
-        return
     rows: list[Row] = [(name, spread([100 * curve[-1][2]]), "%") for name, curve in curves.items()]
     rows += [(f"{name}, training", spread([curve[-1][1]]), "s") for name, curve in curves.items()]
-    recipes = {name: {"accelerator": "cpu", "passes": [], "runs": [{"curve": curve}]} for name, curve in curves.items()}
-    figures = publish("peers", vars(settings), f"{settings.dataset}, seed {settings.seed}", rows, recipes=recipes)
-    if settings.plot:
-        plot(figures, Path(settings.plot))
+    if rows:
+        recipes = {name: {"accelerator": "cpu", "passes": [], "runs": [{"curve": curve}]} for name, curve in curves.items()}
+        figures = publish("peers", vars(settings), f"{settings.dataset}, seed {settings.seed}", rows, recipes=recipes)
+        if settings.plot:
+            plot(figures, Path(settings.plot))
+    if lost:
+        raise Failure(lost)
 
 
 def serve(connection: Connection, train: Callable[..., None], settings: argparse.Namespace, threads: int) -> None:
@@ -148,7 +152,7 @@ def serve(connection: Connection, train: Callable[..., None], settings: argparse
     leave_signals(0)
     torch.set_num_threads(threads)
     torch.manual_seed(settings.seed)
-    with suppress(EOFError):  # the measurement is over
+    with suppress(EOFError, BrokenPipeError):  # the measurement is over
         train(settings, partial(Turns, connection, settings.turns))
 
 

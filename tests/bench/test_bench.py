@@ -198,7 +198,7 @@ def test_progress_says_what_is_done_and_how_long_all_takes(
 ENDLESS = ["--rounds", "100000"]
 STOPPED = {  # the line after which the signal comes
     "step": (["step", *SMALL, *ENDLESS], signal.SIGINT, "this takes"),
-    "tutorial": (["tutorial", *SMALL, "--steps", "1", *ENDLESS], signal.SIGTERM, "this takes"),
+    "tutorial": (["tutorial", *SMALL, "--steps", "1", *ENDLESS], signal.SIGINT, "this takes"),
     "input": (["input", *SMALL, "--batches", "1", *ENDLESS], signal.SIGINT, "this takes"),
     "scaling": (["scaling", "--recipe", "small.yaml", "--epochs", "100000"], signal.SIGTERM, "training 1 of 2"),
     "recipe": (["recipe", "small.yaml", "--epochs", "100000"], signal.SIGHUP, "training 1 of 3"),

@@ -167,6 +167,7 @@ def test_every_side_of_input_moves_and_normalises_images_and_keeps_their_labels(
     data = ImageData("shapes", batch_size=10, val_size=0, crop=4, flip="random")
     data.__dict__["train_images"] = ImageSet(images, labels, tuple("abcdefghij"))
     rows = {tuple(image.flatten().tolist()) for image in images}
+    torch.manual_seed(0)  # on whole batches, all images are where they were once in 162 batches
     mean, std = (torch.tensor(values)[:, None, None] for values in data.statistics)
     for name, turn in sides(data, 2, CPU).items():
         stream = turn()
@@ -179,5 +180,7 @@ def test_every_side_of_input_moves_and_normalises_images_and_keeps_their_labels(
                 assert sum(tuple(image.flatten().tolist()) in rows for image in back) <= 3, name  # one in 162 is to be expected
             else:
                 expected = (20.0 * labels + 10)[:, None, None, None].expand_as(colours)
-                torch.testing.assert_close(colours, expected, atol=0.01, rtol=0)
+                padded = colours.abs() < 0.01  # with black; ours reflects
+                assert not padded.all(1).flatten(1).all(1).any() and not (name == OURS and padded.any()), name
+                torch.testing.assert_close(torch.where(padded, expected, colours), expected, atol=0.01, rtol=0)
         assert name == OURS or next(stream, None) is None, name  # so that no worker is busy in the others' turns
