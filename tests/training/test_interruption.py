@@ -253,7 +253,8 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint_as_if_it_had_not(
     recwarn: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
+    if not every:  # with checkpoints within epochs their ends have one, however short they are
+        monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     training = Training(tmp_path, "averaged", every, accumulate)
     training.stop(At(end, pull_the_plug), RuntimeError)
     assert read_checkpoint(training.last)["global_step"] == reached
