@@ -101,9 +101,9 @@ def test_a_part_that_there_is_not_is_refused(tools: Path, tmp_path: Path) -> Non
 def test_the_scripts_run_whole_on_a_cpu_though_one_recipe_is_none(tools: Path, tmp_path: Path) -> None:
     from PIL import Image
 
-    drawn = shapes(True, image_size=32, num_classes=2, count=120)
+    drawn = shapes(True, image_size=32, num_classes=2, count=240)
     for number, (image, label) in enumerate(zip(drawn.images, drawn.labels.tolist(), strict=True)):
-        file = tmp_path / "data" / ("train" if number < 100 else "test") / "ab"[label] / f"{number}.png"
+        file = tmp_path / "data" / ("train" if number < 200 else "test") / "ab"[label] / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.numpy()).save(file)
     (tools / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
