@@ -30,6 +30,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: what is typed there, and why
     "docs/security.md": {"1 s of a CPU and 100 MB": TRUST},
     "docs/use-a-trained-net.md": {
         "95 % intervals": "a level",
+        "95 % of the validation images": "a level",
         "10 MB": "a default of serve",
         "25 million": "a default of serve",
         "0.5 s": "a default of serve",
@@ -38,6 +39,8 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: what is typed there, and why
     "cifar_lit/recipes/fast94.yaml": {"aims at 94 %": AIM, "94.01 %": "of Jordan, 2025"},
     "cifar_lit/recipes/fast95.yaml": {"aims at 95 %": AIM, "is 95 %": AIM},
     "cifar_lit/recipes/fast96.yaml": {"aims at 96 %": AIM, "is 96 %": AIM},
+    "cifar_lit/recipes/fast100.yaml": {"aims at 75 %": AIM, "75.19 %": "of the write-up", "3.50 s": "of the write-up"},
+    "cifar_lit/recipes/laptop100.yaml": {"aims at 70 %": AIM},
     "cifar_lit/recipes/resnet18.yaml": {"aims at 95 %": AIM},
 }
 
