@@ -178,17 +178,17 @@ def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, 
     called unlike.
     """
     card, (train, val) = model_card(model, data), data.split
-    images, labels = data.train_images.images, data.train_images.labels
+    images = data.train_images
     # the net as it will be used, in float32
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
 
     def look(rows: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [classifier.logits_and_embeddings(images[part].permute(0, 3, 1, 2)) for part in rows.split(IMAGES_AT_ONCE)]
+        parts = [classifier.logits_and_embeddings(images.take(part).permute(0, 3, 1, 2)) for part in rows.split(IMAGES_AT_ONCE)]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits), torch.cat(embeddings)
 
     logits, embeddings = look(val)
-    card = replace(card, temperature=fit_temperature(logits, labels[val]))
+    card = replace(card, temperature=fit_temperature(logits, images.labels[val]))
     learned = learn_novelty(look(sample_rows(train))[1], embeddings, logits)
     return (replace(card, novelty=learned[1]), learned[0]) if learned else (card, {})
 

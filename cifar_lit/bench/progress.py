@@ -11,10 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.cli.quiet import catch_signals
+from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
 from cifar_lit.text import note
 from cifar_lit.training.callbacks import Interrupted, OrderlyStop
-
-EVERY = 10.0  # seconds between two lines
 
 
 def duration_text(seconds: float) -> str:
@@ -40,7 +39,7 @@ class Progress:
     def advance(self, done: float, detail: str = "") -> None:
         """So many parts are done, whole ones and a part of the next; what has taken their time tells how long all take."""
         now = time.monotonic()
-        if now - self._said >= EVERY and 0 < done < self.total:
+        if now - self._said >= SECONDS_BETWEEN_LINES and 0 < done < self.total:
             self._said = now
             seconds = now - self._started
             part = f"{self._what} {int(done) + 1} of {self.total}" + (f", {detail}" if detail else "")

@@ -177,7 +177,8 @@ class ImageData(pl.LightningDataModule):
             where, free = self.placement, free_memory(self.device)  # None where nobody knows: they are few
             if where == "auto":
                 where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
-            if where == "device" and images.images.device != self.device:
+            if where == "device":
+                images.announce()  # once, rather than each batch's
                 pixels, labels = (tensor.to(self.device) for tensor in (images.images, images.labels))
                 images = replace(images, images=pixels, labels=labels, mapped=False)
             self._placed[key] = images, where

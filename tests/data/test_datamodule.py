@@ -129,6 +129,7 @@ def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path:
         data = ImageData("folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache"))
         data.trainer = trainer_at(0, 1, global_rank=rank)
         batches.append([[part.tolist() for part in batch[:3]] for batch in data.train_dataloader()])
+        assert data.placed("train")[0].mapped == (placement == "host")  # what is in memory is not asked of the file again
     assert batches[0] == batches[1] and len(batches[0]) == 3
 
 
