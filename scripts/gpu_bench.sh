@@ -3,17 +3,19 @@
 #
 #   scripts/gpu_bench.sh DATA [OUT] [PART …]      DATA holds train/<class>/… and test/<class>/…; OUT gets JSON, text and an archive
 #
-# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, airbench, variants, rest, long; all if none
-# is named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
+# A recipe's trainings go to RECIPE.json, which is the file that its header names. DATA100 holds CIFAR-100 as DATA holds CIFAR-10.
+# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, airbench, variants, rest, fast100 (with
+# DATA100), long; all if none is named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
 # FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD count their trainings, EPOCHS_BASELINE and
 # EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `bench step`, INPUT, PROFILE and
 # DEVICES those of these measurements. AIRBENCH names airbench94_muon.py, to be measured beside ours. TINY=1 tries it all on a CPU.
 set -uo pipefail
 data=$(realpath "$1")
+data100=${DATA100:+$(realpath "$DATA100")}
 out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
 cd "$(dirname "$0")/.."
 parts=("${@:3}")
-[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 airbench variants rest long)
+[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 airbench variants rest fast100 long)
 if [ -n "${TINY:-}" ]; then
     : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
@@ -62,7 +64,7 @@ for part in "${parts[@]}"; do
             script profile profile_step.py --recipe "$fast" "${images[@]}" ${PROFILE:-}
             bench step step --recipe "$fast" "${images[@]}" ${TURNS:-}
             ;;
-        fast94) seeds fast "$fast" "${RUNS:-40}" ;;
+        fast94) seeds "$fast" "$fast" "${RUNS:-40}" ;;
         airbench) if [ -n "${AIRBENCH:-}" ]; then run airbench python3 "$AIRBENCH"; fi ;;
         variants)
             seeds fast-compile "$fast" "${RUNS_FASTER:-3}" --model.compile true
@@ -76,9 +78,10 @@ for part in "${parts[@]}"; do
             bench input input "${images[@]}" ${INPUT:-}
             bench devices devices "${images[@]}" --accelerator auto ${DEVICES:-}
             ;;
-        long) seeds baseline "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;
+        fast100) if [ -n "$data100" ]; then seeds fast100 fast100 "${RUNS_FASTER:-3}" --data-dir "$data100"; fi ;;
+        long) seeds "$baseline" "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;
         *)
-            echo "no part is called $part: there are check, step, fast94, airbench, variants, rest and long" >&2
+            echo "no part is called $part: there are check, step, fast94, airbench, variants, rest, fast100 and long" >&2
             exit 2
             ;;
     esac

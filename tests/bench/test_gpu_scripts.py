@@ -73,7 +73,8 @@ def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(scrip
     (tools / "python3").write_text(NOTING)
     (tools / "python3").chmod(0o755)
     out, notes = tmp_path / "out", tmp_path / "notes"
-    code, said = run(script, tools, [str(tmp_path), str(out)], NOTES=str(notes), LIMIT="2", AIRBENCH="airbench94_muon.py")
+    variables = {"LIMIT": "2", "AIRBENCH": "airbench94_muon.py", "DATA100": str(tmp_path / "bin")}
+    code, said = run(script, tools, [str(tmp_path), str(out)], NOTES=str(notes), **variables)
     asked = notes.read_text().splitlines()
     assert code == 1
     assert said.splitlines()[-1] == ("failed: tests profile" if script == "gpu_bench.sh" else "failed: tests")
@@ -82,11 +83,14 @@ def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(scrip
     assert asked[-1] == f"scripts/benchmarks/table.py {out}"
     if script == "gpu_bench.sh":
         recipes = [line.split()[4] for line in asked if line.startswith("-m cifar_lit bench recipe")]
-        assert recipes == [*["fast94"] * 7, "fast95", "fast96", "tudui", "resnet18"]
+        assert recipes == [*["fast94"] * 7, "fast95", "fast96", "tudui", "fast100", "resnet18"]
         assert "airbench94_muon.py" in asked
+        hundred = next(line for line in asked if "recipe fast100" in line)
+        assert f"--data-dir {tmp_path / 'bin'}" in hundred
+        assert hundred.endswith(f"--json {out}/fast100.json")  # which the recipe's header names
         assert "--model.capture false" in asked[2]  # what is safest first
         with tarfile.open(f"{out}.tar.gz") as archive:
-            assert {"./tests.txt", "./profile.txt", "./baseline.txt", "./table.md"} <= set(archive.getnames())
+            assert {"./tests.txt", "./profile.txt", "./resnet18.txt", "./table.md"} <= set(archive.getnames())
     else:
         recipes = [line.split()[2] for line in asked if line.startswith("scripts/train.py")]
         assert recipes == ["quickstart", "tudui", "folder", "resnet18"]
@@ -112,8 +116,8 @@ def test_the_scripts_run_whole_on_a_cpu_though_one_recipe_is_none(tools: Path, t
     code, said = run("gpu_bench.sh", tools, [data, str(out)], TINY="1", FASTER="nonsense tudui")
     assert (code, said.splitlines()[-1]) == (1, "failed: fast-compile nonsense"), said  # no compiler is among the tools
     figures = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
-    named = {"eager", "captured", "first", "profile", "step", "fast", "fast-eager", "fast-benchmark", "tudui"}
-    assert named | {"tutorial", "cold", "input", "devices", "baseline"} == figures.keys()
+    named = {"eager", "captured", "first", "profile", "step", "fast-eager", "fast-benchmark", "tudui"}
+    assert named | {"tutorial", "cold", "input", "devices", "lenet"} == figures.keys()
     few = {"EPOCHS": "1", "EPOCHS_RESNET": "1", "EXTRA": "--trainer.limit_train_batches 3 --trainer.limit_val_batches 1"}
     code, said = run("gpu_check.sh", tools, [data, str(tmp_path / "check")], ACCELERATOR="cpu", **few)
     assert code == 0, said
