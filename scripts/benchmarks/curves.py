@@ -195,7 +195,7 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
     axes.set_ylabel("test accuracy, %")
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)
     axes.set_title("Accuracy on the test images while training: median and range over n seeds", loc="left", fontsize=10.5, pad=14)
     where = figures["environment"]
     accelerators = {entry["accelerator"] for entry in figures["recipes"].values()}
