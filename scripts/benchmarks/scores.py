@@ -31,7 +31,7 @@ WHAT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("--data-dir", metavar="PATH", help="where its images are, if not where its config.yaml says")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where its images are, if not where its config.yaml says")
     parser.add_argument("--outside", metavar="FOLDER", nargs="*", default=[], help="of pictures of other things")
     parser.add_argument("--images", type=int, default=2500, help="of each of these folders, and test images beside them")
     parser.add_argument("--changed", type=float, default=0.05, help="share of the test images' labels that is changed")
@@ -43,7 +43,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.images < 1 or not 0 < settings.changed < 1:
         raise UsageError("--images must be at least 1, and --changed above 0 and below 1")
     classifier = cifar_lit.load(settings.run)
-    card, data = classifier.card, RunData(Path(settings.run) / "model.safetensors", classifier.card, settings.data_dir)
+    card, data = classifier.card, RunData(Path(settings.run) / "model.safetensors", classifier.card, settings.root)
     if card.temperature is None or card.novelty.get("threshold") is None:
         raise UsageError("this run had no validation images: train one with --data.val_size 0.1")
     generator = torch.Generator().manual_seed(settings.seed)
