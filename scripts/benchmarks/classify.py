@@ -64,12 +64,17 @@ def run(settings: argparse.Namespace) -> None:
         publish("classify", own, f"{net} · on {settings.device}", rows, f"of up to {settings.rounds} rounds, in turn")
 
 
-def name_of(folder: Path) -> str:
-    """What is in a folder: how many files, and their median size."""
-    files = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
+def pictures_in(folder: Path) -> list[Path]:
+    """The pictures in a folder and below, in order; raises UsageError where there are none."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise UsageError(f"there are no pictures in {folder}: name another folder")
-    sizes = []
+    return files
+
+
+def name_of(folder: Path) -> str:
+    """What is in a folder: how many files, and their median size."""
+    files, sizes = pictures_in(folder), []
     for file in files[:: max(1, len(files) // 200)]:
         with Image.open(file) as image:
             sizes.append(image.size)

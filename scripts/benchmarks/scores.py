@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from classify import pictures_in
 from script import run_script
 from torch import Tensor
 from torch.distributions import Categorical
@@ -14,11 +15,10 @@ from torchmetrics.functional.classification import binary_auroc
 
 import cifar_lit
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.novelty import novelty
-from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.runs.label_errors import NEIGHBOURS, find_neighbours, with_votes
+from cifar_lit.runs.results import calibration_of
 from cifar_lit.runs.run_data import RunData
 
 WHAT = (
@@ -50,15 +50,22 @@ def run(settings: argparse.Namespace) -> None:
     test, train = data.load(False, 0), data.load(True, 0)
     logits, embeddings = classifier.logits_and_embeddings(test.images)
     _, known = classifier.logits_and_embeddings(train.images)
-    rows = _calibration(logits, test.labels, card.temperature)
+    scored = {
+        "indices": torch.arange(len(logits)),
+        "labels": torch.as_tensor(test.labels),
+        "probabilities": logits.double().softmax(1),
+    }
+    calibration = calibration_of(scored, card.temperature)
+    rows: list[Row] = [
+        ("calibration error without temperature", spread([float(calibration["error"] or 0)]), ""),
+        ("calibration error with temperature", spread([float(calibration["tempered_error"] or 0)]), ""),
+    ]
     inside = _scores(classifier, logits, embeddings)
     marked = float(inside["novelty"].gt(card.novelty["threshold"]).double().mean())
     rows.append(("test images marked as unlike", spread([100 * marked]), "%"))
     some = torch.randperm(len(logits), generator=generator)[: settings.images]
     for folder in map(Path, settings.outside):
-        pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not pictures:
-            raise UsageError(f"there are no pictures in {folder}: name another folder")
+        pictures = pictures_in(folder)
         drawn = torch.randperm(len(pictures), generator=generator)[: settings.images].tolist()
         outside = _scores(classifier, *classifier.logits_and_embeddings(classifier.prepare([pictures[row] for row in drawn])))
         for name, scores in outside.items():
@@ -68,15 +75,6 @@ def run(settings: argparse.Namespace) -> None:
     own = {**vars(settings), "run": Path(settings.run).name, "outside": [Path(folder).name for folder in settings.outside]}
     accuracy = float(logits.argmax(1).eq(torch.as_tensor(test.labels)).double().mean())
     publish("scores", own, f"{card.net} · {100 * accuracy:.2f} % of {len(logits):,} test images", rows, "of one net")
-
-
-def _calibration(logits: Tensor, labels: Any, temperature: float) -> list[Row]:
-    rows: list[Row] = []
-    for name, probabilities in (("without", logits.softmax(1)), ("with", tempered(logits.double().softmax(1), temperature))):
-        best, predicted = probabilities.max(1)
-        error = expected_calibration_error(reliability(best, predicted == labels))
-        rows.append((f"calibration error {name} temperature", spread([error]), ""))
-    return rows
 
 
 def _scores(classifier: Any, logits: Tensor, embeddings: Tensor) -> dict[str, Tensor]:

@@ -6,9 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from functools import partial
 from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,19 +17,20 @@ from script import run_script
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.bench.input import leave_signals
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.bench.training import build
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.augment import normalise
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.resolution import shrink
+from cifar_lit.data.resolution import shrink, side_at
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import detect_machine
+from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits
 from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
-from cifar_lit.training.schedules import schedule_factor
+from cifar_lit.training.schedules import Schedule
 
 WHAT = (
     "Trains a recipe, and changes of it from a JSON file such as "
@@ -40,6 +39,7 @@ WHAT = (
     "share of it that is spent. The 10,000 training images that they are compared on are left out; the test set is left alone."
 )
 HELD_OUT = 10_000
+PARTS = 1000  # of a training, in which the sizes of its images change
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +70,11 @@ def run(settings: argparse.Namespace) -> None:
     progress.announce(
         settings.seconds * len(plans) / 2, f"{settings.seconds:g} s of a processor for each of {len(plans)} trainings"
     )
-    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool, suppress(Interrupted):
-        work = partial(train, settings.seconds)
-        parts = {pool.submit(work, merged(merged(recipe, own), changes[name]), seed): name for name, seed in plans}
-        for number, done in enumerate(as_completed(parts)):
-            results[parts[done]].append(done.result())
-            progress.advance(number + 1, f"{parts[done]} {100 * results[parts[done]][-1][0]:.2f} %")
+    parts = [(name, settings.seconds, merged(merged(recipe, own), changes[name]), seed) for name, seed in plans]
+    with get_context("spawn").Pool(2, leave_signals, (0,), maxtasksperchild=1) as pool, suppress(Interrupted):
+        for number, (name, one) in enumerate(pool.imap_unordered(train, parts)):
+            results[name].append(one)
+            progress.advance(number + 1, f"{name} {100 * one[0]:.2f} %")
     rows: list[Row] = []
     for name, same in results.items():
         for label, values in zip(("", ", mirrored views", ", epochs"), zip(*same, strict=True), strict=False):
@@ -95,21 +94,21 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return both
 
 
-def train(seconds: float, settings: Mapping[str, Any], seed: int) -> tuple[float, float, float]:
-    """Accuracy, with mirrored views, of held-out images, and epochs."""
+def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[float, float, float]]:
+    """By name, seconds, settings and seed: the name; accuracy, with mirrored views, of held-out images, and epochs."""
+    name, seconds, settings, seed = part
     torch.set_num_threads(1)
     resolutions = {int(side): share for side, share in (settings["data"].get("resolutions") or {}).items()}
     data, model = build(settings["model"], {**settings["data"], "val_size": HELD_OUT, "resolutions": None, "seed": seed})
     torch.manual_seed(seed)
-    net = type(model)(**model.hparams).net.to(memory_format=torch.channels_last)
+    hparams, epochs = model.hparams, settings["trainer"]["max_epochs"]
+    net = type(model)(**hparams).net.to(memory_format=torch.channels_last)
     net.initialise(data.plain_images(5000))  # type: ignore[operator]
-    own = {name: model.hparams[name] for name in GROUP_SETTINGS if name not in ("optimizer", "lr")}
-    bf16 = detect_machine().bf16
-    optimizer = build_optimizer(
-        net, model.hparams["optimizer"], model.hparams["lr"], precision="bf16-mixed" if bf16 else "32-true", **own
-    )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    schedule, smoothing = model.hparams["schedule"], model.hparams["label_smoothing"]
+    precision = choose_precision(detect_machine(), "cpu")[0]
+    bf16 = "bf16" in precision
+    optimizer = build_optimizer(net, precision=precision, **{setting: hparams[setting] for setting in GROUP_SETTINGS})
+    ends = [hparams[setting] / epochs if hparams[setting] else hparams[setting] for setting in ("warmup_epochs", "whiten_epochs")]
+    schedule = Schedule(optimizer, hparams["schedule"], 1.0, ends[0], hparams["final_lr"], ends[1])
     constants = torch.tensor(data.statistics)
     images = 0
     begun = time.process_time()
@@ -117,14 +116,12 @@ def train(seconds: float, settings: Mapping[str, Any], seed: int) -> tuple[float
         spent = (time.process_time() - begun) / seconds
         if spent >= 1:
             break
-        ends = [(side, sum(list(resolutions.values())[: place + 1])) for place, side in enumerate(resolutions)]
-        side = next((side for side, end in ends if spent < end), None)
-        factor = schedule_factor(schedule, spent, 1.0, 0.0, model.hparams["final_lr"])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
+        side = side_at(resolutions, int(PARTS * spent), PARTS)
+        for group, rate, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = float(rate) * factor(spent)  # type: ignore[arg-type]
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = net(normalise(shrink(pixels, side) if side else pixels, *constants))
-        F.cross_entropy(logits, labels, label_smoothing=smoothing).backward()
+        F.cross_entropy(logits, labels, label_smoothing=hparams["label_smoothing"]).backward()
         optimizer.step()
         optimizer.zero_grad()
         images += len(labels)
@@ -135,7 +132,7 @@ def train(seconds: float, settings: Mapping[str, Any], seed: int) -> tuple[float
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hits += torch.stack([(view_logits(net, pixels, views).argmax(1) == labels).sum() for views in ("none", "mirror")])
     plain, mirror = (hits / len(data.split[1])).tolist()
-    return plain, mirror, images / len(data.split[0])
+    return name, (plain, mirror, images / len(data.split[0]))
 
 
 def batches(data: ImageData) -> Iterator[tuple[Tensor, Tensor]]:
