@@ -24,7 +24,13 @@ TRUST = "a promise that tests/security holds"
 AIM = "an aim, not a result"
 EXEMPT: dict[str, dict[str, str]] = {  # page: what is typed there, and why
     "README.md": {"170 MB": "of the archive as published", "95 %": "a level"},
-    "docs/how-fast.md": {"9 minutes": "the limit in scripts/gpu_bench.sh"},
+    "docs/how-fast.md": {
+        "9 minutes": "the limit in scripts/gpu_bench.sh",
+        "cores are 93 %": AIM,
+        "tests, 90 %": AIM,
+        "and 94 % with views": AIM,
+        "94 % with views takes": "the level of the published records",
+    },
     "docs/many-devices.md": {"60 s;": "the default of --rank-timeout"},
     "docs/recipes-and-flags.md": {"a quarter at 28": "what the setting beside it says"},
     "docs/security.md": {"1 s of a CPU and 100 MB": TRUST},
