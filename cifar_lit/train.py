@@ -168,7 +168,8 @@ class Run(Callback):
 def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     """What model.safetensors will say of the net."""
     h, (mean, std) = model.hparams, data.statistics
-    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
+    options, resize = dict(h["net_options"] or {}), data.settings.resize
+    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
 
 
 def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise
@@ -46,7 +47,11 @@ class ImageData(pl.LightningDataModule):
         workers: how many such processes.
         mean: of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
-        image_size: pixels to scale own images to, or to draw shapes in.
+        image_size: pixels to scale own images to, or to draw shapes in: one number for squares, or height and width,
+            such as 96x128 or [96, 128].
+        resize: how own images of other proportions get that size: crop, scaled until they cover it, and cut to their
+            middle; letterbox, scaled as a whole to fit in, and grey around it; squash, scaled without regard to
+            proportions.
         channels: 1 or 3, for own images and shapes.
         num_classes: of shapes.
         count: training images that `shapes` draws; its test set is a fifth of that.
@@ -75,7 +80,8 @@ class ImageData(pl.LightningDataModule):
         workers: int = 2,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        image_size: int | None = None,
+        image_size: NonNegativeInt | list[int] | str | None = None,  # int would take 0x10 for 16
+        resize: str = "crop",
         channels: int | None = None,
         num_classes: int | None = None,
         count: int = 10_000,
@@ -96,7 +102,7 @@ class ImageData(pl.LightningDataModule):
         self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels
+            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize
         )
         self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
