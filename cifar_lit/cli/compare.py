@@ -28,7 +28,8 @@ DESCRIPTION = (
 )
 # How the console shows the figures: name, title, form. Figures that are not named here follow as they are, but for HIDDEN ones.
 COLUMNS = (
-    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("loss", "loss", ".4f"),
+    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("balanced_accuracy", "balanced", ".2%"),
+    ("macro_f1", "F1", ".4f"), ("loss", "loss", ".4f"),
     ("val_accuracy", "val accuracy", ".2%"), ("train_seconds", "train s", ",.1f"), ("images_per_second", "images/s", ",.0f"),
     ("parameters", "parameters", ","), ("epochs", "epochs", ","),
 )  # fmt: skip

@@ -50,12 +50,12 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     size = f"{channels}×{height}×{width}"
     smaller = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items()) if data.resolutions else ""
     resumed = f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
-    kinds = {"class weights": h["class_weights"], "sampling": data.sampling}
     least, most = data.class_counts.aminmax()
-    unequal = "".join(f" · {kind} {name}" for name, kind in kinds.items() if kind != "none")
+    settings = {"class weights": h["class_weights"], "sampling": data.sampling}
+    unequal = "".join(f" · {name} {value}" for name, value in settings.items() if value != "none")
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
-        "classes": f"{least:,} … {most:,} training images{unequal}" if unequal else "",
+        "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
         "sizes": f"{smaller}then {height} px" if smaller else "",
         "net": f"{h['net']} · {parameters:,} parameters",
         "devices": f"{world} × {device}",
@@ -94,8 +94,8 @@ MAX_HALF_WIDTH = 0.02  # of the accuracy's interval, above which a test set is c
 
 
 def figures_text(scores: Mapping[str, Any]) -> str:
-    """Such as `95 % interval 0.9364 … 0.9457 · balanced accuracy 0.9412`, of the test's or validation's part of metrics.json."""
-    interval = ["95 % interval {:.4f} … {:.4f}".format(*scores["interval"])] if scores["interval"] else []
+    """Beside accuracy and loss, of the test's or the validation's part of metrics.json: the accuracy's interval, F1 and so on."""
+    interval = ["95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"])] if scores["interval"] else []
     return " · ".join([*interval, *(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)])
 
 
@@ -110,7 +110,7 @@ def small_set_text(scores: Mapping[str, Any]) -> str | None:
         return None
     chance = math.hypot(accuracy - low, high - accuracy)
     which = f"{100 * accuracy:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, {scores['images']} images)"
-    return f"a small test set, {which}: differences between runs below {100 * chance:.1f} points may be chance"
+    return f"a small test set: accuracy {which}, and differences between runs below {100 * chance:.1f} points may be chance"
 
 
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:

@@ -87,14 +87,14 @@ def test_the_console_has_a_line_of_further_figures_and_one_of_a_test_set_that_is
     at = next(number for number, line in enumerate(lines) if line.startswith("test accuracy 0."))
     low, high = test["interval"]
     figures = f"balanced accuracy {test['balanced_accuracy']:.4f} · macro F1 {test['macro_f1']:.4f}"
-    assert lines[at - 2] == f"test 95 % interval {low:.4f} … {high:.4f} · {figures}"
+    assert lines[at - 2] == f"test 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}"
     which = f"{100 * test['accuracy']:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, 40 images)"
-    assert lines[at - 1].startswith(f"a small test set, {which}: differences between runs below ")
+    assert lines[at - 1].startswith(f"a small test set: accuracy {which}, and differences between runs below ")
     validated = run_command("validate", "--ckpt_path", training.run_dir / "checkpoints/best.ckpt").lines
     val = metrics_of(OWN)["val"]
     low, high = val["interval"]
     figures = f"balanced accuracy {val['balanced_accuracy']:.4f} · macro F1 {val['macro_f1']:.4f}"
-    assert f"validation 95 % interval {low:.4f} … {high:.4f} · {figures}" in validated
+    assert f"validation 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}" in validated
     assert f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}" in validated
 
 
@@ -124,7 +124,7 @@ def test_the_best_checkpoint_goes_by_the_figure_that_is_named() -> None:
 def test_unequal_classes_are_told_on_the_start_card_when_something_makes_up_for_them() -> None:
     answer = run_command(*ONE_EPOCH, "--data.sampling", "balanced", "--model.monitor", "macro_f1")
     assert answer.code == 0, answer.err
-    assert re.search(r"^classes +\d+ … \d+ training images · sampling balanced$", answer.out, re.MULTILINE)
+    assert re.search(r"^classes +\d+ … \d+ training images each · sampling balanced$", answer.out, re.MULTILINE)
     assert re.search(r"val loss \S+ accuracy \S+ macro_f1 0\.\d{4} · ", answer.out)
 
 
