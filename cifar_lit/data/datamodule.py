@@ -91,7 +91,7 @@ class ImageData(pl.LightningDataModule):
         super().__init__()
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
         self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
-        self.sampling, self.augmentation = sampling, Augmentation(crop, flip, cutout)
+        self.augmentation = Augmentation(crop, flip, cutout)
         if placement not in PLACEMENTS:
             hint = nearest(placement, PLACEMENTS)
             raise UsageError(f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{hint}")
@@ -102,7 +102,7 @@ class ImageData(pl.LightningDataModule):
             raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
+        self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels
