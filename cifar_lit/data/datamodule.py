@@ -20,6 +20,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
+SAMPLINGS = ("none", "balanced")
 MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
 
 
@@ -37,6 +38,8 @@ class ImageData(pl.LightningDataModule):
             validated and tested on the same images.
         seed: seed of order and augmentation; follows --seed.
         shuffle: draw a new order every epoch.
+        sampling: none, each training image once an epoch; or balanced, as many in all, but each class equally often: images of
+            rare classes come several times (in one epoch with the same crop and flip), those of common ones take turns.
         crop: pixels of reflect padding that a random crop moves in; 0 for none.
         flip: none, random, or alternating (each image mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
@@ -72,6 +75,7 @@ class ImageData(pl.LightningDataModule):
         split_seed: int = 0,
         seed: int = 0,
         shuffle: bool = True,
+        sampling: str = "none",
         crop: int = 0,
         flip: str = "none",
         cutout: int = 0,
@@ -97,9 +101,14 @@ class ImageData(pl.LightningDataModule):
         if placement not in PLACEMENTS:
             hint = nearest(placement, PLACEMENTS)
             raise UsageError(f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{hint}")
+        if sampling not in SAMPLINGS:
+            hint = nearest(sampling, SAMPLINGS)
+            raise UsageError(f"data.sampling must be one of {', '.join(SAMPLINGS)}, not {sampling!r}.{hint}")
+        if sampling == "balanced" and not shuffle:
+            raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
+        self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize
@@ -137,6 +146,11 @@ class ImageData(pl.LightningDataModule):
     def class_count(self) -> int:
         """How many classes there are."""
         return len(self.classes)
+
+    @property
+    def class_counts(self) -> Tensor:
+        """How many images each class has to train on, int64 (classes,)."""
+        return torch.bincount(self.train_images.labels[self.split[0]], minlength=self.class_count)
 
     @property
     def input_shape(self) -> list[int]:
@@ -212,6 +226,7 @@ class ImageData(pl.LightningDataModule):
             self.batch_size,
             self.augmentation,
             shuffle=self.shuffle and not overfits,
+            balanced=self.sampling == "balanced",
             seed=self.seed,
             fill=(torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(images.images.device),
             workers=self.workers if self.reads_ahead else 0,
