@@ -216,34 +216,36 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     Raises:
         UsageError: for a table that cannot be meant, and for files that are not there unless `skip_bad`.
     """
-    rows: dict[str, tuple[str, str, str]] = {}  # label, part and group by path
+    folder, rows = f"{table.parent}", dict[str, tuple[str, str, str]]()  # label, part and group by path
     files: list[File] = []
     missing: list[str] = []
     sides: dict[str, str] = {}  # of groups
     repeated = 0
     for number, path, label, split, group_name in read_table(table, group):
-        row, cells = f"{table}, row {number}", (label, split and PARTS.get(split.lower(), "none"), group_name)
-        if cells[1] == "none":
-            raise UsageError(f"{row}: split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}")
-        if path in rows:
-            for what, other, one in zip(("label", "split", "group"), rows[path], cells, strict=True):
-                if one != other:
-                    raise UsageError(f"{row}: {path[:200]} has the {what} {one[:80]!r}, and {other[:80]!r} in a row above")
+        part, fault = split and PARTS.get(split.lower(), "none"), ""
+        if part == "none":
+            fault = f"split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}"
+        elif path in rows:
             repeated += 1
-            continue
-        if files and bool(cells[1]) != bool(rows[files[0].path][1]):
-            raise UsageError(f"{row}: some rows have a split, others none: give each one, or leave the column out")
-        if group_name and sides.setdefault(group_name, cells[1]) != cells[1]:
-            raise UsageError(f"{row}: group {group_name[:80]!r} is in {sides[group_name]} and in {cells[1]}: leave it in one")
-        rows[path] = cells
-        try:
-            status = os.stat(os.path.join(table.parent, path))  # noqa: PTH116, PTH118 (faster than Path's for many files)
-            files.append(File(path, status.st_size, status.st_mtime_ns))
-        except OSError:
-            missing.append(path)
-            files.append(File(path, 0, 0))  # decoding will name it among the damaged
-        except ValueError:  # a NUL, or half a character
-            raise UsageError(f"{row}: no file can be called {path[:80]!r}") from None
+            for what, above, here in zip(("label", "split", "group"), rows[path], (label, part, group_name), strict=True):
+                if above != here:
+                    fault = f"{path[:200]} has the {what} {here[:80]!r}, and {above[:80]!r} in a row above"
+        elif files and bool(part) != bool(rows[files[0].path][1]):
+            fault = "some rows have a split, others none: give each one, or leave the column out"
+        elif group_name and sides.setdefault(group_name, part) != part:
+            fault = f"group {group_name[:80]!r} is in {sides[group_name]} and in {part}: leave it in one"
+        else:
+            rows[path] = label, part, group_name
+            try:
+                status = os.stat(os.path.join(folder, path))  # noqa: PTH116, PTH118 (faster than Path's for many files)
+                files.append(File(path, status.st_size, status.st_mtime_ns))
+            except OSError:
+                missing.append(path)
+                files.append(File(path, 0, 0))  # decoding will name it among the damaged
+            except ValueError:  # a NUL, or half a character
+                fault = f"no file can be called {path[:80]!r}"
+        if fault:
+            raise UsageError(f"{table}, row {number}: {fault}")
 
     if missing and not skip_bad:
         lost = f"{len(missing):,} of {len(files):,} images of {table} are not there: {_listed(path[:200] for path in missing)}"

@@ -64,9 +64,10 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
         order: int64 (N,), the place of each row among those of its class, or of all.
         groups: int64 (N,), the same number for rows that must not be parted; None where each may stand alone.
     """
-    drawn, totals = np.zeros(len(labels), bool), np.bincount(labels, minlength=len(sizes))
-    counts, share = np.zeros(len(sizes), np.int64), sizes / np.maximum(totals, 1)
-    together = list_groups(labels, order, groups)
+    drawn, together = np.zeros(len(labels), bool), list_groups(labels, order, groups)
+    totals = np.bincount(labels, minlength=len(sizes)).tolist()
+    counts, surplus = [0] * len(sizes), [0.0] * len(sizes)  # of each class; over its share of the groups so far
+    share = [size / max(total, 1) for size, total in zip(sizes.tolist(), totals, strict=True)]
     alone = np.ones(len(labels), bool)
 
     def draw(rows: np.ndarray, members: Mapping[int, int]) -> bool:
@@ -77,7 +78,6 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
             counts[label] += count
         return True
 
-    surplus = np.zeros(len(sizes))  # of each class's drawn rows over its share of the groups so far
     for rows, members in together:
         alone[rows] = False
         for label, count in members.items():
@@ -91,7 +91,7 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
     own = labels[by_class]
     places = np.arange(len(own)) - np.searchsorted(own, own)
     drawn[by_class[places < (sizes - counts)[own]]] = True
-    counts[:] = np.bincount(labels[drawn], minlength=len(sizes))
+    counts[:] = np.bincount(labels[drawn], minlength=len(sizes)).tolist()
     for rows, members in reversed(together):
         if any(sizes[label] and not counts[label] for label in members):
             draw(rows, members)
@@ -118,7 +118,8 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     if not 2 <= folds <= units:
         what = "images" if groups is None else "groups of images"
         raise UsageError(f"{folds} folds of {units:,} {what} cannot be: choose from 2 to {units:,}")
-    classes, numbers, totals = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
+    classes, numbers, class_sizes = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
+    totals: list[int] = class_sizes.tolist()
     order = np.random.default_rng(seed).permutation(len(labels))
     result = np.full(len(labels), -1)
     counts, sizes = [[0] * len(classes) for _ in range(folds)], [0] * folds
@@ -145,9 +146,9 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     return torch.from_numpy(result)
 
 
-def further_off(members: Mapping[int, int], surplus: Sequence[float] | np.ndarray, totals: np.ndarray) -> float:
+def further_off(members: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
     """How much further from 0 a group takes the surpluses of its classes: the change of their squares, in parts of each class."""
-    return sum(count * (count + 2 * float(surplus[label])) / int(totals[label]) ** 2 for label, count in members.items())
+    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in members.items())
 
 
 def list_groups(labels: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> list[tuple[np.ndarray, Counter[int]]]:
