@@ -19,7 +19,7 @@ COLUMNS = {  # by what is in them; upper case, spaces and underscores make no di
     "split": ("split", "set", "subset"),
     "group": ("group",),
 }
-MAX_BYTES, MAX_ROWS = 1 << 29, 5_000_000  # of a table
+MAX_BYTES, MAX_ROWS = 1 << 29, 2_000_000  # of a table; two million take 2 GB of memory
 MAX_LINE, MAX_COLUMNS = 1 << 20, 1000  # characters; the columns that are looked at
 
 
