@@ -2,7 +2,8 @@
 
 A cache is a folder of its own for each (root, size, channels, way of resizing), with
 
-    index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file
+    index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file, and
+                         which pictures are near-duplicates
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones
     lock                 held while one process looks or decodes
 
@@ -20,7 +21,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -33,6 +34,7 @@ import numpy as np
 
 from cifar_lit.data.decode import DecodeError, SizesDiffer, decode_chunks, decode_files, image_size
 from cifar_lit.data.download import file_lock
+from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
 from cifar_lit.files import PART, atomic_write, read_text, write_text
@@ -46,11 +48,11 @@ CHUNK = 64  # files a decoding process takes at a time
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
 
-Decoded = tuple[np.ndarray, dict[str, str]]  # uint8 (N, H, W, C), the readable files in order; {path: reason} of the others
+Duplicates = list[list[str]]  # paths of pictures that are near-duplicates, by group
 
 
 class File(NamedTuple):
-    """A file below the root: path with "/" between parts, size in bytes and time of change as the file system has them."""
+    """A file: path from the root with "/" between parts, size in bytes and time of change as the file system has them."""
 
     path: str
     bytes: int
@@ -58,17 +60,27 @@ class File(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What index.json says."""
+    """What index.json says; no duplicates were looked for where they are None, as by older versions."""
 
     shape: tuple[int, int, int, int]
     files: list[File]
     bad: dict[str, str]
     data: str
+    duplicates: Duplicates | None
+
+
+class Decoded(NamedTuple):
+    """images: uint8 (N, H, W, C), of the readable files in order. bad: {path: reason} of the others."""
+
+    images: np.ndarray
+    bad: dict[str, str]
+    duplicates: Duplicates
 
 
 def decoded(
     root: Path,
     files: Sequence[File],
+    arrange: Callable[[Duplicates], Sequence[File]],
     size: tuple[int, int] | None,
     channels: int,
     cache_dir: Path | None = None,
@@ -79,8 +91,9 @@ def decoded(
     The array is private to the process: writing to it changes no file.
 
     Args:
-        root: the folder that the files' paths are relative to.
-        files: what to decode, in the order of the rows.
+        root: the folder that the files' paths are relative to, or the table beside which they lie.
+        files: what to decode, in the order of the rows where there are no near-duplicates.
+        arrange: the files in the order of the rows by what is known of near-duplicates.
         size: (H, W) of the images; None for their own size when all agree and it is at most 64, else 32×32.
         channels: 1 or 3.
         cache_dir: `default_cache_dir()` if not given. Where it cannot be written, a line says so, and a temporary file takes
@@ -96,29 +109,29 @@ def decoded(
     named = [FORMAT, str(real_root), side, channels, *([] if resize == "crop" else [resize])]
     key = sha256(json.dumps(named).encode()).hexdigest()[:16]
     slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
+    folder = root.parent if root.is_file() else root
     with ExitStack() as stack:
         try:
             if slot.is_symlink():  # none of ours: what is removed and written here would be somewhere else
                 raise OSError(errno.ELOOP, f"{slot.name} is a link")
             stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            if cached := _load(slot, root, files):  # a read-only cache is still a cache
-                return cached
+            index = _load(slot, folder, files)
+            if index and (index := _searched(slot, index)).files == arrange(index.duplicates or []):
+                return _mapped(slot, index)  # a read-only cache is still a cache
             text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
             note(f"{text}; $CIFAR_LIT_CACHE can name another folder")
             # the mapped file lives on without its name
             slot = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)))
-        if cached := _load(slot, root, files):
-            return cached
-        if size is not None:
-            return _decode(slot, root, files, size, channels, resize)
-        for file in files:
-            with suppress(DecodeError):
-                if max(own_size := image_size(root / file.path)) <= MAX_OWN_SIZE:
-                    with suppress(SizesDiffer):
-                        return _decode(slot, root, files, own_size, channels, resize, all_of_size=True)
-                break
-        return _decode(slot, root, files, (COMMON_SIZE, COMMON_SIZE), channels, resize)
+        index = _load(slot, folder, files) or _decode_own_size(slot, folder, files, size, channels, resize)
+        if index.duplicates is None:
+            index = _searched(slot, index)
+            with suppress(OSError):  # of a disk that is full now; next time they are looked for again
+                write_text(slot / "index.json", json.dumps(index._asdict()))
+        ordered = arrange(index.duplicates or [])
+        if index.files != ordered:
+            index = _decode(slot, folder, ordered, index.shape[1:3], channels, resize)
+        return _mapped(slot, index)
 
 
 def default_cache_dir() -> Path:
@@ -135,7 +148,9 @@ def read_index(slot: Path) -> Index | None:
         rows, height, width, channels = map(int, values["shape"])
         files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
-        index = Index((rows, height, width, channels), files, bad, values["data"])
+        groups = values.get("duplicates")
+        duplicates = groups if groups is None else [[str(path) for path in group] for group in groups]
+        index = Index((rows, height, width, channels), files, bad, values["data"], duplicates)
         if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path would lead to any file
             return None
         readable = sum(file.path not in index.bad for file in files)
@@ -146,16 +161,27 @@ def read_index(slot: Path) -> Index | None:
     return index if whole else None
 
 
-def _load(slot: Path, root: Path, files: Sequence[File]) -> Decoded | None:
-    """What the cache holds, None when it does not hold exactly these files."""
+def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
+    """What the cache holds, None when it does not hold exactly these files, in whatever order."""
     index = read_index(slot)
-    if index is None or index.files != list(files):
+    if index is None or len(index.files) != len(files) or set(index.files) != set(files):
         return None
     # one that could not be read for want of rights may be readable now, with size and time as before
-    bad = [str(root / path) for path in index.bad]
-    if len(decode_files(bad, (1, 1), 3)[1]) < len(bad):
-        return None
-    return map_images(slot / index.data, index.shape), index.bad
+    bad = [str(folder / path) for path in index.bad]
+    return index if len(decode_files(bad, (1, 1), 3)[1]) == len(bad) else None
+
+
+def _searched(slot: Path, index: Index) -> Index:
+    """The index with the near-duplicates among its images."""
+    if index.duplicates is not None:
+        return index
+    readable = [file.path for file in index.files if file.path not in index.bad]
+    groups = near_duplicates(map_images(slot / index.data, index.shape))
+    return index._replace(duplicates=[[readable[row] for row in group] for group in groups])
+
+
+def _mapped(slot: Path, index: Index) -> Decoded:
+    return Decoded(map_images(slot / index.data, index.shape), index.bad, index.duplicates or [])
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -169,20 +195,37 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
+def _decode_own_size(
+    slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
+) -> Index:
+    """Decodes `files` to `size` or, where it is None, to their own size or squares of 32."""
+    if size is not None:
+        return _decode(slot, folder, files, size, channels, resize)
+    for file in files:
+        with suppress(DecodeError):
+            if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
+                with suppress(SizesDiffer):
+                    return _decode(slot, folder, files, own_size, channels, resize, all_of_size=True)
+            break
+    return _decode(slot, folder, files, (COMMON_SIZE, COMMON_SIZE), channels, resize)
+
+
 def _decode(
-    slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, resize: str, all_of_size: bool = False
-) -> Decoded:
+    slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int], channels: int, resize: str, all_of_size: bool = False
+) -> Index:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
     rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
+    duplicates: Duplicates | None = None
     index = read_index(slot)
     if index and index.shape[1:] == (*size, channels):
+        duplicates = index.duplicates if set(index.files) == set(files) else None
         readable = (file for file in index.files if file.path not in index.bad)
         rows = {file: row.data for file, row in zip(readable, map_images(slot / index.data, index.shape), strict=True)}
     new = [file for file in files if file not in rows]
     row_bytes = prod(size) * channels
 
     def new_rows() -> Iterator[bytes | str]:
-        paths = [f"{root}{os.sep}{file.path}" for file in new]
+        paths = [f"{folder / file.path}" for file in new]
         chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
         work = partial(decode_files, size=size, channels=channels, resize=resize, all_of_size=all_of_size)
@@ -205,7 +248,7 @@ def _decode(
                     bad[file.path] = row
                 else:
                     output.write(row)
-        index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name)
+        index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name, duplicates)
         write_text(slot / "index.json", json.dumps(index._asdict()))
     except BrokenProcessPool as error:
         raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
@@ -215,4 +258,4 @@ def _decode(
     for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
         if leftover.name != data.name:
             leftover.unlink(missing_ok=True)
-    return map_images(data, index.shape), bad
+    return index

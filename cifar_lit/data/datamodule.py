@@ -12,10 +12,11 @@ from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise
-from cifar_lit.data.image_set import ImageSet, channel_statistics, split_validation
+from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
+from cifar_lit.data.splits import split_validation
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
 
@@ -29,11 +30,12 @@ class ImageData(pl.LightningDataModule):
 
     Args:
         dataset: cifar10, cifar100, fashion_mnist, folder, shapes, or the import path of a function; see `data.sources`.
-        root: where archives are kept (`data` if not given), or the folder of own images.
+        root: where archives are kept (`data` if not given), or own images: a folder, or a table that lists them (.csv, .tsv,
+            .jsonl).
         batch_size: images a training step takes over all devices together.
         eval_batch_size: images a device takes at once in validation, test and prediction.
         val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all.
-        test_size: fraction that becomes the test set where a folder has no train/test level.
+        test_size: fraction that becomes the test set where a folder or table of own images names none.
         split_seed: seed of these splits and of drawn images; apart from `seed`, so that runs with other seeds are
             validated and tested on the same images.
         seed: seed of order and augmentation; follows --seed.
@@ -59,9 +61,11 @@ class ImageData(pl.LightningDataModule):
         num_classes: of shapes.
         count: training images that `shapes` draws; its test set is a fifth of that.
         url: an address or path of one's own to fetch the archive from.
-        skip_bad: leave damaged images of a folder out instead of stopping.
+        skip_bad: leave damaged and missing images out instead of stopping.
         cache_dir: where decoded folders are kept; the user's cache folder if not given.
         labels: of cifar100: fine, its 100 classes (the default), or coarse, the 20 groups of five that they form.
+        group: column of a table of own images whose equal cells keep images on one side of every split, such as patient;
+            `group` if not given and there is one.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class ImageData(pl.LightningDataModule):
         skip_bad: bool = False,
         cache_dir: str | None = None,
         labels: str | None = None,
+        group: str | None = None,
     ) -> None:
         super().__init__()
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
@@ -111,7 +116,7 @@ class ImageData(pl.LightningDataModule):
         self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize
+            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize, group
         )
         self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
@@ -133,7 +138,7 @@ class ImageData(pl.LightningDataModule):
         """Rows of the train and the validation images among `train_images`: as the data set says, else by `split_seed`."""
         images = self.train_images
         if images.val_rows is None:
-            return split_validation(images.labels, self.val_size, self.split_seed)
+            return split_validation(images.labels, self.val_size, self.split_seed, images.groups)
         is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))
         return (~is_val).nonzero().flatten(), is_val.nonzero().flatten()
 

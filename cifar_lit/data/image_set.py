@@ -1,4 +1,4 @@
-"""`ImageSet`, the one currency between sources, loaders and everything after them, and its split into train and validation."""
+"""`ImageSet`, the one currency between sources, loaders and everything after them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +31,7 @@ class ImageSet:
     classes: one name a class, in label order.
     val_rows: of training images, the rows that the data set itself keeps for validation; None where it names none.
     mapped: whether the images are mapped from a file, which is read when they are looked at.
+    groups: int64 (N,), the same number for images that no split may part; None where each may stand alone.
     """
 
     images: Tensor
@@ -39,6 +39,7 @@ class ImageSet:
     classes: tuple[str, ...]
     val_rows: range | None = None
     mapped: bool = False
+    groups: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
@@ -49,6 +50,8 @@ class ImageSet:
             raise ValueError(f"labels must be int64 ({len(self.images)},), not {self.labels.dtype} {tuple(self.labels.shape)}")
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
+        if self.groups is not None and (self.groups.dtype != torch.int64 or self.groups.shape != self.labels.shape):
+            raise ValueError(f"groups must be int64 ({len(self.labels)},), not {self.groups.dtype} {tuple(self.groups.shape)}")
         check_class_names(self.classes)
 
     def __len__(self) -> int:
@@ -102,29 +105,6 @@ def check_class_names(names: Sequence[object], of: str = "the data set's class")
             raise UsageError(f"{of} {str(name)[:80]!r} has to be renamed: {rule}")
     if len(set(names)) < len(names):
         raise UsageError(f"{len(names)} classes have {len(set(names))} names only: give each its own")
-
-
-def split_validation(labels: Tensor, val_size: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of the train and the validation part, both int64 in ascending order; of `labels`, int64 (N,).
-
-    val_size: a number of images when 1 or more, else a fraction of them; UsageError where that leaves nothing on either side.
-    Every class gives its proportional share (largest remainders first), chosen as a function of `seed`.
-    """
-    count = len(labels)
-    val_count = round(val_size * count) if val_size < 1 else int(val_size)
-    if val_size < 0 or val_count >= count:
-        raise UsageError(f"data.val_size {val_size:g} must leave some of the {count} images to train on")
-    if val_size > 0 and val_count == 0:
-        raise UsageError(f"data.val_size {val_size:g} of {count} images is none: raise it, or use 0 to train on all")
-    classes, counts = np.unique(labels.numpy(), return_counts=True)
-    exact = counts * (val_count / count)
-    sizes = np.floor(exact).astype(int)
-    sizes[np.argsort(sizes - exact, kind="stable")[: val_count - sizes.sum()]] += 1
-    rng = np.random.default_rng(seed)
-    validation = np.zeros(count, dtype=bool)
-    for label, size in zip(classes, sizes, strict=True):
-        validation[rng.permutation(np.flatnonzero(labels.numpy() == label))[:size]] = True
-    return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
 
 
 def channel_statistics(images: Tensor, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:

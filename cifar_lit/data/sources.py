@@ -51,6 +51,7 @@ class SourceSettings:
     cache_dir: str | None = None
     labels: str | None = None
     resize: str = "crop"
+    group: str | None = None
 
     @property
     def path(self) -> Path:
@@ -130,9 +131,11 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     from cifar_lit.data.folder import folder
 
     if settings.root is None:
-        raise UsageError("the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…")
+        raise UsageError("the data set `folder` needs --data-dir PATH: a table, or what holds train/<class>/… and test/<class>/…")
     s, cache_dir = settings, Path(settings.cache_dir) if settings.cache_dir else None
-    images = folder(s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir, s.resize)
+    images = folder(
+        s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir, s.resize, s.group
+    )
     if settings.num_classes not in (None, len(images.classes)):
         classes = f"{len(images.classes)} classes, not {settings.num_classes}"
         raise UsageError(f"{settings.root} has {classes}: leave data.num_classes out")

@@ -198,6 +198,21 @@ def test_a_folder_of_classes_alone_is_split_by_seed_and_keeps_a_size_that_all_sh
     assert sorted(labels) == ["cat"] * 2 + ["dog"] * 4  # a fifth of each
 
 
+def test_a_table_lists_images_whose_groups_stay_on_one_side_and_is_remembered_by_the_run() -> None:
+    draw_folder(Path("own/images"), {"cat": 10, "dog": 20}, size=18)
+    names = [f"cat/{number}.png" for number in range(10)] + [f"dog/{number}.png" for number in range(20)]
+    rows = [f"images/{name};{name[:3]};{name[:5]}" for name in names]  # ten cats alone; dogs 1, 10 to 19 together
+    Path("own/labels.csv").write_text("\n".join(["file;class;animal", *rows]))
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "own/labels.csv", "--data.val_size", "0.25", "--data.group"]
+    answer = run_command(*words, "animal", "--epochs", "1")
+    assert answer.code == 0, answer.err
+    labels = [row["label"] for row in rows_of(Path("lightning_logs/small-1/predictions.csv"))]
+    assert sorted(labels) == ["cat"] * 2 + ["dog"] * 4 and config_of(Path("lightning_logs/small-1"))["data"]["group"] == "animal"
+    again = run_command("test", "--ckpt_path", "lightning_logs/small-1/checkpoints/best.ckpt", "--trainer.accelerator", "cpu")
+    assert (again.code, metrics_of(Path("lightning_logs/small-2"))["test"]["images"]) == (0, 6), again.err
+    assert_refused(run_command(*words, "animals"), 2, "animals", "Did you mean animal?")
+
+
 def test_images_are_scaled_to_image_size_and_decoded_again_only_when_a_file_has_changed() -> None:
     draw_folder(Path("own"), FOLDERS)
     first, second = (own(*TRY_OUT, "--data.image_size", "20") for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,6 +16,18 @@ def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
     """A PNG of one grey value, (H, W)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size[::-1], (value, value, value)).save(path)
+    return path
+
+
+def photo(seed: int, side: int = 96) -> Image.Image:
+    """A picture with shapes and colours of its own, and none like it."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (7, 7, 3), np.uint8)
+    return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def save_photo(path: Path, seed: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    photo(seed).save(path)
     return path
 
 

@@ -14,7 +14,7 @@ from own_images import damage, decodings, open_set, save, values
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import RESIZES
-from cifar_lit.data.folder import scan
+from cifar_lit.data.folder import Tree, draw_test, scan
 from cifar_lit.errors import Failure, UsageError
 
 
@@ -25,6 +25,10 @@ def flat(tmp_path: Path) -> Path:
         for number in range(count):
             save(tmp_path / "flat" / name / f"{number}.png", number)
     return tmp_path / "flat"
+
+
+def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
+    return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
 
 
 def test_train_and_test_come_from_their_folders_whatever_else_lies_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,17 +50,17 @@ def test_train_and_test_come_from_their_folders_whatever_else_lies_there(root: P
 
 
 def test_without_train_and_test_each_class_is_split_by_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
-    parts = scan(flat, 0.2, 0)
+    parts = drawn(flat, 0.2, 0)
     counts = {name: (len(parts["train"][name]), len(parts["test"][name])) for name in parts["train"]}
     assert counts == {"cat": (8, 2), "dog": (4, 1), "emu": (1, 0)}
     paths = [{file.path for files in part.values() for file in files} for part in parts.values()]
     assert not paths[0] & paths[1] and len(paths[0] | paths[1]) == 16
-    assert scan(flat, 0.2, 1)["test"] != parts["test"]
-    assert {name: len(files) for name, files in scan(flat, 0.9, 0)["train"].items()} == {"cat": 1, "dog": 1, "emu": 1}
+    assert drawn(flat, 0.2, 1)["test"] != parts["test"]
+    assert {name: len(files) for name, files in drawn(flat, 0.9, 0)["train"].items()} == {"cat": 1, "dog": 1, "emu": 1}
     shutil.copytree(flat, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
     for path in (flat, tmp_path / "elsewhere"):
-        assert [file.path for file in scan(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
+        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
 
 
 def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,14 +69,14 @@ def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: 
     for seed in range(3):
         train, test = (values(flat, part, split_seed=seed) for part in (True, False))
         assert sorted(train + test) == sorted([*range(10), *range(5), 0])
-        assert test == [int(Path(file.path).stem) for files in scan(flat, 0.2, seed)["test"].values() for file in files]
+        assert test == [int(Path(file.path).stem) for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
     assert decodings(capsys) == 0
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
-    assert list(scan(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
+    assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,10 @@ def archive_in_place(root: Path) -> None:
         (
             lambda root: replace_root(root, "cat1.png", "cat2.png"),
             r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move each .* such as .*pets/cat/cat1.png",
+        ),
+        (
+            lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
+            r"one class only \(images\), .* Is --data-dir .*pets/labels.csv meant\?",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (lambda root: save(root / "train/a\tb/0.png"), r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is"),

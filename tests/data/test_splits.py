@@ -1,10 +1,11 @@
-"""The validation part, and the statistics of channels."""
+"""The validation part, folds, groups that stay together, and the statistics of channels."""
 
 import numpy as np
 import pytest
 import torch
 
-from cifar_lit.data.image_set import channel_statistics, split_validation
+from cifar_lit.data.image_set import channel_statistics
+from cifar_lit.data.splits import connect, fold_rows, split_validation
 from cifar_lit.errors import UsageError
 
 BALANCED = torch.arange(1000) % 10
@@ -39,6 +40,98 @@ def test_the_split_is_a_function_of_the_seed() -> None:
 def test_sizes_that_leave_nothing_on_either_side_are_refused(val_size: float, advice: str) -> None:
     with pytest.raises(UsageError, match=advice):
         split_validation(BALANCED, val_size, seed=0)
+
+
+# ---- Groups
+
+
+def patients(count: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels and groups of `count` patients with 1 to 20 images each, of one or several classes."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 21, count)
+    groups = np.repeat(rng.permutation(count), sizes)
+    main = rng.integers(0, classes, count)
+    labels = np.where(rng.random(len(groups)) < 0.7, main[groups], rng.integers(0, classes, len(groups)))
+    order = rng.permutation(len(groups))
+    return torch.from_numpy(labels[order]), torch.from_numpy(groups[order])
+
+
+def assert_whole(groups: torch.Tensor, side: torch.Tensor) -> None:
+    """Every group has one value of `side`."""
+    for group in groups.unique():
+        assert len(side[groups == group].unique()) == 1
+
+
+@pytest.mark.parametrize("val_size", [0.05, 0.2, 0.5, 300])
+def test_a_validation_of_whole_groups_has_nearly_the_size_and_the_classes_that_were_asked_for(val_size: float) -> None:
+    labels, groups = patients(200, 4)
+    for seed in range(3):
+        train, val = split_validation(labels, val_size, seed, groups)
+        assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(len(labels)))
+        assert_whole(groups, torch.isin(torch.arange(len(labels)), val))
+        share = val_size if val_size < 1 else val_size / len(labels)
+        counts = torch.bincount(labels[val], minlength=4) / torch.bincount(labels)
+        assert (counts - share).abs().max() < 0.03
+    assert not torch.equal(val, split_validation(labels, val_size, 0, groups)[1])
+    assert torch.equal(val, split_validation(labels, val_size, seed, groups)[1])
+
+
+def test_groups_of_one_row_each_change_nothing_and_a_pair_next_to_nothing() -> None:
+    alone = torch.arange(1000) * 7
+    before = split_validation(BALANCED, 100, 0)[1]
+    assert torch.equal(split_validation(BALANCED, 100, 0, alone)[1], before)
+    alone[19] = alone[9]  # 19 is drawn, 9 is not
+    after = split_validation(BALANCED, 100, 0, alone)[1]
+    assert len(after) == 100 and len(set(after.tolist()) ^ set(before.tolist())) == 2
+    assert not {9, 19} & set(after.tolist())
+
+
+def test_no_class_loses_all_its_training_images_and_each_that_can_has_some_to_validate_on() -> None:
+    labels = torch.tensor([0] * 30 + [1] * 8 + [2] * 4)
+    groups = torch.tensor([row // 3 for row in range(30)] + [100] * 5 + [101] * 3 + [102] * 4)
+    train, val = split_validation(labels, 0.25, 0, groups)
+    assert torch.bincount(labels[train]).tolist() == [24, 5, 4] and torch.bincount(labels[val]).tolist() == [6, 3]
+    train, val = split_validation(labels, 0.9, 0, groups)
+    assert labels[train].unique().tolist() == [0, 1, 2]
+    with pytest.raises(UsageError, match="no group of the 42 images can be spared"):
+        split_validation(labels, 0.25, 0, labels)
+
+
+def test_folds_are_as_even_as_they_can_be_in_every_class() -> None:
+    labels = torch.from_numpy(np.random.default_rng(0).choice(4, size=1003, p=(0.7, 0.2, 0.07, 0.03)))
+    folds = fold_rows(labels, None, 5, seed=1)
+    assert folds.dtype == torch.int64
+    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)])
+    assert (table.max(0).values - table.min(0).values).max() <= 1 and table.sum(1).max() - table.sum(1).min() <= 1
+    assert torch.equal(folds, fold_rows(labels, None, 5, seed=1)) and not torch.equal(folds, fold_rows(labels, None, 5, seed=2))
+
+
+def test_folds_part_no_group_and_hold_nearly_the_same_classes() -> None:
+    labels, groups = patients(200, 4)
+    folds = fold_rows(labels, groups, 5, seed=0)
+    assert_whole(groups, folds)
+    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)]) / torch.bincount(labels)
+    assert (table - 0.2).abs().max() < 0.02
+
+
+def test_a_class_of_too_few_images_for_all_folds_is_told_and_only_an_empty_fold_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folds = fold_rows(torch.tensor([0, 0, 0, 1, 1, 1]), None, 5, seed=0)
+    assert sorted(torch.bincount(folds).tolist()) == [1, 1, 1, 1, 2]
+    assert capsys.readouterr().err.startswith("2 of 2 classes have fewer images, or groups of them, than there are folds")
+    with pytest.raises(UsageError, match="4 folds of 3 groups of images cannot be: choose from 2 to 3"):
+        fold_rows(torch.arange(6), torch.tensor([0, 0, 1, 1, 2, 2]), 4, seed=0)
+    with pytest.raises(UsageError, match="1 folds of 6 images"):
+        fold_rows(torch.arange(6), None, 1, seed=0)
+
+
+def test_connected_rows_have_the_first_of_them_in_common_however_long_the_chain() -> None:
+    for order in (np.arange(999), np.random.default_rng(0).permutation(999)):
+        firsts = np.arange(1005)
+        connect(firsts, order, order + 1)
+        connect(firsts, np.array([1004]), np.array([1002]))
+        assert (firsts[:1000] == 0).all() and firsts[1000:].tolist() == [1000, 1001, 1002, 1003, 1002]
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save
 from security.fuzzing import Reader, refused_or_read
 from security.hostile_files import png
-from security.mutations import ODD_TEXTS, as_json, changed, damaged, json_files, plain, yaml_files, zip_files
+from security.mutations import ODD_TEXTS, as_json, changed, csv_files, damaged, json_files, plain, yaml_files, zip_files
 
 from cifar_lit.data.decode import decode
 from cifar_lit.data.folder import folder
@@ -192,7 +193,32 @@ def read_folder(tree: dict[bytes, Any]) -> None:
         shutil.rmtree("cache", ignore_errors=True)
 
 
-TWO_CLASSES = {name: {b"1.png": PICTURES[0], b"2.png": PICTURES[0], b"3.png": b"no picture"} for name in (b"a", b"b")}
+TABLE_ROWS = [{"path": f"{name}/{number}.png", "label": name, "split": part, "group": number}
+              for name in "ab" for number, part in ((1, "train"), (2, "test"), (3, "train"))]  # fmt: skip
+TABLE = "\n".join(["path,label,split,group", *[",".join(map(str, row.values())) for row in TABLE_ROWS]])
+table_files = st.tuples(
+    st.just("t.csv"), csv_files(TABLE) | csv_files(TABLE.replace("train", "").replace("test", ""))
+) | st.tuples(
+    st.just("t.jsonl"), changed(TABLE_ROWS).map(lambda rows: b"\n".join(map(as_json, rows if isinstance(rows, list) else [rows])))
+)
+
+
+def read_table_of_images(given: tuple[str, bytes]) -> None:
+    name, content = given
+    make_tree(TWO_CLASSES, Path("images"))
+    table = Path("images", name)
+    table.write_bytes(content)
+    try:
+        for train in (True, False):
+            data = refused_or_read(lambda: folder(table, train, 8, skip_bad=True, cache_dir=Path("cache")))  # noqa: B023
+            assert data is None or len(data.images) == len(data.labels)
+    finally:
+        shutil.rmtree("images")
+        shutil.rmtree("cache", ignore_errors=True)
+
+
+PLAIN = png(struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(8 * 9)))  # none is another's near-duplicate
+TWO_CLASSES = {name: {b"1.png": PLAIN, b"2.png": PLAIN, b"3.png": b"no picture"} for name in (b"a", b"b")}
 
 
 def read_cache(content: bytes) -> None:
@@ -215,7 +241,8 @@ def read_cache(content: bytes) -> None:
 
 INDEX: dict[str, Any] = {
     "shape": [4, 8, 8, 3],
-    "files": [[f"{name}/{number}.png", len(PICTURES[0]) if number < 3 else 10, 10**9] for name in "ab" for number in (1, 2, 3)],
+    "duplicates": [["a/1.png", "b/2.png"]],
+    "files": [[f"{name}/{number}.png", len(PLAIN) if number < 3 else 10, 10**9] for name in "ab" for number in (1, 2, 3)],
     "bad": {f"{name}/3.png": "not a JPEG" for name in "ab"},
     "data": "DATA",
 }
@@ -271,6 +298,7 @@ READERS = {
     "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
     "an image": Reader(images, read_image),
     "a folder of images": Reader(data_sets, read_folder, put_secret),
+    "a table of images": Reader(table_files, read_table_of_images),
     "a cache of decoded images": Reader(json_files(INDEX), read_cache, found=WRONG_INDICES),
     "an archive": Reader(st.tuples(st.sampled_from(ARCHIVES), files), read_archive),
 }

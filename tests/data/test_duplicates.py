@@ -1,0 +1,142 @@
+"""Near-duplicates: which pictures are some, and that no split that is drawn parts them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from own_images import decodings, open_set, photo, save_photo
+from PIL import Image, ImageEnhance
+
+from cifar_lit.data import cache
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.decode import pixels_of
+from cifar_lit.data.duplicates import near_duplicates
+
+
+def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:
+    return np.stack([pixels_of(picture, (side, side), channels) for picture in pictures])
+
+
+def as_jpeg(picture: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=40)
+    return Image.open(file)
+
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "copied": Image.Image.copy,
+    "scaled": lambda picture: picture.resize((40, 40), Image.Resampling.BILINEAR),
+    "encoded anew": as_jpeg,
+    "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
+    "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
+    "of less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
+    "all of it": lambda picture: as_jpeg(ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_picture_is_known_again_however_it_was_changed_and_no_other_is_taken_for_it(change: str, channels: int) -> None:
+    pictures = [photo(seed) for seed in range(150)]
+    images = stack([*pictures, *[CHANGES[change](picture) for picture in pictures[:40]]], channels=channels)
+    assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
+
+
+def test_several_alike_are_one_group_and_their_order_makes_no_difference() -> None:
+    pictures = [photo(seed) for seed in (*range(60), 7, 7, 9, 7)]
+    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
+    order = np.random.default_rng(0).permutation(len(pictures))
+    groups = near_duplicates(stack(pictures)[order])
+    assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
+
+
+def test_plain_pictures_are_not_alike() -> None:
+    noise = np.random.default_rng(0).normal(0, 2, (40, 32, 32, 3))
+    plain = np.arange(0, 200, 5)[:, None, None, None] // 10 * np.ones((40, 32, 32, 3))
+    assert near_duplicates(plain.astype(np.uint8)) == []
+    assert near_duplicates((100 + noise).round().astype(np.uint8)) == []
+    assert near_duplicates(np.zeros((0, 8, 8, 3), np.uint8)) == near_duplicates(np.zeros((1, 8, 8, 1), np.uint8)) == []
+
+
+def test_pictures_of_a_kind_that_all_look_alike_are_no_duplicates_of_each_other() -> None:
+    part, images = stack([photo(0)])[0], stack([photo(seed) for seed in range(100)])
+    assert near_duplicates(np.concatenate([images, np.repeat(part[None], 15, 0)])) == []
+    assert near_duplicates(np.concatenate([images, np.repeat(part[None], 8, 0)])) == [[0, *range(100, 108)]]
+    assert near_duplicates(np.repeat(part[None], 6, 0)) == [[*range(6)]]
+
+
+# ---- In a data set
+
+KIND = "near-duplicates (the same but for scaling, encoding, a slight crop or brightness)"
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Path:
+    """Two classes of 20 pictures; of each class 3 pictures are there three times, as PNG, as JPEG and smaller."""
+    for number in range(28):
+        path = tmp_path / f"twins/{'ab'[number % 2]}/{number:02}.png"
+        save_photo(path, number)
+        if number < 6:
+            photo(number).save(path.with_suffix(".jpg"), quality=60)
+            photo(number, 50).save(path.with_name(f"{number:02}-small.png"))
+    return tmp_path / "twins"
+
+
+def motifs(images: torch.Tensor) -> set[int]:
+    """Which of the pictures 0 to 27 are shown."""
+    known = torch.from_numpy(stack([photo(number) for number in range(28)])).flatten(1).float()
+    distances = torch.cdist(images.flatten(1).float(), known)
+    assert float(distances.min(1).values.max()) < 600
+    return set(distances.argmin(1).tolist())
+
+
+def test_a_drawn_split_parts_no_near_duplicates_and_stays_stratified(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(4):
+        data = ImageData(
+            "folder", str(twins), val_size=0.25, test_size=0.3, split_seed=seed, cache_dir=str(twins.parent / "cache")
+        )
+        images, (train, val) = data.train_images, data.split
+        parts = images.images[train], images.images[val], data.test_images.images
+        assert sum(map(len, parts)) == 40 and sum(len(motifs(part)) for part in parts) == 28
+        for labels, count in ((data.test_images.labels, 6), (images.labels[val], 3.5)):
+            assert (torch.bincount(labels, minlength=2) - count).abs().max() <= 1.5
+    lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
+    assert lines == [f"18 of 40 images below {twins} are {KIND} of each other: such are kept on one side of a split"]
+
+
+def test_they_are_looked_for_once_and_kept_with_the_cache(
+    twins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [open_set(twins, part).images.clone() for part in (True, False)]
+    assert decodings(capsys) == 40
+    index = next((twins.parent / "cache").glob("*/index.json"))
+    old = json.loads(index.read_text())
+    assert len(old["duplicates"]) == 6
+    del old["duplicates"]  # as older versions wrote it
+    index.write_text(json.dumps(old))
+    assert all(torch.equal(open_set(twins, part).images, images) for part, images in zip((True, False), first, strict=True))
+    monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("looked for again"))
+    for seed in (1, 0):
+        sets = [open_set(twins, part, split_seed=seed) for part in (True, False)]
+        assert sum(map(len, sets)) == 40
+    assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True)) and decodings(capsys) == 0
+
+
+def test_where_ones_own_split_has_parted_them_a_line_warns_and_nothing_is_moved(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/dog/d.png"):
+        save_photo(root / name, "abcd".index(name[-5]))
+    photo(0).save(root / "test/dog/again.jpg", quality=60)
+    photo(2, 50).save(root / "test/cat/twice.png")
+    train, test = (open_set(root, part, image_size=32) for part in (True, False))
+    assert (len(train), len(test), train.groups) == (7, 6, None)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
+    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too good"
+    assert lines == [f"1 held-out images below {root} are {KIND} of training images, {example}"]

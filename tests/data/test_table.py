@@ -1,0 +1,251 @@
+"""Tables of own images: what they may look like, what they mean, and how they are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from own_images import damage, open_set, save, values
+
+from cifar_lit.data import table as table_module
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.folder import draw_test, files_of, list_table, scan
+from cifar_lit.errors import Failure, UsageError
+
+NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder of NAMES, each image of the grey value that its name says."""
+    for name in NAMES:
+        save(tmp_path / "pets" / name, int(Path(name).stem))
+    return tmp_path / "pets"
+
+
+def write(table: Path, *rows: str, encoding: str = "utf-8") -> Path:
+    table.write_text("\n".join(rows), encoding=encoding)
+    return table
+
+
+PARTS = ("train", "TRAIN", "VAL", "train", "test", "Validation")
+ROWS = [(name, name[:3], part) for name, part in zip(NAMES, PARTS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "rows"),
+    [
+        ("a.csv", "utf-8", ["path,label,split", *map(",".join, ROWS)]),
+        ("a.CSV", "utf-8-sig", ["Set;Image Path;Class", *[f'{part};"{path}"; {label}' for path, label, part in ROWS]]),
+        ("a.csv", "utf-8", ['"notes",path,label,split', *[f'"a, b\nand ""c""",{",".join(row)}' for row in ROWS]]),
+        ("a.csv", "utf-8", ["n\tfile\tcategory\tsplit\r", *["\t".join(("1,5", *row)) + "\r" for row in ROWS]]),
+        ("a.tsv", "utf-8", ["file_name\ttarget\tsubset", "", *map("\t".join, ROWS), "\t\t"]),
+        ("a.jsonl", "utf-8-sig", [json.dumps({"n": [1], "image": row[0], "class": row[1], "set": row[2]}) for row in ROWS]),
+        ("a.ndjson", "utf-8", ["", *[json.dumps(dict(zip(("split", "label", "path"), row[::-1], strict=True))) for row in ROWS]]),
+    ],
+)
+def test_a_table_is_read_as_people_write_it(pets: Path, name: str, encoding: str, rows: list[str]) -> None:
+    table = write(pets / name, *rows, encoding=encoding)
+    train, test = (open_set(table, part) for part in (True, False))
+    assert train.classes == test.classes == ("cat", "dog")
+    assert values(table) == [0, 1, 3, 2, 5] and train.labels.tolist() == [0, 0, 1, 0, 1] and train.val_rows == range(3, 5)
+    assert values(table, train=False) == [4] and test.labels.tolist() == [1]
+
+
+def test_paths_count_from_the_tables_folder_or_are_absolute(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        f"{pets / NAMES[0]},cat,train",
+        "../dog/3.png,dog,train",
+        "../../pets/cat/1.png,cat,test",
+        f"{pets}/dog/4.png,dog,test",
+    ]
+    (pets / "lists").mkdir()
+    table = write(pets / "lists/a.csv", "path,label,split", *rows)
+    assert (values(table), values(table, train=False)) == ([0, 3], [1, 4])
+    monkeypatch.chdir(pets)
+    assert values(Path("lists/a.csv")) == [0, 3]
+
+
+def test_val_is_the_test_set_too_where_there_is_none_and_is_drawn_from_train_where_it_is_missing(pets: Path) -> None:
+    rows = [f"{name},{name[:3]},{'held' if name in ('cat/2.png', 'dog/5.png') else 'train'}" for name in NAMES]
+    for part, parts in (("val", ([0, 1, 2, 3], [4, 5])), ("test", ([1, 3], [0, 2]))):
+        table = write(pets / f"{part}.csv", "path,label,split", *[row.replace("held", part) for row in rows])
+        data = ImageData("folder", str(table), val_size=2, cache_dir=str(pets / "cache"))
+        assert tuple(rows.tolist() for rows in data.split) == parts
+        assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
+
+
+def test_without_a_split_the_test_is_drawn_as_for_a_folder_of_classes_whatever_the_order_of_the_rows(pets: Path) -> None:
+    tree = scan(pets).parts["all"]
+    for rows in (NAMES, NAMES[::-1]):
+        table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in rows])
+        for seed in range(3):
+            parts = draw_test(tree, {}, [], 0.2, seed, "")
+            stems = [[int(Path(file.path).stem) for file in files_of({part: parts[part]})] for part in ("train", "test")]
+            assert [values(table, part, split_seed=seed) for part in (True, False)] == stems
+
+
+def test_labels_that_are_whole_numbers_are_sorted_by_value(pets: Path) -> None:
+    labels = [10, 10, 9, 9, -1, -1]
+    rows = [json.dumps({"path": name, "label": label}) for name, label in zip(NAMES, labels, strict=True)]
+    assert open_set(write(pets / "a.jsonl", *rows)).classes == ("-1", "9", "10")
+    rows = [f"{name},{str(label).replace('-1', '9b')}" for name, label in zip(NAMES, labels, strict=True)]
+    assert open_set(write(pets / "a.csv", "path,label", *rows)).classes == ("10", "9", "9b")
+
+
+def test_a_row_that_repeats_another_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
+    table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")
+    assert values(table) == [0, 1, 2, 3] and "2 rows repeat one above, and count once\n" in capsys.readouterr().err
+
+
+def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{name},{name[:3]},{'test' if name[-5] in '25' else 'train'}" for name in NAMES]
+    gone = [f"gone/{number}.png,cat,train" for number in range(5)]
+    table = write(pets / "a.csv", "path,label,split", *rows, *gone)
+    text = r"5 of 11 images of .*a.csv are not there: gone/0.png, gone/1.png, gone/2.png and 2 more; .*--data.skip_bad true"
+    with pytest.raises(UsageError, match=text):
+        open_set(table)
+    assert values(table, skip_bad=True) == [0, 1, 3, 4]
+    assert f"5 of 9 train images of {table} are damaged and left out: gone/0.png (No such file" in capsys.readouterr().err
+    damage(pets / "cat/1.png")
+    write(table, "path,label,split", *rows)
+    with pytest.raises(Failure, match=f"1 of 6 images of {table} are damaged: cat/1.png"):
+        open_set(table)
+
+
+HEAD = "path,label,split,group"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "text"),
+    [
+        ("a.csv", ["file,kind", "cat/0.png,cat"], "no column called label or class or category or target, only file, kind: "),
+        ("a.csv", ["cat/0.png,cat", "dog/3.png,dog"], "no column called path .*, only cat/0.png, cat: its first row must name"),
+        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column called label .*, only path"),
+        ("a.csv", [HEAD], "has no rows below the names of its columns, path, label, split, group"),
+        ("a.csv", [HEAD, "", ",,,"], "has no rows"),
+        ("a.csv", [HEAD, "cat/0.png,cat", "cat/1.png,cat"], r"one class only \(cat\)"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", ",dog,train"], "row 3 has no path"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png"], "row 3 has no label"),
+        ("a.csv", [HEAD, "cat/0.png,cat,tset"], "row 2: split 'tset' is none of train, val, .* Did you mean test?"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,"], "row 3: some rows have a split, others none"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "cat/0.png,cat,test"], "row 3: cat/0.png has the split 'test', and 'train'"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,test"], "no training images of class dog"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,train"], "has no val or test rows: without a split column"),
+        ("a.csv", [HEAD, "cat/0.png,cat,test", "dog/3.png,dog,test"], "has no train rows"),
+        ("a.csv", [HEAD, "cat/0.png,cat", "dog/3.png,dog"], "every class of .*a.csv has one image only"),
+        ("a.csv", [HEAD, "cat/0.png,cat,,1", "cat/1.png,cat,,1", "dog/3.png,dog,,1", "dog/4.png,dog,,1"], "or one group of them"),
+        ("a.csv", [HEAD, "cat/0.png,c\tt", "dog/3.png,dog"], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
+        ("a.csv", [HEAD, f"cat/0.png,{'9' * 5000}", "dog/3.png,1"], "has to be renamed"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: str, rows: list[str], text: str) -> None:
+    table = write(pets / name, *rows)
+    with pytest.raises(UsageError, match=text) as refusal:
+        open_set(table)
+    assert str(table) in str(refusal.value) and "\n" not in str(refusal.value) and not (pets / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.csv", b"", "is empty"),
+        ("a.jsonl", b"\n\n", "is empty"),
+        ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "no text in UTF-8"),
+        ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "no text in UTF-8"),
+        ("a.csv", b"path,label\ncat/0.png\0,cat", "no text: .* or has a NUL"),
+        ("a.csv", b"path,label\n" + b"x" * (table_module.MAX_LINE + 1), "no text: a line is longer than 1,048,576 characters"),
+        ("a.csv", b"a," * 400_000, "no column called path"),
+        (
+            "a.csv",
+            b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000,
+            "row [0-9]+ cannot be read: .* quote left open?",
+        ),
+        ("a.csv", b"path,label\n" + b"x" * 100_000 + b",cat\ndog/3.png,dog", r"1 of 2 images .* are not there: x{200}; "),
+        ("a.jsonl", b"[" * 100_000, "row 1 is no JSON object such as"),
+        ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is no JSON object"),
+        ("a.jsonl", b'{"path": "a", "label": ' + b"9" * 100_000 + b"}", "row 1 is no JSON object"),
+        ("a.jsonl", b'{"path": "a", "label": {"b": 1}}', "row 1 has no label"),
+        ("a.jsonl", rb'{"path": "a\u0000b", "label": "b"}', r"row 1: no file can be called 'a\\x00b'"),
+        ("a.jsonl", rb'{"path": "\ud800", "label": "b"}', r"row 1: no file can be called '\\ud800'"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_one_short_line(pets: Path, name: str, content: bytes, text: str) -> None:
+    (pets / name).write_bytes(content)
+    with pytest.raises(UsageError, match=text) as refusal:
+        open_set(pets / name)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 2000
+
+
+def endless(table: Path) -> None:
+    table.write_bytes(b"path,label\n")
+    os.truncate(table, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, endless, lambda table: table.symlink_to("/dev/zero")], ids=["pipe", "1 TiB", "device"]
+)
+def test_pipes_devices_and_tables_of_any_size_are_not_read(pets: Path, make: Callable[[Path], object]) -> None:
+    make(pets / "a.csv")
+    with pytest.raises(UsageError, match="not a table of at most 512 MiB"):
+        open_set(pets / "a.csv")
+
+
+def test_a_table_of_too_many_rows_is_not_read_to_its_end(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "MAX_ROWS", 5)
+    table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in NAMES])
+    with pytest.raises(UsageError, match="more than 5 rows"):
+        open_set(table)
+
+
+# ---- Groups
+
+
+def test_pictures_of_one_group_stay_on_one_side_of_the_test_and_of_the_validation(pets: Path) -> None:
+    rows = []
+    for patient in range(12):
+        for number in range(4):
+            path = save(pets / f"more/{patient}-{number}.png", 10 * patient + number).relative_to(pets)
+            rows.append(f"{path},{'ab'[patient % 2]},{patient}")
+    table = write(pets / "a.csv", "path,label,Patient", *rows)
+    data = ImageData("folder", str(table), val_size=0.25, group="Patient", cache_dir=str(pets / "cache"))
+    train, val = (data.train_images.images[part, 0, 0, 0].tolist() for part in data.split)
+    test = data.test_images.images[:, 0, 0, 0].tolist()
+    patients = [{value // 10 for value in part} for part in (train, val, test)]
+    assert sum(map(len, patients)) == 12 and set.union(*patients) == set(range(12))
+    assert [len(part) for part in (train, val, test)] == [32, 8, 8]  # a patient of each class
+    for part in patients[1:]:
+        assert sorted(patient % 2 for patient in part) == [0, 1]
+
+
+def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
+    rows = [f"{name},{name[:3]},1,{name}" for name in NAMES]
+    table = write(pets / "a.csv", "path,label,Group,patient", *rows)
+    assert set(list_table(table, None, False).groups.values()) == {"1"}
+    assert list_table(table, "patient", False).groups == {name: name for name in NAMES}
+    with pytest.raises(UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"):
+        list_table(table, "patients", False)
+    with pytest.raises(UsageError, match=r"data.group names a column of a table, and .*pets is none"):
+        open_set(pets, group="patient")
+    assert list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups == {}
+
+
+def test_groups_and_near_duplicates_that_overlap_stay_together(pets: Path) -> None:
+    """a and b are of one group, b and c near-duplicates, c and d of one group; likewise e, f, g and h."""
+    for number, name in enumerate("abcdefghijkl"):
+        save(pets / f"{name}.png", number)
+    groups = dict(zip("abcdefgh", "11223344", strict=True))
+    rows = [f"{name}.png,{'xy'[number % 2]},{groups.get(name, '')}" for number, name in enumerate("abcdefghijkl")]
+    listing = list_table(write(pets / "a.csv", "path,label,group", *rows), None, False)
+    tested = set()
+    for seed in range(8):
+        parts = draw_test(listing.parts["all"], listing.groups, [["b.png", "c.png"], ["f.png", "g.png"]], 0.5, seed, "")
+        tested.add("".join(sorted(file.path[0] for files in parts["test"].values() for file in files if file.path[0] < "i")))
+        assert all(len(files) == 3 for tree in parts.values() for files in tree.values())
+    assert tested == {"abcd", "efgh"}
