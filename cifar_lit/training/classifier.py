@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,7 @@ from cifar_lit.text import say
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
-from cifar_lit.training.finetune import FeatureCache, compute_features, digest, fit_head, load_pretrained, net_head
+from cifar_lit.training.finetune import FeatureCache, Head, compute_features, digest, fit_head, load_pretrained, net_head
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
@@ -239,6 +239,18 @@ class ImageClassifier(pl.LightningModule):
         if not self.hparams["unfreeze"]:
             self.trainer.should_stop = True
 
+    def _initialise_from_images(self) -> None:
+        """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
+        net, data = self.net, self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(net, WhitenedNet) or bool(net.whitened):
+            return
+        if data is None:
+            raise UsageError(f"{self.hparams['net']} is initialised from training images: fit it with a datamodule")
+        if self.trainer.is_global_zero:
+            net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
+        net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
+        net.whitened.fill_(True)
+
     def _fit_head(self) -> None:
         """Fits the last layer on features of the frozen net, as a first checkpoint that further training has to better."""
         trainer, head, h = self.trainer, net_head(self.net), self.hparams
@@ -246,7 +258,7 @@ class ImageClassifier(pl.LightningModule):
         (train, val), labels = data.split, data.train_images.labels
         features, val_features = self._features(train, h["head_views"]), self._features(val, 1) if len(val) else None
         fitted = fit_head(features, labels[train], h["num_classes"], h["head_views"]) if features is not None else None
-        weight, bias, seconds = trainer.strategy.broadcast(fitted)
+        weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
         with torch.no_grad():
             head.weight.copy_(weight)
             head.bias.copy_(bias)

@@ -162,7 +162,7 @@ def digest(*values: object) -> str:
     total = sha256()
     for value in values:
         if isinstance(value, Tensor):
-            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
             total.update(f"\0{value}\0".encode())
     return total.hexdigest()

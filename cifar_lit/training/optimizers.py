@@ -60,8 +60,8 @@ def parameter_groups(
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
             shared |= {"momentum": momentum, "nesterov": nesterov}
         decays = (("weights", weights, weight_decay), ("biases", others, 0.0))
-        groups = [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
-        return groups if input_lr is None else [part for group in groups for part in by_depth(group, trained, input_lr)]
+        plain = [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
+        return plain if input_lr is None else [part for group in plain for part in by_depth(group, trained, input_lr)]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
     filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
