@@ -291,11 +291,9 @@ class ImageClassifier(pl.LightningModule):
             kept = cache.read(key) if first else None
             if not trainer.strategy.broadcast(kept is not None):
                 share = rows[rank::world]
-                with (
-                    progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance,
-                    trainer.precision_plugin.forward_context(),
-                ):
-                    own = compute_features(self.net, data.batches_of_view(share, view), advance)
+                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
+                    batches = data.batches_of_view(share, view)
+                    own = compute_features(self.net, batches, trainer.precision_plugin.forward_context, advance)
                 kept = own
                 if world > 1:
                     together = torch.zeros(len(rows), own.shape[1], device=self.device)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -118,15 +118,21 @@ MAX_FILES = 40  # of features that are kept
 
 
 @torch.no_grad()
-def compute_features(net: nn.Module, batches: Iterable[Tensor], advance: Callable[[int], None]) -> Tensor:
+def compute_features(
+    net: nn.Module,
+    batches: Iterable[Tensor],
+    precision: Callable[[], AbstractContextManager[Any]],
+    advance: Callable[[int], None],
+) -> Tensor:
     """What the head is given of each image, float16 (N, features) on the CPU. batches: float (B, C, H, W) on the net's device.
 
-    net: in evaluation mode. advance: is told how many further images were looked at.
+    net: in evaluation mode. precision: the context that it computes in. advance: is told how many further images were looked at.
     """
     inputs: list[Tensor] = []
     with net_head(net).register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu())):
         for images in batches:
-            net(images)
+            with precision():
+                net(images)
             advance(len(images))
     return torch.cat(inputs)
 
