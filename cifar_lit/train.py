@@ -48,13 +48,22 @@ class Run(Callback):
         settings: the parsed configuration as nested plain values; config: its text, for config.yaml.
         notes: what the start card says besides, by name.
         command: fit, train (a fit with a test), validate, test or predict.
+        monitored: what the best checkpoint is chosen by, as of `best_checkpoint`.
     """
 
-    def __init__(self, folder: RunFolder, settings: dict[str, Any], config: str, notes: dict[str, str], command: str) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        settings: dict[str, Any],
+        config: str,
+        notes: dict[str, str],
+        command: str,
+        monitored: tuple[str, str] = ("val/accuracy", "max"),
+    ) -> None:
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
-        self.best, self.last = best_checkpoint(), last_checkpoint()
+        self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
         self.board: TensorBoardCurves | None = None
 
     # ---- what the Trainer is built with
@@ -171,7 +180,8 @@ class Run(Callback):
 def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     """What model.safetensors will say of the net."""
     h, (mean, std) = model.hparams, data.statistics
-    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, dict(h["net_options"] or {}))
+    options, resize = dict(h["net_options"] or {}), data.settings.resize
+    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
 
 
 def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, dict[str, Tensor]]:

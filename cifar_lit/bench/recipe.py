@@ -225,7 +225,7 @@ def run_once(
     return {
         "seed": seed,
         **{name: metrics[name] for name in ("dataset", "accelerator", "precision", "parameters", "images_per_second")},
-        **{name: metrics["test"][name] for name in ("accuracy", "loss")},
+        **{name: metrics["test"][name] for name in ("accuracy", "loss", "balanced_accuracy", "macro_f1")},
         "views": metrics["test"].get("tta"),
         "seconds": metrics["train_seconds"],
         "cold_seconds": None if age is None else round(age, 2),

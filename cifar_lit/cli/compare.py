@@ -26,12 +26,14 @@ DESCRIPTION = (
     "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
     "of runs on the same test images; several seeds of one recipe and settings as mean ± standard deviation."
 )
-# How the console shows the figures: name, title, form. Figures that are not named here follow as they are.
+# How the console shows the figures: name, title, form. Figures that are not named here follow as they are, but for HIDDEN ones.
 COLUMNS = (
-    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("loss", "loss", ".4f"),
+    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("balanced_accuracy", "balanced", ".2%"),
+    ("macro_f1", "F1", ".4f"), ("loss", "loss", ".4f"),
     ("val_accuracy", "val accuracy", ".2%"), ("train_seconds", "train s", ",.1f"), ("images_per_second", "images/s", ",.0f"),
     ("parameters", "parameters", ","), ("epochs", "epochs", ","),
 )  # fmt: skip
+HIDDEN = ("low", "high", "val_balanced_accuracy", "val_macro_f1", "val_top5")  # --csv and --json have them
 Pairs = list[tuple[str, str, "McNemar"]]
 
 
@@ -96,7 +98,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
     figures = [run.figures | {"interval": _interval(run.figures)} for run in runs]
-    known = {name for name, _, _ in COLUMNS} | {"low", "high"}
+    known = {*(name for name, _, _ in COLUMNS), *HIDDEN}
     further = dict.fromkeys(name for row in figures for name in row if name not in known)
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -48,8 +50,12 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     size = f"{channels}×{height}×{width}"
     smaller = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items()) if data.resolutions else ""
     resumed = f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+    least, most = data.class_counts.aminmax()
+    settings = {"class weights": h["class_weights"], "sampling": data.sampling}
+    unequal = "".join(f" · {name} {value}" for name, value in settings.items() if value != "none")
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
+        "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
         "sizes": f"{smaller}then {height} px" if smaller else "",
         "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
         "trains": notes.get("trains", ""),
@@ -83,6 +89,31 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
+# Figures of metrics.json beside accuracy and loss, and what the console calls them.
+FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
+MAX_HALF_WIDTH = 0.02  # of the accuracy's interval, above which a test set is called small
+
+
+def figures_text(scores: Mapping[str, Any]) -> str:
+    """Beside accuracy and loss, of the test's or the validation's part of metrics.json: the accuracy's interval, F1 and so on."""
+    interval = ["95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"])] if scores["interval"] else []
+    return " · ".join([*interval, *(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)])
+
+
+def small_set_text(scores: Mapping[str, Any]) -> str | None:
+    """How little a small test set tells; None of one that tells more.
+
+    Two equally good runs differ by less with probability 0.95 if each is tested on as many images of its own: Newcombe, Interval
+    Estimation for the Difference Between Independent Proportions, 1998, method 10. On the same images `compare` sees more.
+    """
+    accuracy, (low, high) = scores["accuracy"], scores["interval"] or (0.0, 0.0)
+    if (high - low) / 2 <= MAX_HALF_WIDTH:
+        return None
+    chance = math.hypot(accuracy - low, high - accuracy)
+    which = f"{100 * accuracy:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, {scores['images']} images)"
+    return f"a small test set: accuracy {which}, and differences between runs below {100 * chance:.1f} points may be chance"
+
+
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
     """Prints the results and the next commands."""
     if test:
@@ -91,10 +122,13 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
         for name, value in test.metrics.items():
             say(f"test {name} {value:.4f}")
+        say(f"test {figures_text(metrics['test'])}", *filter(None, [small_set_text(metrics["test"])]))
         say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
     elif val := metrics["val"]:
-        further = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in ("accuracy", "loss"))
-        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}{further}")
+        known = ("accuracy", "loss", "interval", *FIGURES)
+        own = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in known)
+        say(f"validation {figures_text(val)}")
+        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}{own}")
     if run.trains:
         rate = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
         say(f"trained in {metrics['train_seconds']:.1f} s{rate}")

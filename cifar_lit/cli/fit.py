@@ -178,7 +178,7 @@ class TrainingCLI(LightningCLI):
                     channels = getattr(pretraining, name)
                     setattr(data, name, [sum(channels) / len(channels)] if data.channels == 1 else channels)
             if data.dataset == "folder" and data.image_size is None:
-                data.image_size = pretraining.image_size[0]
+                data.image_size = list(pretraining.image_size)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
@@ -186,6 +186,9 @@ class TrainingCLI(LightningCLI):
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
             self.model.load_pretrained()
+        validates = len(self.datamodule.split[1]) > 0
+        if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
+            raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")
         if auto and self.name != "fit":
             raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
         if auto:  # what it finds is recorded as if it had been typed
@@ -198,7 +201,6 @@ class TrainingCLI(LightningCLI):
         callbacks, loggers = (
             each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
         )
-        validates = len(self.datamodule.split[1]) > 0
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
@@ -232,7 +234,7 @@ class TrainingCLI(LightningCLI):
         trust.remember(text)
         if self.watch:
             self.watch.release, self.watch.advice = folder.release, lambda: advice(self._resume_line(), os.environ)
-        return Run(folder, yaml.safe_load(text), text, self.notes, self.command.name), step
+        return Run(folder, yaml.safe_load(text), text, self.notes, self.command.name, self.model.monitored), step
 
     # ---- running
 
@@ -276,6 +278,9 @@ def check_settings(settings: Any) -> None:
     for flag, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{flag} must be at least 1, not {number}")
+    if settings.model.class_weights != "none" and data.sampling != "none":
+        both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
+        raise UsageError(f"{both} would make up for unequal classes twice: set one of them to none")
     if data.resolutions and not net_spec(settings.model.net).any_size:
         raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
 

@@ -16,12 +16,30 @@ from cifar_lit.errors import UsageError, nearest
 
 FLIPS = ("none", "random", "alternating")
 
-_ORDER, _MOVES, _FIRST_FLIP = 1, 2, 3  # independent streams of one seed; the numbers only have to differ
+_ORDER, _MOVES, _FIRST_FLIP, _CYCLES = 1, 2, 3, 4  # independent streams of one seed; the numbers only have to differ
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """A permutation of `count` image indices, int64 (count,), as a function of (seed, epoch)."""
     return torch.from_numpy(np.random.default_rng([_ORDER, seed, epoch]).permutation(count))
+
+
+def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
+    """As many places in `labels`, int64 (N,), as these are, with each class equally often, as a function of (seed, epoch).
+
+    Each class has a shuffled cycle of its images, on which every epoch goes on where the one before ended. So in each epoch, and
+    in all together, how often its images come differs by one at most, and so it does between classes.
+    """
+    count = len(labels)
+    shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)
+    by_class = shuffled[np.argsort(labels.numpy()[shuffled], kind="stable")]
+    _, starts = np.unique(labels.numpy()[by_class], return_index=True)
+    cycles = np.split(by_class, starts[1:])
+    parts = []
+    for number, cycle in enumerate(cycles):  # rounded so that the classes' shares add up to the whole in every epoch
+        begin, end = ((count * each + number) // len(cycles) for each in (epoch, epoch + 1))
+        parts.append(cycle[np.arange(begin, end) % len(cycle)])
+    return torch.from_numpy(np.concatenate(parts))[epoch_order(count, seed, epoch)]
 
 
 @dataclass(frozen=True)

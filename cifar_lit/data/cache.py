@@ -1,6 +1,6 @@
 """Decoded images of a folder, kept in one file outside of it and mapped into memory.
 
-A cache is a folder of its own for each (root, size, channels), with
+A cache is a folder of its own for each (root, size, channels, way of resizing), with
 
     index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones
@@ -66,7 +66,14 @@ class Index(NamedTuple):
     data: str
 
 
-def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, cache_dir: Path | None = None) -> Decoded:
+def decoded(
+    root: Path,
+    files: Sequence[File],
+    size: tuple[int, int] | None,
+    channels: int,
+    cache_dir: Path | None = None,
+    resize: str = "crop",
+) -> Decoded:
     """The images of `files` below `root`, from the cache where it fits, else decoded with a progress bar and cached.
 
     The array is private to the process: writing to it changes no file.
@@ -74,16 +81,20 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
     Args:
         root: the folder that the files' paths are relative to.
         files: what to decode, in the order of the rows.
-        size: of the square images; None for their own size when all agree and it is at most 64, else 32.
+        size: (H, W) of the images; None for their own size when all agree and it is at most 64, else 32×32.
         channels: 1 or 3.
         cache_dir: `default_cache_dir()` if not given. Where it cannot be written, a line says so, and a temporary file takes
             its place.
+        resize: one of `decode.RESIZES`.
 
     Raises:
         Failure: when the disk is full, or a decoding process was ended.
     """
     real_root = root.resolve()
-    key = sha256(json.dumps([FORMAT, str(real_root), size, channels]).encode()).hexdigest()[:16]
+    # squares that are cut out are named as when there was nothing else, by which their caches are found again
+    side = size[0] if size and size[0] == size[1] else size
+    named = [FORMAT, str(real_root), side, channels, *([] if resize == "crop" else [resize])]
+    key = sha256(json.dumps(named).encode()).hexdigest()[:16]
     slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
     with ExitStack() as stack:
         try:
@@ -100,14 +111,14 @@ def decoded(root: Path, files: Sequence[File], size: int | None, channels: int, 
         if cached := _load(slot, root, files):
             return cached
         if size is not None:
-            return _decode(slot, root, files, (size, size), channels)
+            return _decode(slot, root, files, size, channels, resize)
         for file in files:
             with suppress(DecodeError):
                 if max(own_size := image_size(root / file.path)) <= MAX_OWN_SIZE:
                     with suppress(SizesDiffer):
-                        return _decode(slot, root, files, own_size, channels, all_of_size=True)
+                        return _decode(slot, root, files, own_size, channels, resize, all_of_size=True)
                 break
-        return _decode(slot, root, files, (COMMON_SIZE, COMMON_SIZE), channels)
+        return _decode(slot, root, files, (COMMON_SIZE, COMMON_SIZE), channels, resize)
 
 
 def default_cache_dir() -> Path:
@@ -159,7 +170,7 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _decode(
-    slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, all_of_size: bool = False
+    slot: Path, root: Path, files: Sequence[File], size: tuple[int, int], channels: int, resize: str, all_of_size: bool = False
 ) -> Decoded:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
     rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
@@ -174,7 +185,7 @@ def _decode(
         paths = [f"{root}{os.sep}{file.path}" for file in new]
         chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
-        work = partial(decode_files, size=size, channels=channels, all_of_size=all_of_size)
+        work = partial(decode_files, size=size, channels=channels, resize=resize, all_of_size=all_of_size)
         for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
             decoded_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise
@@ -23,6 +24,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
+SAMPLINGS = ("none", "balanced")
 MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
 
 
@@ -40,6 +42,8 @@ class ImageData(pl.LightningDataModule):
             validated and tested on the same images.
         seed: seed of order and augmentation; follows --seed.
         shuffle: draw a new order every epoch.
+        sampling: none, each training image once an epoch; or balanced, as many in all, but each class equally often: images of
+            rare classes come several times (in one epoch with the same crop and flip), those of common ones take turns.
         crop: pixels of reflect padding that a random crop moves in; 0 for none.
         flip: none, random, or alternating (each image mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
@@ -50,7 +54,11 @@ class ImageData(pl.LightningDataModule):
         workers: how many such processes.
         mean: of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
-        image_size: pixels to scale own images to, or to draw shapes in.
+        image_size: pixels to scale own images to, or to draw shapes in: one number for squares, or height and width,
+            such as 96x128 or [96, 128].
+        resize: how own images of other proportions get that size: crop, scaled until they cover it, and cut to their
+            middle; letterbox, scaled as a whole to fit in, and grey around it; squash, scaled without regard to
+            proportions.
         channels: 1 or 3, for own images and shapes.
         num_classes: of shapes.
         count: training images that `shapes` draws; its test set is a fifth of that.
@@ -71,6 +79,7 @@ class ImageData(pl.LightningDataModule):
         split_seed: int = 0,
         seed: int = 0,
         shuffle: bool = True,
+        sampling: str = "none",
         crop: int = 0,
         flip: str = "none",
         cutout: int = 0,
@@ -79,7 +88,8 @@ class ImageData(pl.LightningDataModule):
         workers: int = 2,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        image_size: int | None = None,
+        image_size: NonNegativeInt | list[int] | str | None = None,  # int would take 0x10 for 16
+        resize: str = "crop",
         channels: int | None = None,
         num_classes: int | None = None,
         count: int = 10_000,
@@ -95,12 +105,17 @@ class ImageData(pl.LightningDataModule):
         if placement not in PLACEMENTS:
             hint = nearest(placement, PLACEMENTS)
             raise UsageError(f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{hint}")
+        if sampling not in SAMPLINGS:
+            hint = nearest(sampling, SAMPLINGS)
+            raise UsageError(f"data.sampling must be one of {', '.join(SAMPLINGS)}, not {sampling!r}.{hint}")
+        if sampling == "balanced" and not shuffle:
+            raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.resolutions, self.placement, self.workers = resolutions or {}, placement, workers
+        self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels
+            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize
         )
         self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
@@ -135,6 +150,11 @@ class ImageData(pl.LightningDataModule):
     def class_count(self) -> int:
         """How many classes there are."""
         return len(self.classes)
+
+    @property
+    def class_counts(self) -> Tensor:
+        """How many images each class has to train on, int64 (classes,)."""
+        return torch.bincount(self.train_images.labels[self.split[0]], minlength=self.class_count)
 
     @property
     def input_shape(self) -> list[int]:
@@ -210,6 +230,7 @@ class ImageData(pl.LightningDataModule):
             self.batch_size,
             self.augmentation,
             shuffle=self.shuffle and not overfits,
+            balanced=self.sampling == "balanced",
             seed=self.seed,
             fill=self._fill,
             workers=self.workers if self.reads_ahead else 0,

@@ -32,6 +32,11 @@ _OTHER_FORMATS = {  # that people have images in, by their first bytes or by tho
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
     b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
+RESIZES = {  # by which an image of other proportions gets a size
+    "crop": "scaled until it covers the size, and cut to its middle",
+    "letterbox": "scaled as a whole to fit into the size, and grey (128) around it",
+    "squash": "scaled to the size, without regard to its proportions",
+}
 _PLAIN_REASONS = {  # for what Pillow says, by a part of it
     "truncated": "cut short",
     "decoder object": "damaged or cut short",
@@ -62,12 +67,14 @@ class SizesDiffer(ValueError):
     """An image is not of the size that all were expected to be of."""
 
 
-def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
+def decode(
+    source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
+) -> np.ndarray:
     """The image in a JPEG, PNG, WebP, BMP or GIF (its first frame) as uint8 (H, W, channels), upright by its EXIF orientation.
 
-    size: (H, W) to scale to, None for the image's own. Shapes are not squashed: the image is scaled until it covers `size`, and
-        what stands over is cut off equally at both ends (bicubic, antialiased).
+    size: (H, W) to scale to (bicubic, antialiased), None for the image's own.
     channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
+    resize: one of `RESIZES`.
 
     Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above `pixel_limit`.
     """
@@ -80,22 +87,23 @@ def decode(source: str | Path | BinaryIO, size: tuple[int, int] | None = None, c
                 raise OSError(f"it is {kind}: save it as JPEG or PNG")
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         _refuse_cut(data, image.format)
-        if size is not None:
-            image.draft(None, (2 * max(size), 2 * max(size)))  # a large JPEG is decoded smaller, yet no less than twice `size`
+        if size is not None and image.format in ("JPEG", "MPO"):
+            width, height = _part((size[1], size[0]), image.size, resize, turned=_orientation(image) >= 5)
+            image.draft(None, (2 * width, 2 * height))  # decoded smaller, yet no less than twice what it is scaled to
         if image.width * image.height > MAX_UNPACKED_PIXELS:
             raise OSError(f"more than {MAX_UNPACKED_PIXELS:,} pixels to unpack: save it smaller")
         image.load()
-        return _upright(image, size, channels)
+        return _upright(image, size, channels, resize)
 
 
-def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3) -> np.ndarray:
+def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop") -> np.ndarray:
     """A picture of Pillow's, of any mode, as uint8 (H, W, channels), by the steps that `decode` takes with a file.
 
     Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        return _upright(image, size, channels)
+        return _upright(image, size, channels, resize)
 
 
 @contextmanager
@@ -116,13 +124,15 @@ def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
-def decode_files(paths: Sequence[str], size: tuple[int, int], channels: int, all_of_size: bool = False) -> Pixels:
+def decode_files(
+    paths: Sequence[str], size: tuple[int, int], channels: int, resize: str = "crop", all_of_size: bool = False
+) -> Pixels:
     """Decodes many files to `size`; with `all_of_size` nothing is scaled, and an image of another size raises SizesDiffer."""
     pixels: list[bytes] = []
     bad: dict[int, str] = {}
     for position, path in enumerate(paths):
         try:
-            image = decode(path, None if all_of_size else size, channels)
+            image = decode(path, None if all_of_size else size, channels, resize)
         except DecodeError as error:
             bad[position] = error.reason
             continue
@@ -201,22 +211,48 @@ def _refuse_cut(data: bytes, file_format: str | None) -> None:
         raise OSError("cut short")
 
 
-def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int) -> np.ndarray:
-    """A loaded image as uint8 (H, W, channels), upright and of `size`: its middle part that has the proportions of `size`."""
+def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int, resize: str) -> np.ndarray:
+    """A loaded image as uint8 (H, W, channels), upright and of `size`."""
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}")
+    if resize not in RESIZES:
+        raise ValueError(f"resize must be one of {', '.join(RESIZES)}, not {resize!r}")
     orientation = _orientation(image)
     image = _as_mode(image, "RGB" if channels == 3 else "L")
     if orientation != 1:
         image = image.transpose(_UPRIGHT[orientation])
     height, width = size or image.size[::-1]
     if image.size != (width, height):
+        image = _resized(image, (width, height), resize)
+    return np.array(image).reshape(height, width, channels)
+
+
+def _resized(image: Image.Image, size: tuple[int, int], resize: str) -> Image.Image:
+    """An image scaled to `size` (width, height) by one of `RESIZES`."""
+    (width, height), box = size, (0.0, 0.0, float(image.width), float(image.height))
+    if resize == "crop":
         scale = max(width / image.width, height / image.height)
         left = max((image.width - width / scale) / 2, 0.0)
         top = max((image.height - height / scale) / 2, 0.0)
         box = (left, top, image.width - left, image.height - top)  # thin images are not blown up on the way
-        image = image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-    return np.array(image).reshape(height, width, channels)
+    part = _part(size, image.size, resize)
+    scaled = image.resize(part, Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    if part == size:
+        return scaled
+    # Grey whatever the data: normalised, it is near the 0 that convolutions pad with, and no edge as black and white would be.
+    whole = Image.new(image.mode, size, "grey")
+    whole.paste(scaled, (round((width - part[0]) / 2), round((height - part[1]) / 2)))
+    return whole
+
+
+def _part(size: tuple[int, int], image: tuple[int, int], resize: str, turned: bool = False) -> tuple[int, int]:
+    """The part of `size` that an image is scaled to, all of them (width, height); `turned`, as it lies in a file on its side."""
+    width, height = size[::-1] if turned else size
+    if resize != "letterbox":
+        return width, height
+    if image[0] * height > image[1] * width:  # as Pillow's ImageOps.contain rounds, yet never to nothing
+        return width, max(round(image[1] / image[0] * width), 1)
+    return max(round(image[0] / image[1] * height), 1), height
 
 
 def _orientation(image: Image.Image) -> int:

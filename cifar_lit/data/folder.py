@@ -12,7 +12,7 @@ import torch
 
 from cifar_lit.data.cache import File, decoded
 from cifar_lit.data.decode import SUFFIXES
-from cifar_lit.data.image_set import MAX_SIDE, ImageSet, check_class_names
+from cifar_lit.data.image_set import ImageSet, ImageSize, check_class_names, parse_image_size
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.text import note
 
@@ -25,12 +25,13 @@ Tree = dict[str, list[File]]  # the files of each class, both sorted
 def folder(
     root: Path,
     train: bool,
-    image_size: int | None = None,
+    image_size: ImageSize | None = None,
     channels: int = 3,
     test_size: float = 0.2,
     split_seed: int = 0,
     skip_bad: bool = False,
     cache_dir: Path | None = None,
+    resize: str = "crop",
 ) -> ImageSet:
     """The train or test images below `root` (JPEG, PNG, WebP, BMP, GIF's first frame; any mode and size).
 
@@ -41,13 +42,14 @@ def folder(
     Args:
         root: the folder.
         train: whether the training images are meant.
-        image_size: all images become squares of it, the middle of longer ones; None keeps their own size (H, W) when
-            all agree and it is at most 64, else 32.
+        image_size: what all images are scaled to; None keeps their own size (H, W) when all agree and it is at most 64,
+            else squares of 32.
         channels: 3 (RGB) or 1 (grey).
         test_size: where ROOT has no train/ and test/, the share of each class that is for testing.
         split_seed: chooses that share; the choice depends on nothing else but the paths below ROOT.
         skip_bad: leave damaged images out, and say how many, instead of failing.
         cache_dir: where the decoded images are kept for the next time; see `default_cache_dir`.
+        resize: how images of other proportions get that size, one of `decode.RESIZES`.
 
     Raises:
         UsageError: for a folder that is not laid out as said.
@@ -55,13 +57,12 @@ def folder(
     """
     if not 0 < test_size < 1:
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
-    if image_size is not None and not 1 <= image_size <= MAX_SIDE:
-        raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,}, not {image_size}")
+    size = None if image_size is None else parse_image_size(image_size)
     if channels not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     parts = scan(root, test_size, split_seed)
     files = [file for tree in parts.values() for members in tree.values() for file in members]
-    images, bad = decoded(root, files, image_size, channels, cache_dir)
+    images, bad = decoded(root, files, size, channels, cache_dir, resize)
     if bad and not skip_bad:
         damaged = f"{len(bad):,} of {len(files):,} images below {root} are damaged: {_listed(bad)}"
         raise Failure(f"{damaged}; mend or remove them, or go on without with --data.skip_bad true")

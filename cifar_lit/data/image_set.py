@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from cifar_lit.errors import UsageError
 from cifar_lit.text import MAX_NAME, is_name
 
 MAX_SIDE = 2048  # pixels of the images that a net takes; these are nets for small images
+
+ImageSize = int | Sequence[int] | str  # of a setting: 96 for squares, [96, 128] or "96x128" for height and width
 
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # of images that are looked at at once: as numbers they take twelve times as many
 
@@ -74,6 +77,21 @@ class ImageSet:
         """Channels, height and width of each image, in a net's order."""
         height, width, channels = self.images.shape[1:]
         return [channels, height, width]
+
+
+def parse_image_size(value: ImageSize) -> tuple[int, int]:
+    """Height and width in pixels; raises UsageError for what is no size, and for sides beyond `MAX_SIDE`."""
+    sides: Sequence[int | str] = (value,) if isinstance(value, int) else value
+    if isinstance(value, str):
+        sides = re.split("[x×]", value)
+    try:
+        height, width = map(int, sides if len(sides) > 1 else (*sides, *sides))
+    except ValueError:
+        form = "a number of pixels for squares, or height x width, such as 96x128"
+        raise UsageError(f"--data.image_size must be {form}, not {str(value)[:40]!r}") from None
+    if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE:
+        raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,} pixels a side, not {height}×{width}")
+    return height, width
 
 
 def check_class_names(names: Sequence[object], of: str = "the data set's class") -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order
+from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import return_freed_memory
@@ -60,6 +60,7 @@ class TrainLoader:
     with on more or fewer. The last, smaller batch is kept unless it is a single image, which batch norm cannot take. Where it has
     fewer than two for each device, fewer share it, and the others get two of its images with a loss weight of 0.
 
+    balanced: whether an epoch shows each class equally often; of an image that it shows twice, both are augmented alike.
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
     Raises UsageError when a global batch cannot be shared out.
@@ -71,6 +72,7 @@ class TrainLoader:
     augmentation: Augmentation
     _: KW_ONLY
     shuffle: bool = True
+    balanced: bool = False
     seed: int = 0
     rank: int = 0
     world: int = 1
@@ -85,6 +87,7 @@ class TrainLoader:
         if len(self.indices) < world:
             raise UsageError(f"{len(self.indices)} training images are too few for {world} devices")
         self.augmentation.check(*self.source.input_shape[1:])
+        self._labels = self.source.labels.cpu()[self.indices]
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
@@ -128,7 +131,9 @@ class TrainLoader:
     def epoch_plan(self, epoch: int) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
         """The rows of the image set, int64, in the order in which an epoch shows them, and what makes batches of them."""
         images, (_, height, width) = self.source.images, self.source.input_shape
-        order = self.indices[epoch_order(len(self.indices), self.seed, epoch)] if self.shuffle else self.indices
+        order, seed = self.indices, self.seed
+        if self.shuffle:
+            order = order[balanced_order(self._labels, seed, epoch) if self.balanced else epoch_order(len(order), seed, epoch)]
         plan = self.augmentation.plan(len(images), height, width, self.seed, epoch)
         if images.device.type != "cpu":  # one transfer an epoch each, which does not wait for what the device is still computing
             order = order.pin_memory().to(images.device, non_blocking=True)

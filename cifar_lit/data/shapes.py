@@ -18,7 +18,7 @@ import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import ImageSet, ImageSize, parse_image_size
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 
@@ -77,44 +77,52 @@ BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the proces
 MAX_LINES, MAX_DOTS = 3, 4  # behind the figure
 
 
-def shapes(train: bool, *, image_size: int = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0) -> ImageSet:
-    """Draws `count` images, uint8 (count, image_size, image_size, channels), of classes in equal number.
+def shapes(
+    train: bool, *, image_size: ImageSize = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0
+) -> ImageSet:
+    """Draws `count` images, uint8 (count, H, W, channels), of classes in equal number; figures are as large as the shorter side
+    lets them be.
 
     Image i depends on `seed`, `train`, i and the other settings alone, not on `count`. Train and test images never share
     random numbers. Of the classes, the first ten are single figures, the others pairs ("star+ring": a star and a smaller ring).
     Raises UsageError for settings that cannot be drawn.
     """
-    if image_size < MIN_SIZE:
-        raise UsageError(f"shapes needs an image_size of at least {MIN_SIZE}, not {image_size}.")
+    height, width = size = parse_image_size(image_size)
+    if min(size) < MIN_SIZE:
+        raise UsageError(f"shapes needs an image_size of at least {MIN_SIZE}, not {height}×{width}.")
     if channels not in (1, 3):
         raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
     if not 2 <= num_classes <= len(CLASSES):
         raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
     if count < 1 or seed < 0:
         raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
-    images = np.empty((count, image_size, image_size, channels), np.uint8)
+    images = np.empty((count, height, width, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number
     with progress(f"drawing shapes ({'train' if train else 'test'})", count, min_seconds=5.0) as advance:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
             block_labels = rng.permuted(np.tile(np.arange(num_classes), (rows, 1)), axis=1).ravel()
-            images[start : start + len(block_labels)] = _draw(rng, block_labels, image_size, channels)[: count - start]
+            images[start : start + len(block_labels)] = _draw(rng, block_labels, size, channels)[: count - start]
             labels[start : start + len(block_labels)] = block_labels[: count - start]
             advance(min(len(block_labels), count - start))
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), CLASSES[:num_classes])
 
 
-def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -> NDArray[np.uint8]:
-    """Images uint8 (N, size, size, channels) of classes `labels` (N,), all with numbers drawn from `rng`."""
-    count = len(labels)
-    axis = ((np.arange(size, dtype=np.float32) + 0.5) / size).astype(np.float32)
-    x, y = np.broadcast_to(axis, (count, size, size)), np.broadcast_to(axis[:, None], (count, size, size))
+def _draw(rng: Generator, labels: NDArray[np.int64], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
+    """Images uint8 (N, *size, channels) of classes `labels` (N,), all with numbers drawn from `rng`.
+
+    Coordinates are in units of the shorter side.
+    """
+    count, unit = len(labels), min(size)
+    rows, columns = (((np.arange(side, dtype=np.float32) + 0.5) / unit).astype(np.float32) for side in size)
+    x, y = np.broadcast_to(columns, (count, *size)), np.broadcast_to(rows[:, None], (count, *size))
+    wide, high = _extents(x)
     ground = rng.random((channels, count, 1, 1), np.float32)
     # A step of 0.3 to 0.7 around the circle of brightness: plain to see in every channel, brighter or darker alike.
     figure = (ground + _uniform(rng, 0.3, 0.7, (channels, count, 1, 1))) % 1
     slope_x, slope_y = (_uniform(rng, -0.12, 0.12, (channels, count, 1, 1)) for _ in "xy")
-    canvas = ground + (slope_x * (2 * x - 1) + slope_y * (2 * y - 1))
+    canvas = ground + (slope_x * (2 * x / wide - 1) + slope_y * (2 * y / high - 1))
     for coverage in _clutter(rng, x, y):
         _paint(canvas, coverage, rng.random((channels, count, 1, 1), np.float32))
     for coverage in _figures(rng, labels, x, y):
@@ -122,6 +130,12 @@ def _draw(rng: Generator, labels: NDArray[np.int64], size: int, channels: int) -
     canvas += _uniform(rng, 0.01, 0.08, (count, 1, 1)) * rng.standard_normal(canvas.shape, np.float32)
     np.clip(canvas * 255 + 0.5, 0, 255, out=canvas)
     return np.moveaxis(canvas.astype(np.uint8), 0, 3)
+
+
+def _extents(x: Array) -> tuple[float, float]:
+    """Width and height of images (N, H, W) in units of the shorter side."""
+    height, width = x.shape[1:]
+    return width / min(height, width), height / min(height, width)
 
 
 def _uniform(rng: Generator, low: float, high: float, shape: tuple[int, ...]) -> Array:
@@ -135,21 +149,24 @@ def _paint(canvas: Array, coverage: Array, colour: Array) -> None:
 
 
 def _coverage(distance: Array, size: int) -> Array:
-    """How much of each pixel lies inside, from the distance to the edge in image widths: antialiasing one pixel wide."""
+    """How much of each pixel lies inside, from the distance to the edge, where the unit is `size` pixels: antialiasing one pixel
+    wide."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
 def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:
     """Coverages (N, H, W) of a random number of thin lines and small dots."""
-    shape, size = (len(x), 1, 1), x.shape[-1]
+    shape, size, (wide, high) = (len(x), 1, 1), min(x.shape[1:]), _extents(x)
     number = rng.integers(0, MAX_LINES + 1, shape)
     for line in range(MAX_LINES):
         angle = _uniform(rng, 0, np.pi, shape)
-        across = np.cos(angle) * (x - rng.random(shape, np.float32)) + np.sin(angle) * (y - rng.random(shape, np.float32))
+        left, top = wide * rng.random(shape, np.float32), high * rng.random(shape, np.float32)
+        across = np.cos(angle) * (x - left) + np.sin(angle) * (y - top)
         yield (line < number) * _coverage(np.abs(across) - _uniform(rng, 0.01, 0.022, shape), size)
     number = rng.integers(0, MAX_DOTS + 1, shape)
     for dot in range(MAX_DOTS):
-        distance = np.sqrt((x - rng.random(shape, np.float32)) ** 2 + (y - rng.random(shape, np.float32)) ** 2)
+        left, top = wide * rng.random(shape, np.float32), high * rng.random(shape, np.float32)
+        distance = np.sqrt((x - left) ** 2 + (y - top) ** 2)
         yield (dot < number) * _coverage(distance - _uniform(rng, 0.02, 0.05, shape), size)
 
 
@@ -163,7 +180,7 @@ def _figures(rng: Generator, labels: NDArray[np.int64], x: Array, y: Array) -> I
     gap = np.where(paired, np.float32(0.01), 0)
     # The middle of the pair (of the figure, where there is one only) lies so that no rim leaves the image.
     reach = radius + small + gap
-    middle_x, middle_y = (reach + (1 - 2 * reach) * rng.random(shape, np.float32) for _ in "xy")
+    middle_x, middle_y = (reach + (extent - 2 * reach) * rng.random(shape, np.float32) for extent in _extents(x))
     towards = _uniform(rng, 0, 2 * np.pi, shape)
     kinds = (np.where(pair, labels // len(FIGURES) - 1, labels), np.where(pair, labels % len(FIGURES), -1))
     for kind, size, offset in ((kinds[0], radius, -small - gap), (kinds[1], small, radius + gap)):
@@ -180,5 +197,5 @@ def _figure_coverage(kind: NDArray[np.int64], x: Array, y: Array, radius: Array,
         if len(rows):
             cos, sin = np.cos(angle[rows]) / radius[rows], np.sin(angle[rows]) / radius[rows]
             to_edge = distance(cos * x[rows] + sin * y[rows], cos * y[rows] - sin * x[rows]) * radius[rows]
-            coverage[rows] = _coverage(to_edge, x.shape[-1])
+            coverage[rows] = _coverage(to_edge, min(x.shape[1:]))
     return coverage

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import ImageSet, ImageSize
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.plugins import import_callable, is_import_path
 
@@ -40,7 +41,7 @@ class SourceSettings:
 
     root: str | None = None
     url: str | None = None
-    image_size: int | None = None
+    image_size: ImageSize | None = None
     channels: int | None = None
     num_classes: int | None = None
     count: int = 10_000
@@ -49,6 +50,7 @@ class SourceSettings:
     skip_bad: bool = False
     cache_dir: str | None = None
     labels: str | None = None
+    resize: str = "crop"
 
     @property
     def path(self) -> Path:
@@ -130,7 +132,7 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         raise UsageError("the data set `folder` needs --data-dir PATH, which holds train/<class>/… and test/<class>/…")
     s, cache_dir = settings, Path(settings.cache_dir) if settings.cache_dir else None
-    images = folder(s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir)
+    images = folder(s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir, s.resize)
     if settings.num_classes not in (None, len(images.classes)):
         classes = f"{len(images.classes)} classes, not {settings.num_classes}"
         raise UsageError(f"{settings.root} has {classes}: leave data.num_classes out")
@@ -142,8 +144,11 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
 
     if settings.count < 10:
         raise UsageError("data.count must be at least 10 images")
+    if settings.resize != "crop":
+        raise UsageError("shapes are drawn in the size that they are to have: leave data.resize out")
     count = settings.count if train else settings.count // 5
-    size, channels, num_classes = settings.image_size or 32, settings.channels or 3, settings.num_classes or 10
+    size = 32 if settings.image_size is None else settings.image_size
+    channels, num_classes = settings.channels or 3, settings.num_classes or 10
     return shapes(train, image_size=size, channels=channels, num_classes=num_classes, count=count, seed=settings.split_seed)
 
 
@@ -180,6 +185,11 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
+    if settings.resize not in RESIZES:
+        hint = nearest(settings.resize, RESIZES)
+        raise UsageError(f"data.resize must be one of {', '.join(RESIZES)}, not {settings.resize!r}.{hint}")
+    if settings.resize != "crop" and "image_size" in source.fixed:
+        raise UsageError(f"the images of {dataset} have one size: leave data.resize out")
     fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed
     for name, value in fixed.items():
         if getattr(settings, name) not in (None, value):

@@ -103,7 +103,7 @@ def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int 
     Yields for each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
     (B, C, H, W). Raises Failure when a decoding process was ended from outside.
     """
-    work = partial(decode_files, size=classifier.size, channels=classifier.channels)
+    work = partial(decode_files, size=classifier.size, channels=classifier.channels, resize=classifier.resize)
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
     paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
     indices = count()
@@ -136,7 +136,7 @@ BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
 def contact_sheet(rows: Sequence[Row]) -> Image.Image:
     """The files of at most `MAX_PICTURES` rows, each with its name, class and probability below; unreadable ones are grey.
 
-    The files are read again, for more pixels than the net was given.
+    The files are read again: a sheet shows them whole and with more pixels, whatever part of them the net was given.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
     lines = 3 if any(row.unlike for row in rows) else 2
@@ -176,7 +176,7 @@ def save_picture(image: Image.Image, path: Path) -> None:
 def _thumbnail(row: Row) -> Image.Image:
     with suppress(DecodeError):  # gone since it was classified
         if row.error is None and row.path is not None:
-            return Image.fromarray(decode(row.path, (SIDE, SIDE)))
+            return Image.fromarray(decode(row.path, (SIDE, SIDE), resize="letterbox"))
     return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
 
 

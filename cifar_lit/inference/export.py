@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.files import atomic_write
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
@@ -207,6 +208,8 @@ def metadata(net: LoadedNet) -> dict[str, str]:
         "classes": json.dumps(net.card.classes, ensure_ascii=False),
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
+        "resize": net.card.resize,
+        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)",
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(net.card), ensure_ascii=False),

@@ -39,7 +39,7 @@ class Classifier:
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
         self.channels, height, width = net.card.input_shape  # 3 channels for RGB, 1 for grey
-        self.size = (height, width)
+        self.size, self.resize = (height, width), net.card.resize
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
@@ -61,7 +61,7 @@ class Classifier:
         Args:
             images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C)
                 or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are scaled to the
-                net's size, their middle cut out where the proportions differ.
+                net's size as its training images were, see `ModelCard.resize`.
             top: how many classes `Prediction.top` names.
 
         Raises:
@@ -102,8 +102,9 @@ class Classifier:
     def _prepare_one(self, image: Any) -> np.ndarray:
         """One image as uint8 (H, W, C) of the net's size, by the same steps as a file."""
         if isinstance(image, str | Path):
-            return decode(image, self.size, self.channels)
-        return pixels_of(image if isinstance(image, Image.Image) else _to_picture(image), self.size, self.channels)
+            return decode(image, self.size, self.channels, self.resize)
+        picture = image if isinstance(image, Image.Image) else _to_picture(image)
+        return pixels_of(picture, self.size, self.channels, self.resize)
 
 
 def _to_picture(image: Any) -> Image.Image:

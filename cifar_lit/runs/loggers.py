@@ -22,7 +22,7 @@ from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
-    "test/loss", "test/accuracy",
+    "test/loss", "test/accuracy", "val/balanced_accuracy", "val/macro_f1", "test/balanced_accuracy", "test/macro_f1",
 )  # fmt: skip
 
 

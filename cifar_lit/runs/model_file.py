@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
@@ -35,7 +36,8 @@ class ModelCard:
 
     input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values.
     novelty: how images unlike those of the training are told; empty where they are not. temperature: what logits are divided by
-    for probabilities, None where no held-out images told it. Older files lack the last three.
+    for probabilities, None where no held-out images told it. resize: how pictures of other proportions get the net's height and
+    width, one of `decode.RESIZES`. Older files lack the last four.
     """
 
     net: str
@@ -47,6 +49,7 @@ class ModelCard:
     options: dict[str, Any] = field(default_factory=dict)
     novelty: dict[str, Any] = field(default_factory=dict)
     temperature: float | None = None
+    resize: str = "crop"
 
     @property
     def net_settings(self) -> dict[str, Any]:
@@ -254,4 +257,5 @@ _CHECKS = {
     "options": lambda value: isinstance(value, dict) and _plain(value),
     "novelty": lambda value: isinstance(value, dict) and (value.get("threshold") is None or _number(value["threshold"])),
     "temperature": lambda value: value is None or (_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE),
+    "resize": lambda value: value in tuple(RESIZES),
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
 from cifar_lit.runs.label_errors import (
     NEIGHBOURS,
@@ -117,6 +118,7 @@ def render(
         neighbours=NEIGHBOURS,
         images=len(predictions.labels),
         right=int(predictions.hits.sum()),
+        interval=wilson_interval(int(predictions.hits.sum()), len(predictions.labels)),
         summary=_summary(metrics),
         charts=_charts(read_curves(run)),
         matrix=matrix.tolist(),
@@ -153,7 +155,7 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, value in (metrics.get(part) or {}).items():
             headline = name == "images" or (part, name) == ("test", "accuracy")
             if isinstance(value, int | float) and not headline:
-                facts.append((f"{what} {name}", f"{value:.4f}"))
+                facts.append((f"{what} {name.replace('_', ' ')}", f"{value:.4f}"))
             elif name == "tta" and isinstance(value, dict):
                 facts.append((f"{what} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
     return facts

@@ -17,6 +17,7 @@ from torch import Tensor
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
+from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
@@ -30,7 +31,8 @@ Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 # What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
+    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
+    "cutout", "seed",
 )  # fmt: skip
 
 
@@ -66,19 +68,26 @@ def metrics_of(
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
-        "val": {"accuracy": val.accuracy, "loss": val.loss, **val.metrics} if val else None,
+        "val": {**val.figures, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),
     }
     if test:
         per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
-        scores = {"accuracy": test.accuracy, "loss": test.loss, "images": test.images, **test.metrics, "per_class": per_class}
+        counted = {"images": test.images, "interval": accuracy_interval(test)}
+        scores: dict[str, Any] = {**test.figures, **counted, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
         if model.predictions is not None:
             scores["calibration"] = calibration_of(model.predictions, temperature)
         metrics["test"] = {**scores, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
     return metrics
+
+
+def accuracy_interval(score: Score) -> list[float] | None:
+    """Wilson's 95 % interval of its accuracy; None of no images."""
+    right, images = sum(row[place] for place, row in enumerate(score.confusion)), sum(map(sum, score.confusion))
+    return [round(bound, 6) for bound in wilson_interval(right, images)] if images else None
 
 
 def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:

@@ -33,8 +33,10 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     if dataset:
         settings: Any = {"dataset": dataset}
         channels, height, width = card.input_shape
-        if dataset in ("shapes", "folder") and height == width:
-            settings |= {"image_size": height, "channels": channels}
+        if dataset in ("shapes", "folder"):
+            settings |= {"image_size": [height, width], "channels": channels}
+        if dataset == "folder":
+            settings["resize"] = card.resize
         if dataset == "shapes":
             settings["num_classes"] = len(card.classes)
     else:
@@ -135,7 +137,7 @@ class RunData:
             if self.data_dir is not None:
                 raise
             channels, height, width = self.card.input_shape
-            size, colours = max(MIN_SIZE, height, width), 3 if channels == 3 else 1
+            size, colours = [max(MIN_SIZE, height), max(MIN_SIZE, width)], 3 if channels == 3 else 1
             drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
             images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
             return RunImages(images, None, f"{len(images):,} drawn images, without labels ({error})")

@@ -305,7 +305,8 @@ class EpochLines(Callback):
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
         parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
         if trainer.num_val_batches and "val/loss" in (metrics := trainer.callback_metrics):
-            parts.append(f"val loss {float(metrics['val/loss']):.4f} accuracy {float(metrics['val/accuracy']):.4f}")
+            names = dict.fromkeys(("loss", "accuracy", pl_module.hparams["monitor"]))
+            parts.append("val " + " ".join(f"{name} {float(metrics[f'val/{name}']):.4f}" for name in names))
         parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
 

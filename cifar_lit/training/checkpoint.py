@@ -164,9 +164,9 @@ class LastCheckpoint(RunCheckpoint):
         return self._last_global_step_saved == trainer.global_step
 
 
-def best_checkpoint() -> RunCheckpoint:
-    """Keeps the checkpoint of the epoch with the highest validation accuracy as `best.ckpt`."""
-    return RunCheckpoint(filename="best", monitor="val/accuracy", mode="max", save_top_k=1, enable_version_counter=False)
+def best_checkpoint(monitor: str = "val/accuracy", mode: str = "max") -> RunCheckpoint:
+    """Keeps the checkpoint of the epoch with the highest (`max`) or lowest (`min`) figure of the validation as `best.ckpt`."""
+    return RunCheckpoint(filename="best", monitor=monitor, mode=mode, save_top_k=1, enable_version_counter=False)
 
 
 def last_checkpoint() -> LastCheckpoint:

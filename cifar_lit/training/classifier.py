@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.data.progress import progress
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
@@ -39,6 +39,20 @@ from cifar_lit.training.schedules import schedule_from
 
 WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
 
+CLASS_WEIGHTS = ("none", "balanced", "effective")
+BETA = 0.999  # of the effective number of samples, as its authors take it for ImageNet and iNaturalist
+
+
+def class_weights(counts: Tensor, kind: str) -> list[float]:
+    """The weights of the classes' images in the loss: with a mean of 1 over all training images, 0 of a class without any.
+
+    counts: of training images, int64 (classes,). kind: balanced, one over the count; or effective, one over the effective number
+    of samples (1 − βⁿ) / (1 − β) of n, which for many is little more than for some (Cui et al., Class-Balanced Loss, CVPR 2019).
+    """
+    sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
+    weights = torch.where(counts > 0, 1 / sizes, 0.0)
+    return (weights * (counts.sum() / (weights * counts).sum())).tolist()
+
 
 class ImageClassifier(pl.LightningModule):
     """A net by name that is trained with cross-entropy.
@@ -50,6 +64,9 @@ class ImageClassifier(pl.LightningModule):
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
+        class_weights: for unequal classes: none; balanced, an image's training loss counts by one over the number of training
+            images of its class; or effective, by one over their effective number, which evens out less. Validation and
+            test count every image alike.
         optimizer: sgd, adamw, muon (filters orthogonalised; SGD for the rest).
         lr: highest learning rate; of the filters under muon.
         momentum: of SGD; of the filters under muon.
@@ -77,6 +94,8 @@ class ImageClassifier(pl.LightningModule):
         input_lr: rate of the first layers, which rises in equal ratios to lr in the last ones; null for lr in all.
         fixed_norms: leave the running statistics of batch norms as they are, and normalise by them in training too.
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
+        monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
+            top5 (of more than five classes), loss (the lowest), or one of `metrics`.
     """
 
     def __init__(
@@ -87,6 +106,7 @@ class ImageClassifier(pl.LightningModule):
         width: float = 1.0,
         net_options: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
+        class_weights: str = "none",
         optimizer: str = "sgd",
         lr: float = 0.1,
         momentum: float = 0.0,
@@ -112,6 +132,7 @@ class ImageClassifier(pl.LightningModule):
         input_lr: float | None = None,
         fixed_norms: bool = False,
         metrics: dict[str, Metric] | None = None,
+        monitor: str = "accuracy",
     ) -> None:
         super().__init__()
         input_shape = list(input_shape or (3, 32, 32))
@@ -120,6 +141,9 @@ class ImageClassifier(pl.LightningModule):
         check_views(tta)
         if head_views < 0 or not (unfreeze or (weights and head_views)):
             raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
+        if class_weights not in CLASS_WEIGHTS:
+            hint = nearest(class_weights, CLASS_WEIGHTS)
+            raise UsageError(f"model.class_weights must be one of {', '.join(CLASS_WEIGHTS)}, not {class_weights!r}.{hint}")
         channels, *size = input_shape
         shape: dict[str, Any] = {"channels": channels, "image_size": tuple(size), "num_classes": num_classes}
         self.net: nn.Module = build_net(net, **shape, width=width, options=net_options)
@@ -132,11 +156,14 @@ class ImageClassifier(pl.LightningModule):
         self.running = RunningMetrics(self.device)  # of this device's training steps
         self.logged_step = 0
         self.evaluation, self.views = Evaluation(num_classes, metrics), Evaluation(num_classes)
+        if monitor not in (names := self.evaluation.names):
+            raise UsageError(f"model.monitor must be one of {', '.join(names)}, not {monitor!r}.{nearest(monitor, names)}")
         self._collector = PredictionCollector()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
         self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
+        self._class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
         self._graphs: GraphedSteps | None = None
         self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
         self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
@@ -156,8 +183,14 @@ class ImageClassifier(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
-        logits = self(batch.images)
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
+        logits, smoothing = self(batch.images), self.hparams["label_smoothing"]
+        if self._class_weights is None:
+            loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
+        else:
+            # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by the
+            # weights of this device's part, and weighs what smoothing spreads too, which pulls every image to the rare classes.
+            losses = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing, reduction="none")
+            loss = (self._class_weights[batch.labels] * losses).mean()
         if batch.loss_weight:
             self.running.update(loss.detach(), logits, batch.labels)
         if not self._reads_losses:
@@ -195,6 +228,7 @@ class ImageClassifier(pl.LightningModule):
             return_freed_memory()  # the images do not fit, so that memory is worth more than time
         elif self.device.type == "cpu":
             keep_freed_memory()
+        self._class_weights = self._weights_of_classes()
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
         self._reads_losses = self.device.type == "cpu" and self._graphs is None
@@ -206,6 +240,15 @@ class ImageClassifier(pl.LightningModule):
             self._whitening_schedule = self.trainer.lr_scheduler_configs[0].scheduler
         if self._graphs and not self.trainer.ckpt_path:
             self._graphs.rehearse(self._example_batches())
+
+    def _weights_of_classes(self) -> Tensor | None:
+        """The weights of the classes in the loss on this device; None where all images count alike."""
+        kind, data = self.hparams["class_weights"], self.trainer.datamodule  # type: ignore[attr-defined]
+        if kind == "none":
+            return None
+        if not hasattr(data, "class_counts"):
+            raise UsageError(f"model.class_weights {kind} counts the training images: fit a datamodule that has class_counts")
+        return torch.tensor(class_weights(data.class_counts, kind), device=self.device)
 
     def _example_batches(self) -> Iterator[Any]:
         """Batches of all shapes that the fit will meet, the largest first; the net meanwhile is as it will be then."""
@@ -257,7 +300,12 @@ class ImageClassifier(pl.LightningModule):
         data = trainer.datamodule  # type: ignore[attr-defined]
         (train, val), labels = data.split, data.train_images.labels
         features, val_features = self._features(train, h["head_views"]), self._features(val, 1) if len(val) else None
-        fitted = fit_head(features, labels[train], h["num_classes"], h["head_views"]) if features is not None else None
+        fitted = None
+        if features is not None:
+            balanced = class_weights(data.class_counts, "balanced") if data.sampling == "balanced" else None
+            weights = torch.tensor(balanced) if balanced else self._class_weights
+            weights = None if weights is None else weights.cpu()
+            fitted = fit_head(features, labels[train], h["num_classes"], h["head_views"], weights)
         weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
         with torch.no_grad():
             head.weight.copy_(weight)
@@ -373,6 +421,13 @@ class ImageClassifier(pl.LightningModule):
 
     # ---- evaluation
 
+    @property
+    def monitored(self) -> tuple[str, str]:
+        """What the best checkpoint is chosen by, such as `val/accuracy`, and whether the `max` or the `min` of it is best."""
+        name = self.hparams["monitor"]
+        lowest = name == "loss" or (name in self.evaluation.metrics and self.evaluation.metrics[name].higher_is_better is False)
+        return f"val/{name}", "min" if lowest else "max"
+
     def on_validation_epoch_start(self) -> None:
         """Starts counting afresh, with the first device's running statistics of norms on all."""
         for counter in (self.evaluation, self.views, self._collector):
@@ -398,7 +453,7 @@ class ImageClassifier(pl.LightningModule):
             self.views.update(view_logits(self.net, batch.images.type(self.dtype), self.hparams["tta"]), batch.labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Makes the score known under `val/accuracy`, `val/loss` and the names of further metrics, or `test/…` in a test."""
+        """Makes the score's figures known under `val/accuracy`, `val/loss` and so on, or `test/…` in a test."""
         self.score = self.evaluation.compute()
         self.predictions = self._collector.predictions() if self._collector.update_called else None
         stage = "test" if self.trainer.testing else "val"
@@ -406,7 +461,7 @@ class ImageClassifier(pl.LightningModule):
             self.views_score = self.views.compute()
         scalars = self.score.scalars(stage)
         diverged = self.trainer.state.fn == "fit" and not math.isfinite(self.score.loss)  # however accurate, it is not the best
-        watched = {**scalars, "val/accuracy": math.nan} if diverged else scalars
+        watched = {**scalars, "val/accuracy": math.nan, self.monitored[0]: math.nan} if diverged else scalars
         self.log_dict(watched, logger=False)  # for checkpoints and early stopping, which look it up by name
         self.progress[stage] = self.score.accuracy
         if not self.trainer.sanity_checking:

@@ -49,8 +49,38 @@ class MeanLoss(Metric):
         return torch.where(unusable > 0, torch.nan, total.float() * self.UNIT / count)
 
 
+TOP = 5  # likeliest classes among which an image's own counts as a hit of `top5`; scored where there are more classes
+
+
+class TopHits(Metric):
+    """How many images have fewer than TOP classes that are likelier than their own, counted in whole numbers.
+
+    So ties count as hits, on every device alike, where `topk` breaks them as it comes. An image whose own logit is NaN is none.
+    """
+
+    full_state_update = False
+
+    hits: Tensor  # int64 scalar
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("hits", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts float32 logits (B, classes) against int64 labels (B,); labels of -1 are padding and do not count."""
+        own = logits.gather(1, labels.clamp_min(0)[:, None])
+        self.hits += (((logits <= own).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
+
+    def compute(self) -> Tensor:
+        """Their number."""
+        return self.hits
+
+
 class Score(NamedTuple):
-    """How a net did on a set of images; accuracies are fractions, the loss is a mean over images."""
+    """How a net did on a set of images; accuracies are fractions, the loss is a mean over images.
+
+    top5: the fraction of images with their class among the TOP likeliest; None where there are no more classes than that.
+    """
 
     accuracy: float
     loss: float
@@ -58,31 +88,54 @@ class Score(NamedTuple):
     per_class: list[float]
     confusion: list[list[int]]
     metrics: Mapping[str, float] = {}  # those of `model.metrics`
+    top5: float | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None, num_classes: int) -> Score | None:
         """A score out of a checkpoint, of this version, an older or a newer one; None where none of so many classes is whole."""
         try:
             known = dict(values or {})
-            matrix = torch.tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes)
+            matrix = torch.tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
             per_class = torch.tensor(known["per_class"], dtype=torch.float64).view(num_classes)
             metrics = {str(name): float(value) for name, value in known.get("metrics", {}).items()}
-            counted = int(known["images"])
-            return cls(float(known["accuracy"]), float(known["loss"]), counted, per_class.tolist(), matrix.tolist(), metrics)
+            accuracy, loss, counted = float(known["accuracy"]), float(known["loss"]), int(known["images"])
+            top5 = None if known.get("top5") is None else float(known["top5"])
+            return cls(accuracy, loss, counted, per_class.tolist(), matrix.tolist(), metrics, top5)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # whatever a foreign file leads to
             return None
 
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean of the classes' accuracies, of those that have images: guessing among C classes gives 1/C."""
+        return round(float(torch.tensor(self.per_class, dtype=torch.float64).nanmean()), 6)
+
+    @property
+    def macro_f1(self) -> float:
+        """The mean of the classes' F1, the harmonic mean of precision and recall; of those that have images or were predicted."""
+        matrix = torch.tensor(self.confusion, dtype=torch.float64).view(2 * [len(self.confusion)])
+        return round(float((2 * matrix.diag() / (matrix.sum(0) + matrix.sum(1))).nanmean()), 6)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Everything that is one number, by name; one of `model.metrics` may have the name of ours, and takes its place."""
+        own = {"accuracy": self.accuracy, "loss": self.loss}
+        own |= {"balanced_accuracy": self.balanced_accuracy, "macro_f1": self.macro_f1}
+        return own | ({} if self.top5 is None else {"top5": self.top5}) | dict(self.metrics)
+
     def scalars(self, stage: str) -> dict[str, float]:
-        """Everything that is one number, by the names that loggers and callbacks know it by, such as `val/accuracy`."""
-        values = {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
-        return {f"{stage}/{name}": value for name, value in values.items()}
+        """The figures by the names that loggers and callbacks know them by, such as `val/accuracy`."""
+        return {f"{stage}/{name}": value for name, value in self.figures.items()}
 
 
-TAKEN = ("accuracy", "loss", "images", "per_class", "tta", "calibration", "fingerprint")  # names of figures in metrics.json
+# names in metrics.json that no further metric can have
+TAKEN = ("accuracy", "loss", "images", "interval", "per_class", "tta", "calibration", "fingerprint")
 
 
 class Evaluation(nn.Module):
-    """Loss, confusion matrix and further metrics of one pass over a set; accuracies follow from the matrix's whole numbers."""
+    """Loss, confusion matrix, hits among the likeliest and further metrics of one pass over a set.
+
+    Accuracies and F1 follow from the matrix's whole numbers.
+    """
 
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
@@ -91,6 +144,7 @@ class Evaluation(nn.Module):
                 raise UsageError(f"model.metrics: nothing can be called {name!r} beside the figures of metrics.json: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
+        self.top5 = TopHits() if num_classes > TOP else None
         self.metrics = MetricCollection({name: metric.clone() for name, metric in (metrics or {}).items()}, compute_groups=False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -98,6 +152,8 @@ class Evaluation(nn.Module):
         counted = labels >= 0
         self.loss.update(F.cross_entropy(logits.float(), labels.clamp_min(0), reduction="none"), counted)
         self.confusion.update(logits, labels)
+        if self.top5 is not None:
+            self.top5.update(logits.float(), labels)
         if len(self.metrics) and bool(counted.all()):  # padding comes in whole batches
             self.metrics.update(logits, labels)
 
@@ -112,12 +168,20 @@ class Evaluation(nn.Module):
             per_class=(hits.double() / counts).tolist(),
             confusion=matrix.tolist(),
             metrics={name: float(value) for name, value in self.metrics.compute().items()} if len(self.metrics) else {},
+            top5=None if self.top5 is None else float(self.top5.compute().cpu().double() / counts.sum()),
         )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the figures that a score of it has."""
+        ours = ["accuracy", "loss", "balanced_accuracy", "macro_f1", *(["top5"] if self.top5 is not None else [])]
+        return list(dict.fromkeys([*ours, *self.metrics]))
 
     def reset(self) -> None:
         """Forgets all images."""
-        for metric in (self.loss, self.confusion, self.metrics):
-            metric.reset()
+        for metric in (self.loss, self.confusion, self.top5, self.metrics):
+            if metric is not None:
+                metric.reset()
 
 
 class RunningMetrics:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import imbalance
 import pytest
 import table
 import torch
@@ -18,6 +19,7 @@ from profile_step import covered
 from cifar_lit.bench.commands import run_module
 from cifar_lit.bench.process import FinishedTraining
 from cifar_lit.bench.training import fit
+from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.errors import Failure, UsageError
 
 WHERE = {"date": "2026-01-02", "cpu": "a CPU", "threads": 2, "gpu": None, "versions": {"torch": "2"}}
@@ -173,3 +175,20 @@ def test_looking_draws_no_number_and_turns_nothing_on() -> None:
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), before)
     assert [module.training for module in model] == [True, False]
+
+
+def test_unequal_classes_are_made_of_cifar_10_and_each_way_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert imbalance.class_sizes(5000, 100) == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]  # as Cui et al. have them
+    monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
+    monkeypatch.setitem(SOURCES, imbalance.LONG_TAILED, SOURCES["shapes"])  # taken away at the end
+    settings = SourceSettings(image_size=16, count=400)
+    counts = [imbalance.long_tailed(settings, train, images=20, ratio=5).labels.bincount().tolist() for train in (True, False)]
+    assert counts[0] == imbalance.class_sizes(20, 5) and sum(counts[1]) == 80
+    line = "--recipe small.yaml --images 20 --ratio 5 --epochs 1 --runs 1 --json f.json"
+    flags = "--data.num_classes 10 --data.count 400 --trainer.logger false"
+    run_module("imbalance.py", imbalance, f"{line} {flags}".split())
+    figures = json.loads(Path("f.json").read_text())["headline"]
+    assert list(figures) == [f"{way}: {text}" for way in imbalance.WAYS for text in ("balanced accuracy", "macro F1")]
+    assert len({value["median"] for value in figures.values()}) > 2 and all(0 <= one["median"] <= 100 for one in figures.values())
+    with pytest.raises(UsageError, match="--images between"):
+        run_module("imbalance.py", imbalance, ["--images", "20"])

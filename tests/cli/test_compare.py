@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_settings_results_and_the_test_of_the_difference_are_printed(logs: Path,
     assert rows[:2] == [["logs/small-1", "0.05"], ["logs/small-2", "0.02"]]
     assert [row[:2] for row in rows[2:]] == [["logs/small-1", "25.00%"], ["logs/small-2", "75.00%"]]
     assert rows[2][2] == "14.19 … 40.19"  # Wilson's, of 10 in 40
+    assert re.search("┃ +balanced ┃ +F1 ┃", answer.out) and "val balanced" not in answer.out
     assert ("top5" in answer.out, answer.out.count(" 0.8750 │")) == (True, 2)  # a metric that nothing here knows by name
     assert "by recipe" not in answer.out
     ahead = "logs/small-2 is ahead of logs/small-1: 20 images are right with it alone, 0 with the other alone"
@@ -53,6 +55,7 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
     first, second = csv.DictReader(io.StringIO(answer.out))
     assert (first["run"], first["model.lr"], second["model.lr"]) == ("logs/small-1", "0.05", "0.02")
     assert (first["top5"], second["top5"]) == ("0.875", "0.875")
+    assert 0 < float(first["macro_f1"]) < 1 and 0 < float(first["val_macro_f1"]) < 1
     assert float(first["low"]) < float(first["accuracy"]) < float(first["high"])
     content = json.loads(Path("out.json").read_text())
     assert [run["settings"] for run in content["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]

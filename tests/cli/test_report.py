@@ -63,7 +63,10 @@ def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(
     assert "Of 200 training images," in page
     assert "of 40 test images" in page
     assert page.count("<span>cosine ") == 24
-    assert headline(page)["test accuracy"] == f"{metrics_of(own)['test']['accuracy']:.4f}"
+    test = metrics_of(own)["test"]
+    assert headline(page)["test accuracy"] == f"{test['accuracy']:.4f}"
+    assert headline(page)["95 % interval"] == "{:.4f} … {:.4f}".format(*test["interval"])
+    assert headline(page)["test balanced accuracy"] == f"{test['balanced_accuracy']:.4f}"
     assert "cifar-lit test --ckpt_path own-1/checkpoints/best.ckpt" in page
     assert opened == [(own / "report.html").absolute().as_uri()]
     view = open_page(opened[0], width=400, scheme="dark")

@@ -26,9 +26,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import cifar_lit
+from cifar_lit.cli.console import small_set_text
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.calibration import fit_temperature
+from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -39,7 +41,11 @@ ONE_EPOCH = (*SMALL, "--epochs", "1")
 
 def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run_dir: Path, data: ImageData) -> None:
     test, rows = metrics_of(run_dir)["test"], read_predictions(run_dir / "predictions.csv", data.classes)
-    assert list(test) == ["accuracy", "loss", "images", "per_class", "calibration", "fingerprint"]
+    counted = ["accuracy", "loss", "balanced_accuracy", "macro_f1", "images", "interval", "per_class"]
+    assert list(test) == [*counted, "calibration", "fingerprint"]
+    assert list(metrics_of(run_dir)["val"]) == ["accuracy", "loss", "balanced_accuracy", "macro_f1", "interval"]
+    assert test["balanced_accuracy"] == pytest.approx(sum(test["per_class"].values()) / 4, abs=1e-6)
+    assert test["interval"] == pytest.approx(wilson_interval(round(40 * test["accuracy"]), 40), abs=1e-6)
     assert test["fingerprint"] == fingerprint(data.test_images.images, data.test_images.labels)
     assert rows is not None and torch.equal(rows.labels, data.test_images.labels)
     assert float(rows.hits.double().mean()) == test["accuracy"]
@@ -74,6 +80,52 @@ def test_the_console_shows_card_epochs_table_results_and_commands_to_be_typed(tr
         "  cifar-lit classify lightning_logs/small-1 PICTURES",
     ]
     assert shlex.split(load) == ["python", "-c", "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"]
+
+
+def test_the_console_has_a_line_of_further_figures_and_one_of_a_test_set_that_is_small(training: Training) -> None:
+    lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
+    at = next(number for number, line in enumerate(lines) if line.startswith("test accuracy 0."))
+    low, high = test["interval"]
+    figures = f"balanced accuracy {test['balanced_accuracy']:.4f} · macro F1 {test['macro_f1']:.4f}"
+    assert lines[at - 2] == f"test 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}"
+    which = f"{100 * test['accuracy']:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, 40 images)"
+    assert lines[at - 1].startswith(f"a small test set: accuracy {which}, and differences between runs below ")
+    validated = run_command("validate", "--ckpt_path", training.run_dir / "checkpoints/best.ckpt").lines
+    val = metrics_of(OWN)["val"]
+    low, high = val["interval"]
+    figures = f"balanced accuracy {val['balanced_accuracy']:.4f} · macro F1 {val['macro_f1']:.4f}"
+    assert f"validation 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}" in validated
+    assert f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}" in validated
+
+
+@pytest.mark.parametrize(
+    ("right", "images", "points"),
+    [(9412, 10_000, None), (144, 153, "5.6"), (1200, 2500, None), (1100, 2300, "2.9"), (20, 20, "16.1")],
+)
+def test_a_test_set_is_small_where_half_of_the_interval_is_more_than_two_points(
+    right: int, images: int, points: str | None
+) -> None:
+    interval = list(wilson_interval(right, images))
+    text = small_set_text({"accuracy": right / images, "interval": interval, "images": images})
+    assert text is None if points is None else text is not None and text.endswith(f"below {points} points may be chance")
+
+
+def test_the_best_checkpoint_goes_by_the_figure_that_is_named() -> None:
+    flags = (*SMALL, "--model.monitor", "loss", "--epochs", "4")
+    assert run_command("fit", *flags).code == 0
+    rows = [row for row in rows_of(OWN / "metrics.csv") if row["val/loss"]]
+    best = min(rows, key=lambda row: float(row["val/loss"]))
+    checkpoint = read_checkpoint(OWN / "checkpoints/best.ckpt")
+    assert checkpoint["epoch"] == int(best["epoch"])
+    assert metrics_of(OWN)["val"]["loss"] == pytest.approx(float(best["val/loss"]), abs=1e-6)
+    assert config_of(OWN)["model"]["monitor"] == "loss"
+
+
+def test_unequal_classes_are_told_on_the_start_card_when_something_makes_up_for_them() -> None:
+    answer = run_command(*ONE_EPOCH, "--data.sampling", "balanced", "--model.monitor", "macro_f1")
+    assert answer.code == 0, answer.err
+    assert re.search(r"^classes +\d+ … \d+ training images each · sampling balanced$", answer.out, re.MULTILINE)
+    assert re.search(r"val loss \S+ accuracy \S+ macro_f1 0\.\d{4} · ", answer.out)
 
 
 def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error(working_folder: Path) -> None:

@@ -69,6 +69,11 @@ def test_labels_that_a_data_set_does_not_have_are_refused_before_any_download() 
         assert_refused(answer, 2, f"{dataset} has no labels called '{kind}': {remedy}")
 
 
+def test_a_data_set_of_one_size_refuses_ways_of_resizing_before_any_download() -> None:
+    answer = run_command("--accelerator", "cpu", "--dataset", "cifar10", "--data.resize", "letterbox")
+    assert_refused(answer, 2, "the images of cifar10 have one size: leave data.resize out")
+
+
 @pytest.fixture
 def archive() -> bytes:
     """An archive that is whole, but not the one that is expected."""

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 from torchvision.transforms.v2 import functional as oracle
 
-from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order, normalise
+from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order, normalise
 from cifar_lit.errors import UsageError
 
 
@@ -95,6 +95,30 @@ def test_each_seed_and_epoch_has_an_order_and_a_plan_of_its_own():
         assert len({tuple(values.flatten().tolist()) for values in drawn}) == len(pairs)
     assert torch.equal(orders[6], epoch_order(100, seed=1, epoch=2))
     assert torch.equal(plans[6], augmentation.plan(100, 32, 32, seed=1, epoch=2))
+
+
+@pytest.mark.parametrize("counts", [[50, 7, 1], [3, 0, 4, 10], [9, 9], [4], [1, 40, 1, 1]])
+def test_a_balanced_order_shows_classes_and_the_images_of_each_equally_often_in_an_epoch_and_over_epochs(counts):
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
+    orders = [balanced_order(labels, seed=3, epoch=epoch) for epoch in range(7)]
+    for shown in (*orders, torch.cat(orders)):
+        often = torch.bincount(shown, minlength=len(labels))
+        by_class = [int(often[labels == label].sum()) for label in labels.unique()]
+        assert max(by_class) - min(by_class) <= 1
+        assert all(often[labels == label].max() - often[labels == label].min() <= 1 for label in labels.unique())
+    assert {len(order) for order in orders} == {len(labels)}
+
+
+def test_a_balanced_order_follows_from_seed_and_epoch_alone_and_mixes_the_classes():
+    labels = torch.arange(100) % 2
+    orders = {(seed, epoch): balanced_order(labels, seed, epoch) for seed, epoch in product(range(3), range(3))}
+    assert len({tuple(order.tolist()) for order in orders.values()}) == 9
+    assert torch.equal(balanced_order(labels, 1, 2), orders[1, 2])
+    assert all(15 < labels[order[:50]].sum() < 35 for order in orders.values())
+    rare = torch.tensor([0] * 90 + [1] * 10)
+    shown = torch.cat([balanced_order(rare, 0, epoch) for epoch in (0, 1)])
+    assert set(shown.tolist()) == set(range(100))  # those of a common class take turns
 
 
 def test_settings_that_cannot_be_meant_and_a_crop_or_cutout_as_large_as_the_image_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,18 @@ def test_classes_and_parts_are_those_of_the_images() -> None:
         assert rows_of(loader) == list(range(12))  # a fifth of the training images
     everything = shapes_data(val_size=0)
     assert everything.val_dataloader() == [] and len(everything.split[0]) == 60
+
+
+def test_sampling_balances_the_training_images_alone_and_counts_are_of_them() -> None:
+    data = shapes_data(num_classes=4, sampling="balanced")
+    data.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
+    counts = data.class_counts
+    assert counts.tolist() == torch.bincount(data.train_images.labels[data.split[0]], minlength=4).tolist()
+    assert int(counts.sum()) == 50 and counts[2] == 0 and counts.max() > 3 * counts[3]
+    shown = torch.cat([batch.labels for batch in data.train_dataloader()])
+    assert sorted(torch.bincount(shown, minlength=4).tolist()) == [0, 16, 17, 17]
+    assert rows_of(data.val_dataloader()) == data.split[1].tolist()
+    assert rows_of(data.test_dataloader()) == list(range(12))
 
 
 def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
@@ -96,6 +109,8 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
     ("settings", "line"),
     [
         ({"placement": "hots"}, r"data\.placement must be one of auto, device, host, not 'hots'\. Did you mean host\?"),
+        ({"sampling": "balansed"}, r"data\.sampling must be one of none, balanced, not 'balansed'\. Did you mean balanced\?"),
+        ({"sampling": "balanced", "shuffle": False}, r"data\.sampling balanced .* leave data\.shuffle at true"),
         ({"workers": 0}, r"data\.workers must be at least 1"),
     ],
 )

@@ -7,13 +7,15 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
-from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size
+from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size, pixels_of
 
 
 def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
@@ -97,6 +99,55 @@ def test_scaling_keeps_shapes_cuts_both_ends_of_the_longer_side_and_averages_wha
     smooth = blocks(16, 24).resize((900, 600), Image.Resampling.BICUBIC)  # of which a JPEG is decoded smaller
     jpeg, png = (decode(io.BytesIO(encoded(smooth, kind)), (32, 32)).astype(int) for kind in ("JPEG", "PNG"))
     assert np.abs(jpeg - png).mean() < 3
+
+
+PILLOWS = {"crop": ImageOps.fit, "letterbox": partial(ImageOps.pad, color=(128, 128, 128)), "squash": Image.Image.resize}
+
+
+@pytest.mark.parametrize("resize", PILLOWS)
+def test_each_way_of_resizing_is_pillows_for_images_and_sizes_of_all_proportions(resize: str) -> None:
+    for height, width in ((64, 64), (40, 96), (100, 36), (8, 76)):
+        image = blocks(height, width)
+        for size in ((24, 24), (24, 40), (33, 20), (64, 64)):
+            expected = PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC)
+            assert np.array_equal(decode(io.BytesIO(encoded(image, "PNG")), size, resize=resize), np.asarray(expected)), size
+            assert np.array_equal(pixels_of(image, size, resize=resize), np.asarray(expected))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_letterbox_shows_the_thinnest_image_whole_between_grey(channels: int) -> None:
+    line = Image.new("RGB", (5000, 1), "white")
+    for image, size, place in ((line, (7, 20), np.s_[3]), (line.rotate(90, expand=True), (20, 7), np.s_[:, 3])):
+        pixels = decode(io.BytesIO(encoded(image, "PNG")), size, channels, "letterbox").astype(int)
+        assert (pixels[place] == 255).all() and (pixels == 128).sum() == 120 * channels
+
+
+@pytest.mark.parametrize(
+    ("size", "resize", "expected"),
+    [
+        ((100, 100), "crop", (800, 200)),
+        ((100, 100), "squash", (800, 200)),
+        ((100, 100), "letterbox", (200, 50)),  # it becomes one of 100 × 25
+        ((40, 160), "crop", (400, 100)),
+        ((200, 40), "letterbox", (200, 50)),
+        ((300, 300), "crop", (1600, 400)),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_jpeg_is_decoded_smaller_yet_no_less_than_twice_what_becomes_of_it(
+    size: tuple[int, int], resize: str, expected: tuple[int, int], turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, sizes, exif = JpegImageFile.load, [], Image.Exif()
+
+    def noting(image: JpegImageFile) -> object:
+        sizes.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(JpegImageFile, "load", noting)
+    exif[0x0112] = 6 if turned else 1  # the file is wide, the picture in it is high
+    jpeg = encoded(blocks(400, 1600), "JPEG", exif=exif)
+    pixels = decode(io.BytesIO(jpeg), size[::-1] if turned else size, resize=resize)
+    assert pixels.shape[:2] == (size[::-1] if turned else size) and sizes[0] == expected
 
 
 @pytest.mark.parametrize(

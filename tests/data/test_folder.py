@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from own_images import damage, decodings, open_set, save, values
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.folder import scan
 from cifar_lit.errors import Failure, UsageError
 
@@ -87,11 +90,26 @@ def test_own_sizes_are_kept_where_all_agree_up_to_64(tmp_path: Path, sizes: list
     assert open_set(tmp_path / "own").images.shape[1:3] == expected
 
 
-def test_image_size_and_channels_have_caches_of_their_own(root: Path) -> None:
+def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert open_set(root, image_size=12).images.shape == (5, 12, 12, 3)
     assert open_set(root, channels=1).images.shape == (5, 8, 8, 1)
     assert open_set(root).images.shape == (5, 8, 8, 3)
-    assert len(list((root.parent / "cache").iterdir())) == 3
+    assert open_set(root, image_size="12x20").images.shape == open_set(root, image_size=[12, 20]).images.shape == (5, 12, 20, 3)
+    sums = {open_set(root, image_size="12x20", resize=resize).images.long().sum().item() for resize in RESIZES}
+    assert len(sums) == 2  # of one colour each: only the letterbox differs
+    assert len(list((root.parent / "cache").iterdir())) == 6
+    decodings(capsys)
+    open_set(root, image_size="12x12"), open_set(root, image_size=[12, 20], resize="squash")
+    assert decodings(capsys) == 0
+
+
+@pytest.mark.parametrize("size", [12, None])
+def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shapes(root: Path, size: int | None) -> None:
+    open_set(root, image_size=size)
+    key = sha256(json.dumps([2, str(root.resolve()), size, 3]).encode()).hexdigest()[:16]
+    assert [path.name for path in (root.parent / "cache").iterdir()] == [f"pets-{key}"]
 
 
 @pytest.mark.parametrize("name", ["val", "valid"])
@@ -151,7 +169,7 @@ def test_a_folder_that_is_no_data_set_is_refused_in_one_line(root: Path, spoil: 
     assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
 
 
-@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": 2049}])
+@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": "8x2049"}])
 def test_settings_that_cannot_be_meant_are_named(root: Path, settings: dict) -> None:
     with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
         open_set(root, **settings)

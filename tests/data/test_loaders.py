@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order
+from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import PADDING, Batch, EvalLoader, TrainLoader, read_ahead
 from cifar_lit.errors import UsageError
@@ -96,6 +96,24 @@ def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_batches
         loader.set_epoch(3)
     for batch in chain(*loaders):
         assert torch.equal(batch.images, expected[batch.indices]) and torch.equal(batch.labels, source.labels[batch.indices])
+
+
+def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_in_its_middle() -> None:
+    source = image_set(60, 8)
+    indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 of the classes
+    settings = {**MOVES, "indices": indices, "balanced": True}
+    expected = [part.tolist() for part in indices[balanced_order(source.labels[indices], 5, 2)].split(8)]
+    for world in (1, 2, 3):
+        loaders = train_loaders(source, 8, world, **settings)
+        for loader in loaders:
+            loader.load_state_dict({"epoch": 2, "position": 2})
+            loader.set_epoch(2)
+        steps = list(zip(*loaders, strict=True))
+        assert [list(chain(*(batch.indices.tolist() for batch in step if batch.loss_weight))) for step in steps] == expected[2:]
+        for batch in chain(*steps):  # an image that comes twice looks the same both times
+            plan = MOVES["augmentation"].plan(60, 8, 8, 5, 2)
+            assert torch.equal(batch.images, augment_batch(source.images, batch.indices, plan, 3, MOVES["fill"]))
+            assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
 def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> None:

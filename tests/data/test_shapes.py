@@ -1,18 +1,24 @@
 """Drawn images: what a seed fixes, classes in equal number, and figures that are what they are meant to be."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from cifar_lit.data.shapes import CLASSES, FIGURES, shapes
+from cifar_lit.data.image_set import ImageSize
+from cifar_lit.data.shapes import CLASSES, FIGURES, _figures, shapes
 from cifar_lit.errors import UsageError
 
 
-@pytest.mark.parametrize(("size", "channels", "classes"), [(32, 3, 10), (28, 1, 12), (8, 1, 2), (33, 3, 110)])
-def test_any_size_channels_and_class_count_is_drawn(size: int, channels: int, classes: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "shape", "channels", "classes"),
+    [(32, (32, 32), 3, 10), (28, (28, 28), 1, 12), ("8x20", (8, 20), 1, 2), ([40, 33], (40, 33), 3, 110)],
+)
+def test_any_size_channels_and_class_count_is_drawn(size: ImageSize, shape: tuple[int, int], channels: int, classes: int) -> None:
     drawn = shapes(True, image_size=size, channels=channels, num_classes=classes, count=classes)
-    assert drawn.images.shape == (classes, size, size, channels)
+    assert drawn.images.shape == (classes, *shape, channels)
     assert sorted(drawn.labels.tolist()) == list(range(classes))
     assert drawn.classes == (*FIGURES, "circle+circle", "circle+square", *CLASSES[12:])[:classes]
     assert drawn.images.float().std(dim=(1, 2, 3)).min() > 2  # none is blank
@@ -39,12 +45,13 @@ def test_classes_come_in_equal_number_and_mixed_order() -> None:
         ({"num_classes": 1}, "2 to 110 classes, not 1"),
         ({"num_classes": 111}, "2 to 110 classes, not 111"),
         ({"channels": 2}, "1 or 3 channels, not 2"),
-        ({"image_size": 7}, "at least 8, not 7"),
+        ({"image_size": 7}, "at least 8, not 7×7"),
+        ({"image_size": "30x7"}, "at least 8, not 30×7"),
         ({"count": 0}, "count of at least 1"),
         ({"seed": -1}, "seed of at least 0"),
     ],
 )
-def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, int], text: str) -> None:
+def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         shapes(True, **{"count": 10, **wrong})
 
@@ -61,6 +68,19 @@ def test_a_figure_fills_its_disc_is_its_own_mirror_image_and_has_an_edge_of_one_
     assert np.array_equal(inside, inside[::-1]) or np.array_equal(inside, inside.T)
     slope = np.hypot(*np.gradient(distance, 0.01))[np.abs(distance) < 0.03]
     assert np.median(slope) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.parametrize("size", [(40, 80), (80, 40), (40, 40)])
+def test_figures_are_round_whole_and_anywhere_whatever_the_proportions_of_the_image(size: tuple[int, int]) -> None:
+    rows, columns = ((np.arange(side, dtype=np.float32) + 0.5) / 40 for side in size)
+    x, y = np.broadcast_to(columns, (200, *size)), np.broadcast_to(rows[:, None], (200, *size))
+    circles = next(_figures(np.random.default_rng(0), np.zeros(200, np.int64), x, y)) > 0.5
+    heights, widths = circles.any(2).sum(1), circles.any(1).sum(1)
+    assert np.abs(heights - widths).max() <= 1 and heights.min() > 12
+    for axis, side in ((2, size[0]), (1, size[1])):
+        middles = np.argmax(circles.any(axis), 1) + heights / 2
+        assert (middles - heights / 2).min() >= 0 and (middles + heights / 2).max() <= side + 1
+        assert middles.min() < 0.45 * side and middles.max() > side - 20
 
 
 def test_either_of_figure_and_ground_may_be_the_brighter() -> None:

@@ -237,6 +237,13 @@ def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root:
     assert load_images("folder", own, train=True).classes == ("cat", "dog")
     with pytest.raises(UsageError, match="has 2 classes, not 3"):
         load_images("folder", replace(own, num_classes=3), train=True)
+    for resize, line in (
+        ("letterbx", r"one of crop, letterbox, squash, not 'letterbx'\. Did you mean letterbox"),
+        ("squash", "leave"),
+    ):
+        for dataset in ("cifar10", "shapes"):
+            with pytest.raises(UsageError, match=line):
+                load_images(dataset, SourceSettings(resize=resize), train=True)
     with pytest.raises(UsageError, match="at least 10 images"):
         load_images("shapes", SourceSettings(count=9), train=True)
 

@@ -24,9 +24,23 @@ TRUST = "a promise that tests/security holds"
 AIM = "an aim, not a result"
 EXEMPT: dict[str, dict[str, str]] = {  # page: what is typed there, and why
     "README.md": {"170 MB": "of the archive as published", "95 %": "a level"},
-    "docs/how-fast.md": {"9 minutes": "the limit in scripts/gpu_bench.sh"},
+    "docs/how-fast.md": {
+        "9 minutes": "the limit in scripts/gpu_bench.sh",
+        "cores are 93 %": AIM,
+        "two fifths of it": AIM,
+        "within six fifths": AIM,
+        "tests, 90 %": AIM,
+        "and 94 % with views": AIM,
+        "94 % with views takes": "the level of the published records",
+    },
     "docs/many-devices.md": {"60 s;": "the default of --rank-timeout"},
     "docs/recipes-and-flags.md": {"a quarter at 28": "what the setting beside it says"},
+    "docs/run-folder.md": {"95 % interval": "a level"},
+    "docs/unequal-classes.md": {
+        "94.1 %, with a 95 % interval of 89.2 … 96.9 %": "an example, as the program prints it",
+        "95 % interval": "a level",
+        "2 points": "the limit in cli/console.py",
+    },
     "docs/security.md": {"1 s of a CPU and 100 MB": TRUST},
     "docs/use-a-trained-net.md": {
         "95 % intervals": "a level",

@@ -19,7 +19,7 @@ def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
 run = _shared(write_net)
 novelty_run = _shared(write_novelty_net)
 fitted_run = _shared(write_fitted_net)
-served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3))
+served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3, resize="letterbox"))
 
 
 @pytest.fixture(scope="session")

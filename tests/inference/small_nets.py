@@ -18,14 +18,16 @@ from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, sav
 CLASSES = ["cat", "dog", "eel", "fox"]
 
 
-def write_net(folder: Path, net: str = "shapenet", channels: int = 3, side: int = 32, gain: float = 1.0) -> Path:
+def write_net(
+    folder: Path, net: str = "shapenet", channels: int = 3, side: int = 32, gain: float = 1.0, resize: str = "crop"
+) -> Path:
     """A run folder with random weights times `gain`, by which answers differ more from picture to picture."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     bare = build_net(net, channels=channels, image_size=side, num_classes=len(CLASSES))
     for parameter in bare.parameters():
         parameter.data *= gain
-    card = ModelCard(net, 1.0, [channels, side, side], CLASSES, [0.5] * channels, [0.25] * channels)
+    card = ModelCard(net, 1.0, [channels, side, side], CLASSES, [0.5] * channels, [0.25] * channels, resize=resize)
     save_weights(folder / "model.safetensors", bare.state_dict(), card)
     return folder
 

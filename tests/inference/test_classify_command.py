@@ -149,6 +149,16 @@ def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, 
     assert explanation.getpixel((60, 60))[0] > 200 and explanation.width == 2 * 256 + 36  # type: ignore[index]
 
 
+def test_a_sheet_shows_a_long_picture_whole(run: Path, capsys: Capture) -> None:
+    long = Image.new("RGB", (300, 100), "red")
+    long.paste((0, 0, 255), (250, 0, 300, 100))
+    long.save("long.png")
+    assert classify(capsys, run, "long.png", "--csv=rows.csv", "--sheet", "sheet.png")[0] == 0
+    sheet = Image.open("sheet.png")
+    colours = [sheet.getpixel(place) for place in ((15, 84), (150, 84), (84, 20))]
+    assert colours == [(255, 0, 0), (0, 0, 255), (128, 128, 128)]
+
+
 # ---- what is refused
 
 

@@ -83,6 +83,7 @@ def test_every_net_answers_alike_from_its_file_which_says_what_it_takes(
         metadata = session.get_modelmeta().custom_metadata_map
         assert metadata == module.metadata(net)
         assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [side, side])
+        assert metadata["resize"] == "crop" and "cut to its middle" in metadata["preparation"]
         assert str(Path(module.__file__).parent).encode() not in path.read_bytes()
 
 

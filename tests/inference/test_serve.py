@@ -66,7 +66,7 @@ def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> Non
 
 def test_health_and_the_page_with_its_files_are_there_also_packed(service: Service) -> None:
     health = service.ask("GET", "/health").json
-    expected = {"status": "ok", "net": "lenet", "classes": CLASSES, "image_size": [16, 16], "channels": 3}
+    expected = {"status": "ok", "net": "lenet", "classes": CLASSES, "image_size": [16, 16], "resize": "letterbox", "channels": 3}
     assert health.items() >= {**expected, "version": cifar_lit.__version__}.items() and health["limits"]["body"] == 1_500_000
     for path in ("/", "/page.css", "/page.js"):
         plain, packed = (service.ask("GET", path, headers=headers) for headers in ({}, {"Accept-Encoding": "gzip"}))

@@ -97,8 +97,8 @@ def test_the_same_values_give_the_same_bytes_with_the_mode_of_other_files(path: 
     assert again.stat().st_mode == plain.stat().st_mode
 
 
-def test_files_of_before_options_novelty_and_checksums_still_load_and_a_missing_one_is_named(path: Path) -> None:
-    card = {name: value for name, value in CARD_VALUES.items() if name not in ("options", "novelty", "temperature")}
+def test_files_of_before_options_novelty_ways_of_resizing_and_checksums_still_load_and_a_missing_one_is_named(path: Path) -> None:
+    card = {name: value for name, value in CARD_VALUES.items() if name not in ("options", "novelty", "temperature", "resize")}
     save_file(net_of(CARD).state_dict(), path, metadata={"format": FORMAT, "card": json.dumps(card)})
     assert load_model_file(path).card == CARD
     path.unlink()
@@ -151,6 +151,7 @@ def test_a_flipped_bit_and_another_card_shape_or_dtype_break_the_checksum(path: 
         {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
         {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]}, {"classes": ["a\tb"]},
         {"novelty": {"threshold": "x"}}, {"temperature": 0}, {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
+        {"resize": "stretch"}, {"resize": ["crop"]},
     ],
 )  # fmt: skip
 def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:

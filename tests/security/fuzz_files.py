@@ -136,8 +136,8 @@ images = (
 
 
 def read_image(content: bytes) -> None:
-    for channels, shape in ((3, (8, 8)), (1, (8, 8))):
-        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels))  # noqa: B023 (read at once)
+    for channels, shape, resize in ((3, (8, 8), "crop"), (1, (8, 5), "letterbox")):
+        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels, resize))  # noqa: B023 (read at once)
         assert pixels is None or pixels.shape == (*shape, channels)
 
 

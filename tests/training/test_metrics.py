@@ -10,7 +10,7 @@ from real_runs import SETTINGS, here, only_run
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import prediction_table, write_predictions
@@ -35,6 +35,35 @@ def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once() -> Non
     assert score.loss == pytest.approx(float(F.cross_entropy(LOGITS.double(), LABELS)), abs=1e-6)
     assert [sum(row) for row in score.confusion] == torch.bincount(LABELS, minlength=7).tolist()
     assert sum(score.confusion[i][i] for i in range(7)) == round(score.accuracy * 500)
+
+
+def test_balanced_accuracy_macro_f1_and_top5_are_torchmetrics() -> None:
+    score = evaluate(LOGITS, LABELS, batch_size=64)
+    for name, metric in {
+        "balanced_accuracy": MulticlassAccuracy(7, average="macro"),
+        "macro_f1": MulticlassF1Score(7, average="macro"),
+        "top5": MulticlassAccuracy(7, top_k=5, average="micro"),
+    }.items():
+        assert score.figures[name] == pytest.approx(float(metric(LOGITS, LABELS)), abs=1e-6), name
+    assert 0.5 < score.figures["top5"] < 0.9  # of random logits 5/7
+    assert score.figures["top5"] * 500 == round(score.figures["top5"] * 500)
+
+
+def test_a_class_that_is_neither_there_nor_predicted_is_left_out_of_the_means() -> None:
+    score = Score(0.5, 1.0, 4, [2 / 3, 0.0, math.nan, math.nan], [[2, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    assert score.balanced_accuracy == pytest.approx((2 / 3 + 0) / 2, abs=1e-6)
+    assert score.macro_f1 == pytest.approx((2 * 2 / (2 + 3) + 0 + 0) / 3, abs=1e-6)  # predicted, but never there: 0
+
+
+def test_top5_is_of_more_than_five_classes_counts_ties_and_no_image_without_numbers() -> None:
+    few, many = Evaluation(5), Evaluation(6)
+    assert (few.names, many.names) == (few.names, [*few.names, "top5"]) and "top5" not in few.names
+    few.update(torch.zeros(2, 5), torch.tensor([0, 1]))
+    assert list(few.compute().figures) == few.names
+    logits = torch.tensor([[0.0] * 6, [5.0, 4, 3, 2, 1, 0], [5.0, 4, 3, 2, 1, 0], [math.nan] * 6, [math.nan] * 5 + [1]])
+    many.update(logits, torch.tensor([5, 4, 5, 0, 5]))
+    assert many.compute().top5 == 2 / 5
+    assert list(many.compute().figures) == many.names
 
 
 def test_neither_order_batches_nor_padding_changes_the_last_digit() -> None:
@@ -92,13 +121,18 @@ def test_a_score_of_an_older_or_newer_version_is_read() -> None:
     assert Score.from_dict({name: value for name, value in values.items() if name != "metrics"}, 2) == score._replace(metrics={})
     for missing in (None, {}, {"accuracy": 0.5}, {name: value for name, value in values.items() if name != "loss"}):
         assert Score.from_dict(missing, 2) is None
-    assert score.scalars("val") == {"val/loss": 1.25, "val/accuracy": 0.5, "val/top5": 1.0}
+    ours = {"val/loss": 1.25, "val/accuracy": 0.5, "val/balanced_accuracy": 0.5, "val/macro_f1": 0.5}
+    assert score.scalars("val") == {**ours, "val/top5": 1.0}  # one of one's own
+    assert Score.from_dict({**values, "top5": 0.75, "metrics": {}}, 2) == score._replace(top5=0.75, metrics={})
+    assert score._replace(top5=0.75, metrics={}).scalars("val") == {**ours, "val/top5": 0.75}
+    assert Score.from_dict({name: value for name, value in values.items() if name != "top5"}, 2) == score
 
 
 @pytest.mark.parametrize(
     "damage",
     [{"loss": []}, {"images": "x"}, {"images": math.inf}, {"accuracy": None}, {"per_class": [0.5]}, {"per_class": 3},
-     {"confusion": [[1, 1], [1]]}, {"confusion": [[1, 2**70], [1, 1]]}, {"metrics": {"top5": [1]}}, {"metrics": None}],
+     {"confusion": [[1, 1], [1]]}, {"confusion": [[1, 2**70], [1, 1]]}, {"metrics": {"top5": [1]}}, {"metrics": None},
+     {"top5": [1]}],
 )  # fmt: skip
 def test_a_score_that_is_damaged_is_none(damage: dict[str, object]) -> None:
     whole = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})._asdict()

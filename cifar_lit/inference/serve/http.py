@@ -61,7 +61,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
     keep_freed_memory()
-    with closing(Decoders(classifier.size, classifier.channels, limits)) as decoders:
+    with closing(Decoders(classifier.size, classifier.channels, classifier.resize, limits)) as decoders:
         app = App(NetRunner(classifier), decoders, limits, local, version)
         config = uvicorn.Config(
             app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connection_limit())), ws="none",
@@ -106,8 +106,8 @@ class App:
         classifier = net.classifier
         self._health = {
             "status": "ok", "net": classifier.card.net, "classes": classifier.classes, "image_size": classifier.size,
-            "channels": classifier.channels, "device": str(classifier.net.mean.device), "version": version,
-            "limits": asdict(limits),
+            "resize": classifier.resize, "channels": classifier.channels, "device": str(classifier.net.mean.device),
+            "version": version, "limits": asdict(limits),
         }  # fmt: skip
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0  # requests that are here as a whole and have no answer yet

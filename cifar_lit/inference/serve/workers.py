@@ -46,9 +46,9 @@ class Decoder:
             self.ready = submit_without_main(self._executor, int)  # which does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
-    async def decode(self, files: Files, size: tuple[int, int], channels: int, seconds: float) -> list[bytes]:
+    async def decode(self, files: Files, size: tuple[int, int], channels: int, resize: str, seconds: float) -> list[bytes]:
         """(H, W, C) uint8 in one row of each; raises DecodeError, and BrokenProcessPool where the process died."""
-        return await asyncio.wrap_future(self._executor.submit(_decode, files, size, channels, seconds))
+        return await asyncio.wrap_future(self._executor.submit(_decode, files, size, channels, resize, seconds))
 
     def kill(self) -> bool:
         """Ends the process; what it computes is not waited for. Returns whether it had used up its time already."""
@@ -57,11 +57,11 @@ class Decoder:
         return HAS_CPU_TIMER and self._process.exitcode == -signal.SIGPROF
 
 
-def _decode(files: Files, size: tuple[int, int], channels: int, seconds: float) -> list[bytes]:
+def _decode(files: Files, size: tuple[int, int], channels: int, resize: str, seconds: float) -> list[bytes]:
     """Runs in the process, which a signal ends when its time is over: decoders can't be interrupted in any other way."""
     _set_cpu_timer(seconds)
     try:
-        return [decode(_file(name, data), size, channels).tobytes() for name, data in files]
+        return [decode(_file(name, data), size, channels, resize).tobytes() for name, data in files]
     finally:
         _set_cpu_timer(0)
 
@@ -95,9 +95,9 @@ def _signals_blocked() -> Iterator[None]:
 class Decoders:
     """Two to four decoding processes; one that died or was ended is started again."""
 
-    def __init__(self, size: tuple[int, int], channels: int, limits: Limits) -> None:
+    def __init__(self, size: tuple[int, int], channels: int, resize: str, limits: Limits) -> None:
         self.count = max(2, min(4, os.cpu_count() or 1))
-        self._size, self._channels, self._limits = size, channels, limits
+        self._size, self._channels, self._resize, self._limits = size, channels, resize, limits
         self._decoders = {Decoder(limits.pixels) for _ in range(self.count)}
         self._idle: asyncio.Queue[Decoder] = asyncio.Queue()
         for decoder in self._decoders:
@@ -109,7 +109,7 @@ class Decoders:
         decoder = await self._idle.get()
         try:
             await asyncio.wrap_future(decoder.ready)
-            return await decoder.decode(files, self._size, self._channels, self._limits.decode_seconds)
+            return await decoder.decode(files, self._size, self._channels, self._resize, self._limits.decode_seconds)
         except DecodeError as error:
             if error.reason.endswith(" pixels"):
                 text = f"{error.name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"

@@ -1,0 +1,95 @@
+"""What recipes could compute in the time of the tutorial's ten epochs: python scripts/benchmarks/budget.py --data-dir DATA."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from script import run_script
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from cifar_lit.bench.plain import TutorialLoop
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.bench.training import build
+from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.data.resolution import side_at
+from cifar_lit.errors import UsageError
+
+WHAT = (
+    "The seconds of an epoch of the tutorial's loop with its test, as it is written: all training images, then all test images. "
+    "The floating-point operations of a whole training of recipes, by torch's counter. And how many of them this machine makes "
+    "in a second at most: in a product of two matrices of bfloat16 (2,048 × 2,048), whatever a convolution's shape."
+)
+SIDE, PRODUCTS = 2048, 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.add_argument("--recipes", nargs="+", default=["laptop", "fast94"], metavar="NAME", help="with nets that take any size")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
+    parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
+    parser.add_argument("--epochs", type=int, default=3, help="of the tutorial's loop")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports."""
+    if settings.epochs < 1:
+        raise UsageError("a measurement takes at least --epochs 1")
+    own = {"dataset": settings.dataset, "root": settings.root, "val_size": 0}
+    rows: list[Row] = [("matrix product, bfloat16", spread(product_rates()), "GFLOP/s")]
+    for name in settings.recipes:
+        rows.append((f"{name}, a training", training_operations(name, own) / 1e12, "TFLOP"))
+    recipe: dict[str, Any] = recipe_settings(recipe_path("tudui"))
+    data, model = build(recipe["model"], {**recipe["data"], **own})
+    train, test = data.train_images, data.test_images
+    both = replace(
+        train, images=torch.cat((train.images, test.images)), labels=torch.cat((train.labels, test.labels)), mapped=False
+    )
+    for parameter in model.net.parameters():  # in the memory order that it comes in, as the tutorials leave it
+        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
+    split = torch.arange(len(train)), torch.arange(len(train), len(both))
+    loop = TutorialLoop(both, split, model.net, data.batch_size, recipe["model"]["lr"])
+    progress, seconds = Progress(settings.epochs, "epoch"), []
+    before = time.perf_counter()
+    for number, _ in enumerate(islice(loop.epochs(torch.device("cpu")), settings.epochs)):
+        seconds.append(time.perf_counter() - before)
+        progress.advance(number + 1)
+        before = time.perf_counter()
+    rows.append(("the tutorial's loop, an epoch with its test", spread(seconds), "s"))
+    publish("budget", vars(settings), settings.dataset, rows)
+
+
+def product_rates() -> list[float]:
+    """Of products of two matrices after each other, but for the first three: in 10⁹ operations a second."""
+    first, second = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16) for _ in range(2))
+    rates = []
+    for _ in range(PRODUCTS + 3):
+        begun = time.perf_counter()
+        first @ second
+        rates.append(2e-9 * SIDE**3 / (time.perf_counter() - begun))
+    return rates[3:]
+
+
+def training_operations(name: str, own: dict[str, Any]) -> float:
+    """Floating-point operations of all forward and backward passes of a recipe, at the sizes that its images have."""
+    recipe: dict[str, Any] = recipe_settings(recipe_path(name))
+    data, model = build(recipe["model"], {**recipe["data"], **own})
+    channels, height, _ = data.input_shape
+    epochs, total = recipe["trainer"]["max_epochs"], 0.0
+    resolutions = {int(side): share for side, share in (recipe["data"].get("resolutions") or {}).items()}
+    for epoch in range(epochs):
+        side = side_at(resolutions, epoch, epochs) or height
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(torch.randn(2, channels, side, side)), torch.zeros(2, dtype=torch.int64)).backward()
+        total += counter.get_total_flops() / 2 * len(data.split[0])
+    return total
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())

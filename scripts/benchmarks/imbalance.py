@@ -1,0 +1,94 @@
+"""What class weights and balanced sampling give where classes are unequal: python scripts/benchmarks/imbalance.py --runs 5."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+
+import torch
+from script import run_script
+
+from cifar_lit.bench.process import without_places
+from cifar_lit.bench.progress import Progress, StepProgress
+from cifar_lit.bench.recipe import run_once
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.sources import SOURCES, SourceSettings
+from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import Interrupted
+
+WHAT = (
+    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), as it is, with "
+    "class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, of which each class has as "
+    "many. What is not listed here goes to the training."
+)
+LONG_TAILED = "cifar10_long_tailed"
+WAYS = {
+    "as it is": [],
+    "class weights balanced": ["--model.class_weights", "balanced"],
+    "class weights effective": ["--model.class_weights", "effective"],
+    "sampling balanced": ["--data.sampling", "balanced"],
+}
+FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.set_defaults(flags=[])
+    parser.add_argument("--recipe", default="quickstart", help="a packaged recipe, or a YAML file")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
+    parser.add_argument("--ratio", type=float, default=100.0, help="images of the first class to those of the last")
+    parser.add_argument("--images", type=int, default=5000, help="of the first class")
+    parser.add_argument("--epochs", type=int, default=20, help="of each training")
+    parser.add_argument("--runs", type=int, default=3, help="seeds of each way")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports."""
+    if settings.runs < 1 or settings.ratio < 1 or not settings.ratio <= settings.images <= 5000:
+        raise UsageError("--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has")
+    load = cache(partial(long_tailed, images=settings.images, ratio=settings.ratio))
+    SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=load)
+    flags = ["--dataset", LONG_TAILED, "--epochs", str(settings.epochs), "--devices", "1", "--data.val_size", "0"]
+    flags += [*(["--data-dir", settings.root] if settings.root else []), *settings.flags]
+    plans = list(product(range(settings.runs), WAYS))
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    progress = Progress(len(plans), "training")
+    with suppress(Interrupted):
+        for number, (seed, way) in enumerate(plans):
+            done = run_once(settings.recipe, [*flags, *WAYS[way]], seed, None, False, StepProgress(progress, number))
+            results[way].append(done)
+            progress.advance(number + 1, f"{way} {100 * done['balanced_accuracy']:.2f} %")
+    rows: list[Row] = [
+        (f"{way}: {text}", spread(100 * one[name] for one in runs), "%")
+        for way, runs in results.items()
+        for name, text in FIGURES.items()
+        if runs
+    ]
+    if rows:
+        own = {**vars(settings), "flags": without_places(settings.flags)}
+        counts = ", ".join(map(str, class_sizes(settings.images, settings.ratio)))
+        publish("imbalance", own, f"{settings.recipe} on CIFAR-10 1:{settings.ratio:g}", rows, f"training images: {counts}")
+
+
+def class_sizes(images: int, ratio: float) -> list[int]:
+    """How many images each class keeps: fewer by the same factor from each to the next, and `ratio` times fewer in the last."""
+    return [int(images * ratio ** (-place / 9)) for place in range(10)]
+
+
+def long_tailed(settings: SourceSettings, train: bool, images: int, ratio: float) -> ImageSet:
+    """CIFAR-10 with `class_sizes` training images, drawn once for all runs; its test images are as they are."""
+    whole = SOURCES["cifar10"].load(settings, train)
+    if not train:
+        return whole
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    kept = [order[whole.labels[order] == label][:size] for label, size in enumerate(class_sizes(images, ratio))]
+    rows = torch.cat(kept).sort().values
+    return replace(whole, images=whole.images[rows], labels=whole.labels[rows])
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())

@@ -1,0 +1,117 @@
+"""A picture becomes the same image in the test, in classify and in load, in each way of resizing, and need be no square.
+
+`test_serve.py` has the service, and `tests/docs/test_using_page.py` an exported file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract.command_line import metrics_of, rows_of, run_command
+from odd_files import encoded, jpeg
+from PIL import Image
+from torch import Tensor
+
+import cifar_lit
+from cifar_lit.data.decode import RESIZES
+from cifar_lit.inference.classify import ImageFile, classify_files
+from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.runs.run_data import RunData, run_image_data
+
+HEIGHT, WIDTH = 24, 40
+TRAINING = (
+    *("--recipe", "folder", "--data-dir", "own", "--data.image_size", f"{HEIGHT}x{WIDTH}", "--epochs", "2", "--batch-size", "5"),
+    *("--net", "whitened", "--model.width", "1", "--model.net_options", "{widths: [8, 8]}", "--model.tta", "full"),
+    *("--data.resolutions", "{12: 0.5}", "--data.crop", "2", "--data.cutout", "6", "--data.val_size", "0.2"),
+    *("--accelerator", "cpu", "--precision", "32-true"),
+)
+
+
+def odd_pictures() -> dict[str, bytes]:
+    """Pictures of all proportions and many modes, whose parts all look different."""
+    colours = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    whole, exif = Image.fromarray(colours).resize((900, 400), Image.Resampling.BICUBIC), Image.Exif()
+    exif[0x0112] = 6
+    clear = whole.resize((50, 50)).convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize((50, 50)))
+    deep = Image.fromarray(np.asarray(whole.resize((50, 20)).convert("L")).astype(np.uint16) * 257)
+    return {
+        "turned.jpg": jpeg(whole.resize((90, 40)), exif=exif),
+        "large.jpg": jpeg(whole),
+        "large-turned.jpg": jpeg(whole, exif=exif),
+        "cmyk.jpg": jpeg(whole.resize((33, 71)).convert("CMYK")),
+        "deep.png": encoded(deep, "PNG"),
+        "palette.png": encoded(whole.resize((40, 24)).quantize(16), "PNG"),
+        "alpha.png": encoded(clear, "PNG"),
+        "thin.webp": encoded(whole.resize((200, 2)), "WEBP", lossless=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder of trainings on these pictures, which are there in both classes, for training and test."""
+    folder = tmp_path_factory.mktemp("preparation")
+    for part in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (folder / "own" / part).mkdir(parents=True)
+        for name, data in odd_pictures().items():
+            (folder / "own" / part / name).write_bytes(data)
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CIFAR_LIT_CACHE", str(folder / "cache"))
+        yield folder
+
+
+def trained(folder: Path, resize: str) -> Path:
+    """The run folder of a training, made when it is asked for first."""
+    run = folder / f"logs-{resize}/folder-1"
+    if not run.exists():
+        answer = run_command(*TRAINING, "--data.resize", resize, "--logs", run.parent)
+        assert answer.code == 0, answer.err
+    return run
+
+
+def images_of_test(run: Path) -> Tensor:
+    """uint8 (N, C, H, W) of the test set, by the settings of the run, whose files are in the order of their paths."""
+    return run_image_data(run, load_model_file(run).card).test_images.images.permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("resize", RESIZES)
+def test_pictures_become_the_images_that_the_test_had_pixel_for_pixel(folder: Path, resize: str) -> None:
+    run, paths = trained(folder, resize), sorted(map(str, folder.glob("own/test/*/*")))
+    images, classifier = images_of_test(run), cifar_lit.load(run)
+    assert images.shape == (16, 3, HEIGHT, WIDTH) and len(images[:8].flatten(1).unique(dim=0)) == 8
+    assert torch.equal(classifier.prepare(paths), images)
+    ((rows, classified),) = classify_files(classifier, [ImageFile(path) for path in paths])
+    assert torch.equal(classified, images)
+    answers = rows_of(run / "predictions.csv")  # of the same decisions
+    assert [row.top[0][0] for row in rows] == [answer["predicted"] for answer in answers]
+    pictures = [Image.open(path) for path in paths if path.endswith(".png")]  # which are not decoded smaller
+    assert torch.equal(classifier.prepare(pictures), images[[path.endswith(".png") for path in paths]])
+
+
+def test_what_comes_after_the_data_takes_images_that_are_no_squares(folder: Path) -> None:
+    run = trained(folder, "letterbox")
+    assert metrics_of(run)["test"]["tta"]["views"] == "full"
+    report = run_command("report", run)
+    assert report.code == 0, report.err
+    answer = run_command("classify", run, "own/test", "--csv=rows.csv", "--sheet", "sheet.png", "--explain=explained")
+    assert answer.code == 0, answer.err
+    explained = Image.open("explained/00000-alpha.png")
+    assert explained.size == (2 * 256 + 36, 154 + 24 + 51)  # 256 × 154 pixels each, and the writing
+    sample = RunData(run / "model.safetensors", load_model_file(run).card).load(
+        train=False, count=0
+    )  # what exports are checked on
+    assert torch.equal(sample.images, images_of_test(run))
+
+
+def test_a_model_alone_is_compared_with_a_folder_that_is_prepared_as_its_own_was(folder: Path) -> None:
+    run, alone = trained(folder, "letterbox"), folder / "alone"
+    alone.mkdir()
+    (alone / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes())
+    card = load_model_file(alone).card
+    images = run_image_data(alone, card, "folder", str(folder / "own")).test_images.images
+    assert card.resize == "letterbox" and torch.equal(images.permute(0, 3, 1, 2), images_of_test(run))
