@@ -50,6 +50,11 @@ def csv_cell(value: object) -> object:
     return text  # such as a class that is called -1
 
 
+def duration_text(seconds: float) -> str:
+    """As one says it: 85 s, 14 min."""
+    return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def say(*lines: str) -> None:
     """Prints lines, however long; nothing where there are none."""
     for line in lines:

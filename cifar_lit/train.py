@@ -33,6 +33,7 @@ from cifar_lit.text import say
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
 
 IMAGES_AT_ONCE = 2048  # in memory beside the set, which may be mapped from a file
@@ -111,6 +112,8 @@ class Run(Callback):
         """Prints the start card, and shows TensorBoard what the net is about to see."""
         if trainer.is_global_zero:
             data = trainer.datamodule  # type: ignore[attr-defined]
+            if pl_module.hparams["weights"] and not self.folder.resumed:
+                self.notes["trains"] = training_plan(pl_module, data, trainer.max_epochs or 1)
             print_start_card(self, trainer, pl_module, data)
             if self.board in trainer.loggers and not self.folder.resumed:  # none of ours in a fast_dev_run
                 self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))

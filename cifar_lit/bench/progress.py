@@ -12,13 +12,8 @@ from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
-from cifar_lit.text import note
+from cifar_lit.text import duration_text, note
 from cifar_lit.training.callbacks import Interrupted, OrderlyStop
-
-
-def duration_text(seconds: float) -> str:
-    """As one says it: 85 s, 14 min."""
-    return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 class Progress:

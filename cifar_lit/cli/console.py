@@ -57,7 +57,8 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
         "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
         "sizes": f"{smaller}then {height} px" if smaller else "",
-        "net": f"{h['net']} · {parameters:,} parameters",
+        "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
+        "trains": notes.get("trains", ""),
         "devices": f"{world} × {device}",
         "precision": str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else ""),
         "batch": f"{batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch",
@@ -129,7 +130,8 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
         say(f"validation {figures_text(val)}")
         say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}{own}")
     if run.trains:
-        say(f"trained in {metrics['train_seconds']:.1f} s · {metrics['images_per_second'] or 0:.0f} images/s")
+        rate = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
+        say(f"trained in {metrics['train_seconds']:.1f} s{rate}")
     folder = display_path(run.folder.path)
     say(f"run {folder}")
     if run.trains:

@@ -27,6 +27,7 @@ from cifar_lit.distributed.join import join
 from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.errors import UsageError
+from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
@@ -170,11 +171,21 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, trainer.accelerator)
         check_settings(self.settings)
+        data, model = self.settings.data, self.settings.model
+        if self.name == "fit" and model.weights and (pretraining := preprocessing(model.net)):
+            for name in ("mean", "std"):  # which the net was trained with, rather than this data's
+                if getattr(data, name) is None:
+                    channels = getattr(pretraining, name)
+                    setattr(data, name, [sum(channels) / len(channels)] if data.channels == 1 else channels)
+            if data.dataset == "folder" and data.image_size is None:
+                data.image_size = list(pretraining.image_size)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
         auto, trainer = self.command.auto, self.settings.trainer
+        if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
+            self.model.load_pretrained()
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")

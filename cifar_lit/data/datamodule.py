@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +15,7 @@ from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise
+from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
@@ -233,7 +237,7 @@ class ImageData(pl.LightningDataModule):
             shuffle=self.shuffle and not overfits,
             balanced=self.sampling == "balanced",
             seed=self.seed,
-            fill=(torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(images.images.device),
+            fill=self._fill,
             workers=self.workers if self.reads_ahead else 0,
             pin_memory=self.reads_ahead and self.device.type != "cpu",
             **self._share,
@@ -286,6 +290,36 @@ class ImageData(pl.LightningDataModule):
         """The first training images as they are, normalised: float32 (B, C, H, W)."""
         images, _ = self.placed("train")
         return self._normalised(images.take(self.split[0][:count].to(images.images.device)))
+
+    def batches_of_view(self, rows: Tensor, view: int) -> Iterator[Tensor]:
+        """Training images of int64 rows in batches, normalised, where they are trained on: as they are (view 0), or augmented.
+
+        Views are drawn as the epochs of that number with seed 0, so that runs of all seeds share them.
+        """
+        images, _ = self.placed("train")
+        loader = TrainLoader(images, rows, self.eval_batch_size, self.augmentation, shuffle=False, fill=self._fill)
+        make = loader.epoch_plan(view)[1]
+        for part in rows.to(images.images.device).split(self.eval_batch_size):
+            pixels = make([(part, 1.0)])[0].images if view else images.take(part)
+            yield self._normalised(pixels.to(self.device))
+
+    def describe_view(self, rows: Tensor) -> str:
+        """What tells these images, as a net is given them, from all others."""
+        images = self.train_images
+        pixels = sha256()
+        for part in rows.split(256):
+            pixels.update(images.take(part).numpy().tobytes())
+        return f"{pixels.hexdigest()} {images.input_shape} {self.statistics}"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where what was computed of the images is kept."""
+        return (Path(self.settings.cache_dir) if self.settings.cache_dir else default_cache_dir()).expanduser()
+
+    @property
+    def _fill(self) -> Tensor:
+        """The mean colour, uint8 (C,), beside the images."""
+        return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(self.placed("train")[0].images.device)
 
     def sample(self, count: int = 64) -> Tensor:
         """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""

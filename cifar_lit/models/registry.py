@@ -1,4 +1,4 @@
-"""From a net's name to the net: ours, torchvision's, or one of the user's own file.
+"""From a net's name to the net: ours, torchvision's, timm's, or one of the user's own file.
 
 A new net of ours is a builder and its line in `NETS`. A net from elsewhere is named by its import path (`my_nets.MyNet`).
 """
@@ -15,6 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cifar_lit.errors import UsageError, first_line, nearest
+from cifar_lit.models.pretrained import OPTIONS as TIMM_OPTIONS
+from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
 from cifar_lit.models.torchvision_nets import build_torchvision_net, torchvision_names
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
@@ -60,7 +62,8 @@ def build_net(
     """The net `name` with random weights.
 
     Args:
-        name: a key of `NETS`, a net of torchvision's, or an import path of a builder (see `NetSpec.build`) or of a `NetSpec`.
+        name: a key of `NETS`, a net of torchvision's, one of timm's behind "timm/", or an import path of a builder (see
+            `NetSpec.build`) or of a `NetSpec`.
         image_size: the side of square images, or (height, width), in pixels.
         width: multiplies the hidden widths of a net of ours; torchvision's have their own.
         options: plain values for the net's own options.
@@ -96,13 +99,15 @@ def net_spec(name: str) -> NetSpec:
     """How a net is built, whoever wrote it. Raises UsageError for an unknown name."""
     if name in NETS:  # before anything else: torchvision takes long to import
         return NETS[name]
+    if name.startswith(TIMM):
+        return NetSpec(partial(build_timm_net, name), any_size=takes_any_size(name), options=TIMM_OPTIONS)
     if is_import_path(name):
         target = import_callable(name)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     names = [*NETS, *torchvision_names()]
     if name not in names:
         raise UsageError(
-            f"There is no net named {name!r}.{nearest(name, names)} There are {', '.join(NETS)} and torchvision's nets."
+            f"There is no net named {name!r}.{nearest(name, names)} There are {', '.join(NETS)}, torchvision's and timm/NAME."
         )
     fixed = name.startswith(("vit_", "maxvit_"))  # a position's embedding, or windows, for one size only; the others pool
     return NetSpec(partial(build_torchvision_net, name), any_size=not fixed)

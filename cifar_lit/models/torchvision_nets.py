@@ -49,9 +49,9 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
         if not old.weight.is_meta:  # of a net without memory for its weights
             nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         net.set_submodule(path, new)
-    if not _runs(net, channels, image_size):
+    if not takes(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
-        least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: _runs(net, channels, (side, side)))
+        least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: takes(net, channels, (side, side)))
         raise UsageError(f"{name} cannot take {image_size[0]}×{image_size[1]} images; the least size is {least}×{least}.")
     return net
 
@@ -73,8 +73,8 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
     return {}
 
 
-def _runs(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
-    """Whether a forward pass goes through, by shapes alone: on the meta device nothing is computed."""
+def takes(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
+    """Whether images of (height, width) go through a net, by shapes alone: on the meta device nothing is computed."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     net.eval()

