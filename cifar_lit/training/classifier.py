@@ -90,8 +90,10 @@ class ImageClassifier(pl.LightningModule):
         weights: pretrained ones to start from: imagenet, or a file (.safetensors, .pth); null for random ones.
         head_views: of pretrained weights, how often each training image is looked at by the frozen net, once as it is and then
             augmented, to fit the last layer on its features before anything else is trained; 0 leaves that layer random.
-        unfreeze: after that, train all weights; false for the last layer alone.
-        input_lr: rate of the first layers, which rises in equal ratios to lr in the last ones; null for lr in all.
+        unfreeze: after that, train the net; false for the last layer alone.
+        frozen: share of the net's parameters, from the input on, that keep their pretrained values; they are left out of the
+            backward pass, which in the first layers costs most.
+        input_lr: rate of the first layers that are trained, which rises in equal ratios to lr in the last ones; null for lr in all.
         fixed_norms: leave the running statistics of batch norms as they are, and normalise by them in training too.
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
         monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
@@ -129,6 +131,7 @@ class ImageClassifier(pl.LightningModule):
         weights: str | None = None,
         head_views: int = 2,
         unfreeze: bool = True,
+        frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
         metrics: dict[str, Metric] | None = None,
@@ -141,6 +144,8 @@ class ImageClassifier(pl.LightningModule):
         check_views(tta)
         if head_views < 0 or not (unfreeze or (weights and head_views)):
             raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
+        if frozen and not weights:
+            raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
         if class_weights not in CLASS_WEIGHTS:
             hint = nearest(class_weights, CLASS_WEIGHTS)
             raise UsageError(f"model.class_weights must be one of {', '.join(CLASS_WEIGHTS)}, not {class_weights!r}.{hint}")
@@ -151,6 +156,9 @@ class ImageClassifier(pl.LightningModule):
             for parameter in self.net.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        parameters = list(self.net.parameters())
+        for parameter in parameters[: int(frozen * len(parameters))]:
+            parameter.requires_grad_(False)
         if compile:
             self.net.compile(dynamic=False)  # a graph for each size, rather than a slower one for all
         self.running = RunningMetrics(self.device)  # of this device's training steps

@@ -104,6 +104,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
+    "frozen": (lambda value: 0 <= value < 1, "is a share of the net's parameters, from 0 to below 1"),
     "label_smoothing": (lambda value: 0 <= value < 1, "must be in 0 … 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
 }
