@@ -139,7 +139,8 @@ class ImageClassifier(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
         logits = self(batch.images)
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.hparams["label_smoothing"])
+        targets = batch.labels if batch.targets is None else batch.targets
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.hparams["label_smoothing"])
         if batch.loss_weight:
             self.running.update(loss.detach(), logits, batch.labels)
         if not self._reads_losses:

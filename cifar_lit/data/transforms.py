@@ -1,0 +1,280 @@
+"""Augmentations of whole batches on any device, in which every image has parameters of its own.
+
+Each is a function of float32 images (B, C, H, W) in 0 … 255 and of parameters, tensors (B,) where nothing else is said. It may
+write into the images that it is given, and means what torchvision's function of the same name means, but that values are not cut
+to whole levels after each of several operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# ---- colours
+
+
+def adjust_brightness(images: Tensor, factors: Tensor) -> Tensor:
+    """0 is black, 1 the image."""
+    return images.mul_(_each(factors)).clamp_(0, 255)
+
+
+def adjust_contrast(images: Tensor, factors: Tensor) -> Tensor:
+    """0 is the mean grey, 1 the image."""
+    return images.lerp_(_grey(images).mean((1, 2, 3), keepdim=True), _each(1 - factors)).clamp_(0, 255)
+
+
+def adjust_saturation(images: Tensor, factors: Tensor) -> Tensor:
+    """0 is grey, 1 the image; images of one channel stay as they are."""
+    return images if images.shape[1] == 1 else images.lerp_(_grey(images), _each(1 - factors)).clamp_(0, 255)
+
+
+def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
+    """Turns the hue by a share of the colour wheel, -0.5 … 0.5, in HSV; images of one channel stay as they are."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.unbind(1)
+    highest = torch.maximum(torch.maximum(red, green), blue)
+    chroma = highest - torch.minimum(torch.minimum(red, green), blue)
+    scale = chroma.clamp_min(1e-6).reciprocal_()
+    sixths = torch.where(highest == red, (green - blue).mul_(scale), (red - green).mul_(scale).add_(4))
+    sixths = torch.where((highest == green) & (highest != red), (blue - red).mul_(scale).add_(2), sixths)
+    sixths.add_(6 * shifts[:, None, None])
+    for channel, offset in enumerate((5, 3, 1)):  # the shortest form of the way back from HSV (Wikipedia, HSL and HSV)
+        distance = (sixths + offset).remainder_(6)
+        falls = torch.minimum(distance, 4 - distance).clamp_(0, 1)
+        torch.addcmul(highest, chroma, falls, value=-1, out=images[:, channel])
+    return images
+
+
+def adjust_sharpness(images: Tensor, factors: Tensor) -> Tensor:
+    """0 is smoothed, 1 the image; the outermost pixels stay as they are."""
+    if min(images.shape[2:]) > 2:
+        rows = images[:, :, :-2] + images[:, :, 1:-1]
+        rows += images[:, :, 2:]
+        smooth = rows[..., :-2] + rows[..., 1:-1]
+        smooth += rows[..., 2:]
+        inner = images[:, :, 1:-1, 1:-1]
+        smooth.add_(inner, alpha=4).div_(13)
+        inner.lerp_(smooth, _each(1 - factors)).clamp_(0, 255)
+    return images
+
+
+def posterize(images: Tensor, bits: Tensor) -> Tensor:
+    """Keeps so many of the 8 bits of each level."""
+    steps = _each(2 ** (8 - bits))
+    return images.div_(steps).floor_().mul_(steps)
+
+
+def solarize(images: Tensor, thresholds: Tensor) -> Tensor:
+    """Inverts the levels from a threshold in 0 … 255 on."""
+    return torch.where(images >= _each(thresholds), 255 - images, images)
+
+
+def autocontrast(images: Tensor) -> Tensor:
+    """Stretches each channel to all levels."""
+    least, most = (each[..., None, None] for each in images.flatten(2).aminmax(dim=2))
+    flat = least == most
+    return images.sub_(least.masked_fill(flat, 0)).mul_(255 / (most - least).masked_fill(flat, 255))
+
+
+def equalize(images: Tensor) -> Tensor:
+    """Spreads the levels of each channel so that all are about as frequent."""
+    from torchvision.transforms.v2 import functional  # takes a second, which other augmentations need not wait for
+
+    return functional.equalize(images.byte()).float()  # each image by its own levels already
+
+
+def gaussian_blur(images: Tensor, sigmas: Tensor, radius: int) -> Tensor:
+    """Blurs with a Gaussian of a standard deviation in pixels, cut at `radius` pixels, which must be less than either side."""
+    offsets = torch.arange(-radius, radius + 1, device=images.device)
+    weights = torch.softmax(-0.5 * (offsets / sigmas[:, None]).square(), 1)[..., None, None, None]
+    images = F.pad(images, (radius,) * 4, mode="reflect")
+    for dim in (2, 3):
+        size = images.shape[dim] - 2 * radius
+        blurred = images.narrow(dim, 0, size) * weights[:, 0]
+        for shift in range(1, 2 * radius + 1):
+            blurred.addcmul_(images.narrow(dim, shift, size), weights[:, shift])
+        images = blurred
+    return images
+
+
+def erase(images: Tensor, boxes: Tensor, fill: Tensor) -> Tensor:
+    """Paints a box with `fill` (C,). boxes: (B, 4) of top, left, height, width in pixels."""
+    inside = box_rows(boxes, images.shape[2])[:, None, :, None] & box_columns(boxes, images.shape[3])[:, None, None, :]
+    return torch.where(inside, fill[:, None, None], images)
+
+
+def box_rows(boxes: Tensor, height: int) -> Tensor:
+    """Which rows lie in each box: bool (B, height)."""
+    rows = torch.arange(height, device=boxes.device)
+    return (rows >= boxes[:, 0:1]) & (rows < boxes[:, 0:1] + boxes[:, 2:3])
+
+
+def box_columns(boxes: Tensor, width: int) -> Tensor:
+    """Which columns lie in each box: bool (B, width)."""
+    columns = torch.arange(width, device=boxes.device)
+    return (columns >= boxes[:, 1:2]) & (columns < boxes[:, 1:2] + boxes[:, 3:4])
+
+
+def _each(parameters: Tensor) -> Tensor:
+    return parameters[:, None, None, None]
+
+
+def _grey(images: Tensor) -> Tensor:
+    """The luminance (B, 1, H, W)."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.split(1, dim=1)
+    return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+
+
+# ---- geometry
+
+
+def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
+    """The boxes, scaled to the images' own size with bilinear interpolation; that enlarges, so there is nothing to antialias.
+
+    boxes: (B, 4) of top, left, height, width in pixels, within the image.
+    """
+    _, _, height, width = images.shape
+    rows, columns = (
+        # between the centres of the box's pixels: nothing around it is mixed in
+        (start + (torch.arange(size, device=images.device) + 0.5) * (length / size)).clamp(start + 0.5, start + length - 0.5)
+        * (2 / size)
+        - 1
+        for start, length, size in ((boxes[:, 0:1], boxes[:, 2:3], height), (boxes[:, 1:2], boxes[:, 3:4], width))
+    )
+    grid = torch.stack(torch.broadcast_tensors(columns[:, None, :], rows[:, :, None]), dim=3)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
+    """Images whose pixels come, bilinearly interpolated, from where a matrix leads each place; `fill` (C,) from outside.
+
+    matrices: (B, 2, 3), or (B, 3, 3) where lines that were parallel need not stay so; of coordinates x, y, 1 in which images span
+        -1 … 1 in both directions. The product of several does what they do one after the other, the last one's first.
+    """
+    count, channels, height, width = images.shape
+    if matrices.shape[1] == 2:
+        grid = F.affine_grid(matrices, [count, channels, height, width], align_corners=False)
+    else:
+        whole = torch.eye(2, 3, device=images.device)[None]
+        places = F.pad(F.affine_grid(whole, [1, 1, height, width], align_corners=False).view(-1, 2), (0, 1), value=1.0)
+        x, y, depth = (places @ matrices.mT).view(count, height, width, 3).unbind(3)
+        grid = torch.stack((x / depth, y / depth), dim=3)
+    offset = fill[:, None, None]
+    return F.grid_sample(images - offset, grid, align_corners=False).add_(offset)
+
+
+def crop_matrices(boxes: Tensor, height: int, width: int) -> Tensor:
+    """(B, 3, 3) that `warp` scales boxes (B, 4) of top, left, height, width with, showing what lies around where it is turned."""
+    top, left, rows, columns = boxes.unbind(1)
+    return _matrices(
+        (columns / width, 0, (2 * left + columns) / width - 1),
+        (0, rows / height, (2 * top + rows) / height - 1),
+    )
+
+
+def rotation_matrices(angles: Tensor, height: int, width: int) -> Tensor:
+    """(B, 3, 3) that `warp` turns images with around their middle, counter-clockwise by an angle in degrees."""
+    cos, sin = angles.deg2rad().cos(), angles.deg2rad().sin()
+    return _matrices((cos, -sin * (height / width), 0), (sin * (width / height), cos, 0))
+
+
+def shear_matrices(x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+    """(B, 3, 3) that `warp` shears with, keeping the top left corner: pixels that each row, or column, is moved by."""
+    x, y = x * (height / width), y * (width / height)
+    return _matrices((1, x, x), (y, 1, y))
+
+
+def translation_matrices(x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+    """(B, 3, 3) that `warp` moves images with, by pixels to the right and down."""
+    return _matrices((1, 0, -2 * x / width), (0, 1, -2 * y / height))
+
+
+def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
+    """(B, 3, 3) that `warp` moves the four corners with, from the top left one clockwise, to x, y in pixels (B, 4, 2)."""
+    scale = torch.tensor([2 / width, 2 / height], device=corners.device)
+    end = corners * scale - 1
+    start = corners.new_tensor([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]]) * scale - 1
+    start = start.expand_as(end)
+    ones, zeros = torch.ones_like(end[..., :1]), torch.zeros_like(end)
+    points = torch.cat((end, ones), 2)
+    x = torch.cat((points, zeros, zeros[..., :1], -start[..., 0:1] * end), 2)
+    y = torch.cat((zeros, zeros[..., :1], points, -start[..., 1:2] * end), 2)
+    # each corner gives two equations for the eight numbers (Heckbert, Fundamentals of texture mapping, 1989)
+    solution = torch.linalg.solve(torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1))
+    return F.pad(solution, (0, 1), value=1.0).view(-1, 3, 3)
+
+
+def _matrices(first: tuple[Tensor | float, ...], second: tuple[Tensor | float, ...]) -> Tensor:
+    """(B, 3, 3) of two rows, and 0, 0, 1."""
+    like = next(value for value in (*first, *second) if isinstance(value, Tensor))
+    values = [value if isinstance(value, Tensor) else torch.full_like(like, value) for value in (*first, *second, 0, 0, 1)]
+    return torch.stack(values, 1).view(-1, 3, 3)
+
+
+# ---- operations of policies
+
+# As torchvision's TrivialAugmentWide and RandAugment have them, in their order.
+OPERATIONS = (
+    "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast", "Sharpness",
+    "Posterize", "Solarize", "AutoContrast", "Equalize",
+)  # fmt: skip
+SIGNED = 9  # from the first to this one, a magnitude may be negated
+BINS = 31  # magnitudes of each
+
+
+def policy_magnitudes(policy: str, height: int, width: int) -> Tensor:
+    """float32 (operations, BINS): torchvision's magnitudes of `trivial` (wide) or `randaugment`, of solarize in 0 … 255."""
+    wide = policy == "trivial"
+    moves = (32.0, 32.0) if wide else (150 / 331 * width, 150 / 331 * height)
+    shear, turn, blend, lost_bits = (0.99, 135.0, 0.99, 6) if wide else (0.3, 30.0, 0.9, 4)
+    ends = (0.0, shear, shear, *moves, turn, blend, blend, blend, blend)
+    rising = [torch.linspace(0.0, end, BINS) for end in ends]
+    bits = (8 - torch.arange(BINS) / ((BINS - 1) / lost_bits)).round()
+    return torch.stack((*rising, bits, torch.linspace(255.0, 0.0, BINS), torch.zeros(BINS), torch.zeros(BINS)))
+
+
+def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fill: Tensor) -> Tensor:
+    """Does to each image one of `OPERATIONS`, each computed on the images that drew it only.
+
+    operations: int64 (B,), places in `OPERATIONS`. magnitudes: signed. fill: (C,), of places from outside the image, which like
+        all is interpolated bilinearly. The host has to know how many images drew what: where the device is no CPU, it waits
+        for that once, and can meanwhile give the device nothing new to do.
+    """
+    order = operations.argsort(stable=True)
+    counts = (operations[:, None] == torch.arange(len(OPERATIONS), device=operations.device)).sum(0).tolist()
+    _, _, height, width = images.shape
+
+    def geometry(images: Tensor, magnitudes: Tensor, operations: Tensor) -> Tensor:
+        shear_x, shear_y, x, y, angles = (magnitudes * (operations == number) for number in range(1, 6))
+        # of each image, two of them are the identity
+        matrices = (
+            shear_matrices(shear_x, shear_y, height, width)
+            @ translation_matrices(x.trunc(), y.trunc(), height, width)
+            @ rotation_matrices(angles, height, width)
+        )
+        return warp(images, matrices[:, :2], fill)
+
+    functions: list[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
+        (counts[0], lambda images, *_: images),
+        (sum(counts[1:6]), geometry),
+        (counts[6], lambda images, magnitudes, _: adjust_brightness(images, 1 + magnitudes)),
+        (counts[7], lambda images, magnitudes, _: adjust_saturation(images, 1 + magnitudes)),
+        (counts[8], lambda images, magnitudes, _: adjust_contrast(images, 1 + magnitudes)),
+        (counts[9], lambda images, magnitudes, _: adjust_sharpness(images, 1 + magnitudes)),
+        (counts[10], lambda images, magnitudes, _: posterize(images, magnitudes)),
+        (counts[11], lambda images, magnitudes, _: solarize(images, magnitudes)),
+        (counts[12], lambda images, *_: autocontrast(images)),
+        (counts[13], lambda images, *_: equalize(images)),
+    ]
+    for chosen, (count, function) in zip(order.split([count for count, _ in functions]), functions, strict=True):
+        if count == len(images):  # nothing to sort
+            return function(images, magnitudes, operations)
+        if count:
+            images.index_copy_(0, chosen, function(images[chosen], magnitudes[chosen], operations[chosen]))
+    return images
