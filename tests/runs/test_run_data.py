@@ -37,7 +37,7 @@ def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch
 def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parser imports what is named where a dataclass is expected, before it refuses it: `data.augment` must stay plain values."""
+    """A parser would import what is named where a dataclass is expected, before it refuses it: here are plain values."""
     (tmp_path / "hostile_augment.py").write_text("class Augment: ...")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "config.yaml").write_text("data: {dataset: shapes, augment: {class_path: hostile_augment.Augment}}\n")
