@@ -30,6 +30,7 @@ from cifar_lit.data.transforms import (
     crop_matrices,
     erase,
     gaussian_blur,
+    image_corners,
     perspective_matrices,
     policy_magnitudes,
     resized_crop,
@@ -182,10 +183,10 @@ class DeviceAugmentation:
         if self.rotation:
             parameters["rotation"] = (2 * draws("rotation", 1)[:, 0] - 1) * self.rotation
         if self.perspective:
-            bounds = rows.new_tensor([int(self.perspective * (size // 2)) + 1 for size in (width, height)])
-            inward = (draws("perspective", 8).view(-1, 4, 2) * bounds).floor()
-            at_ends = rows.new_tensor([[0, 0], [1, 0], [1, 1], [0, 1]]).bool()
-            parameters["perspective"] = torch.where(at_ends, rows.new_tensor([width, height]) - bounds + inward, inward)
+            numbers, corners = draws("perspective", 8).view(-1, 4, 2), image_corners(height, width, rows.device)
+            bounds = (int(self.perspective * (size // 2)) + 1 for size in (width, height))
+            inward = torch.stack([(numbers[..., axis] * bound).floor() for axis, bound in enumerate(bounds)], 2)
+            parameters["perspective"] = (corners - inward).abs()  # from 0 on, or back from the other end
         if self.policy != "none":
             count = 1 if self.policy == "trivial" else int(self.operations)
             parameters |= self._draw_policy(draws("policy", 3 * count).view(-1, count, 3), height, width)
@@ -200,7 +201,7 @@ class DeviceAugmentation:
         if self.erasing:
             numbers = draws("erasing", 2 * TRIES + 3)
             boxes, fits = _boxes(numbers, ERASED_AREA, ERASED_RATIO, height, width, 1)
-            parameters["erasing"] = boxes * (fits & (numbers[:, -1] < self.erasing))[:, None]
+            parameters["erasing"] = torch.stack(boxes, 1) * (fits & (numbers[:, -1] < self.erasing))[:, None]
         return parameters
 
     def _draw_policy(self, draws: Tensor, height: int, width: int) -> Parameters:
@@ -208,7 +209,7 @@ class DeviceAugmentation:
         choices, strengths, signs = draws.unbind(2)
         operations = (choices * len(OPERATIONS)).long()
         bins = (strengths * BINS).long() if self.policy == "trivial" else torch.full_like(operations, int(self.magnitude))
-        magnitudes = policy_magnitudes(self.policy, height, width).to(draws.device)[operations, bins]
+        magnitudes = policy_magnitudes(self.policy, height, width, draws.device)[operations, bins]
         negated = (operations <= SIGNED) & (signs <= 0.5)
         return {"operations": operations, "magnitudes": torch.where(negated, -magnitudes, magnitudes)}
 
@@ -250,16 +251,14 @@ class DeviceAugmentation:
         draws = uniform(rows, 5, _SEEDS, seed, epoch, _STREAMS.index("mixing"))
         order = draws[:, 0].argsort(stable=True)
         others = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # in a ring
-        shares, boxes = torch.zeros_like(draws[:, 0]), torch.zeros_like(draws[:, :4])
-        if self.mixup:
-            shares = beta(draws[:, 1], self.mixup)
+        weights = beta(draws[:, 1], self.mixup)[:, None, None] if self.mixup else draws.new_zeros(1)
         if self.cutmix:
-            boxes = _cutmix_boxes(beta(draws[:, 1], self.cutmix), draws[:, 2:4], height, width)
             pasted = draws[:, 4] < (0.5 if self.mixup else 1.0)
-            shares, boxes = shares.masked_fill(pasted, 0.0), boxes * pasted[:, None]
-        # one weight for each number of a row of pixels: a broadcast over three channels would take far longer
-        columns = box_columns(boxes, width).repeat_interleave(channels, 1)
-        weights = torch.maximum((box_rows(boxes, height)[:, :, None] & columns[:, None, :]).float(), shares[:, None, None])
+            boxes = _cutmix_boxes(beta(draws[:, 1], self.cutmix), draws[:, 2:4], height, width)
+            # one weight for each number of a row of pixels: a broadcast over three channels would take far longer
+            columns = box_columns(boxes, width).repeat_interleave(channels, 1)
+            inside = box_rows(boxes, height)[:, :, None] & columns[:, None, :]
+            weights = torch.where(pasted[:, None, None], inside.float(), weights)
         pixels = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
         pixels.lerp_(pixels.index_select(0, others), weights)
         own = F.one_hot(labels, classes).float()
@@ -284,23 +283,29 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+# In what follows no constant becomes a tensor of its own: to bring it to a GPU, the host would wait for all that runs there.
+
+
 def _boxes(
     draws: Tensor, area: Sequence[float], ratio: Sequence[float], height: int, width: int, margin: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """The first of some random boxes that fits into the image less `margin` pixels, as torchvision finds it.
 
     draws: (B, 2 * TRIES + 2) or more. area: least and largest, as a share of the image's; ratio: of width to height.
 
-    Returns (B, 4) of top, left, height, width, and bool (B,), whether any fits.
+    Returns top, left, height and width, each (B,), and bool (B,), whether any fits.
     """
     areas = height * width * (area[0] + (area[1] - area[0]) * draws[:, :TRIES])
     ratios = (math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * draws[:, TRIES : 2 * TRIES]).exp()
     rows, columns = (areas / ratios).sqrt().round(), (areas * ratios).sqrt().round()
     fits = (rows > 0) & (rows <= height - margin) & (columns > 0) & (columns <= width - margin)
     first = fits.int().argmax(1, keepdim=True)
-    sizes = torch.cat((rows.gather(1, first), columns.gather(1, first)), 1)
-    places = (draws[:, 2 * TRIES : 2 * TRIES + 2] * (draws.new_tensor([height, width]) - sizes + 1)).floor()
-    return torch.cat((places, sizes), 1), fits.any(1)
+    sizes = [each.gather(1, first)[:, 0] for each in (rows, columns)]
+    places = [
+        (draws[:, 2 * TRIES + axis] * (most - size + 1)).floor()
+        for axis, (most, size) in enumerate(zip((height, width), sizes, strict=True))
+    ]
+    return [*places, *sizes], fits.any(1)
 
 
 def _crops(draws: Tensor, area: Sequence[float], ratio: Sequence[float], height: int, width: int) -> Tensor:
@@ -308,13 +313,15 @@ def _crops(draws: Tensor, area: Sequence[float], ratio: Sequence[float], height:
     boxes, fits = _boxes(draws, area, ratio, height, width, 0)
     shape = min(max(width / height, ratio[0]), ratio[1])
     rows, columns = min(height, round(width / shape)), min(width, round(height * shape))
-    middle = draws.new_tensor([(height - rows) // 2, (width - columns) // 2, rows, columns])
-    return torch.where(fits[:, None], boxes, middle)
+    middle = ((height - rows) // 2, (width - columns) // 2, rows, columns)
+    return torch.stack([torch.where(fits, *pair) for pair in zip(boxes, map(float, middle), strict=True)], 1)
 
 
 def _cutmix_boxes(shares: Tensor, centres: Tensor, height: int, width: int) -> Tensor:
     """Boxes (B, 4) of a share of the image's area before they are cut at its borders. centres: uniform draws (B, 2)."""
-    sizes = shares.new_tensor([height, width])
-    middle, half = (centres * sizes).floor(), (0.5 * shares.sqrt()[:, None] * sizes).floor()
-    first, last = (middle - half).clamp_min(0), torch.minimum(middle + half, sizes)
-    return torch.cat((first, last - first), 1)
+    starts, lengths = [], []
+    for axis, size in enumerate((height, width)):
+        middle, half = (centres[:, axis] * size).floor(), (0.5 * shares.sqrt() * size).floor()
+        starts.append((middle - half).clamp_min(0))
+        lengths.append((middle + half).clamp_max(size) - starts[axis])
+    return torch.stack((*starts, *lengths), 1)

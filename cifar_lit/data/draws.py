@@ -28,7 +28,7 @@ def uniform(rows: Tensor, count: int, *key: int) -> Tensor:
 
 def beta(draws: Tensor, alpha: float) -> Tensor:
     """Numbers of the Beta(alpha, alpha) distribution, of the shape of uniform `draws`, by the inverse of its distribution."""
-    quantiles = _beta_quantiles(alpha).to(draws.device)
+    quantiles = _beta_quantiles(alpha, draws.device)
     places = draws * _POINTS
     below = places.long()
     return torch.lerp(quantiles[below], quantiles[below + 1], places - below)
@@ -47,7 +47,7 @@ def _words(key: tuple[int, ...]) -> tuple[int, int]:
 
 
 @lru_cache
-def _beta_quantiles(alpha: float) -> Tensor:
+def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
     """Quantiles of Beta(alpha, alpha) at 0, 1/_POINTS, … 1, float32.
 
     The lower half is integrated over s = x^alpha, in which the density has no pole at 0; the upper half mirrors it.
@@ -56,4 +56,4 @@ def _beta_quantiles(alpha: float) -> Tensor:
     density = (1 - x) ** (alpha - 1)
     mass = np.concatenate(([0], np.cumsum(density[1:] + density[:-1])))
     lower = np.interp(np.linspace(0, 0.5, _POINTS // 2 + 1), mass / mass[-1] / 2, x)
-    return torch.from_numpy(np.concatenate((lower, 1 - lower[-2::-1]))).float()
+    return torch.from_numpy(np.concatenate((lower, 1 - lower[-2::-1]))).float().to(device)

@@ -8,6 +8,7 @@ to whole levels after each of several operations.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -197,17 +198,25 @@ def translation_matrices(x: Tensor, y: Tensor, height: int, width: int) -> Tenso
 
 def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
     """(B, 3, 3) that `warp` moves the four corners with, from the top left one clockwise, to x, y in pixels (B, 4, 2)."""
-    scale = torch.tensor([2 / width, 2 / height], device=corners.device)
-    end = corners * scale - 1
-    start = corners.new_tensor([[0, 0], [width - 1, 0], [width - 1, height - 1], [0, height - 1]]) * scale - 1
-    start = start.expand_as(end)
-    ones, zeros = torch.ones_like(end[..., :1]), torch.zeros_like(end)
-    points = torch.cat((end, ones), 2)
-    x = torch.cat((points, zeros, zeros[..., :1], -start[..., 0:1] * end), 2)
-    y = torch.cat((zeros, zeros[..., :1], points, -start[..., 1:2] * end), 2)
+    start, end = (
+        torch.stack((places[..., 0] * (2 / width) - 1, places[..., 1] * (2 / height) - 1), 2)
+        for places in (image_corners(height, width, corners.device).expand_as(corners), corners)
+    )
+    points = F.pad(end, (0, 1), value=1.0)
+    none = torch.zeros_like(points)
+    x = torch.cat((points, none, -start[..., 0:1] * end), 2)
+    y = torch.cat((none, points, -start[..., 1:2] * end), 2)
     # each corner gives two equations for the eight numbers (Heckbert, Fundamentals of texture mapping, 1989)
-    solution = torch.linalg.solve(torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1))
-    return F.pad(solution, (0, 1), value=1.0).view(-1, 3, 3)
+    equations, places = torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1)
+    numbers = torch.linalg.solve_ex(equations, places).result  # `solve` has a GPU's host wait to see whether it could
+    return F.pad(numbers, (0, 1), value=1.0).view(-1, 3, 3)
+
+
+@lru_cache
+def image_corners(height: int, width: int, device: torch.device) -> Tensor:
+    """x, y in pixels of the four corners from the top left one clockwise, float32 (4, 2)."""
+    right, bottom = float(width - 1), float(height - 1)
+    return torch.tensor([[0.0, 0.0], [right, 0.0], [right, bottom], [0.0, bottom]], device=device)
 
 
 def _matrices(first: tuple[Tensor | float, ...], second: tuple[Tensor | float, ...]) -> Tensor:
@@ -228,7 +237,8 @@ SIGNED = 9  # from the first to this one, a magnitude may be negated
 BINS = 31  # magnitudes of each
 
 
-def policy_magnitudes(policy: str, height: int, width: int) -> Tensor:
+@lru_cache
+def policy_magnitudes(policy: str, height: int, width: int, device: torch.device) -> Tensor:
     """float32 (operations, BINS): torchvision's magnitudes of `trivial` (wide) or `randaugment`, of solarize in 0 … 255."""
     wide = policy == "trivial"
     moves = (32.0, 32.0) if wide else (150 / 331 * width, 150 / 331 * height)
@@ -236,7 +246,7 @@ def policy_magnitudes(policy: str, height: int, width: int) -> Tensor:
     ends = (0.0, shear, shear, *moves, turn, blend, blend, blend, blend)
     rising = [torch.linspace(0.0, end, BINS) for end in ends]
     bits = (8 - torch.arange(BINS) / ((BINS - 1) / lost_bits)).round()
-    return torch.stack((*rising, bits, torch.linspace(255.0, 0.0, BINS), torch.zeros(BINS), torch.zeros(BINS)))
+    return torch.stack((*rising, bits, torch.linspace(255.0, 0.0, BINS), torch.zeros(BINS), torch.zeros(BINS))).to(device)
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fill: Tensor) -> Tensor:

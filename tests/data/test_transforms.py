@@ -114,7 +114,7 @@ def test_a_product_of_moves_is_one_after_the_other_and_what_they_leave_empty_is_
 
 @pytest.mark.parametrize(("policy", "transform"), [("trivial", v2.TrivialAugmentWide()), ("randaugment", v2.RandAugment())])
 def test_every_operation_of_a_policy_has_torchvisions_magnitudes_and_effect(policy: str, transform: Any, images: Tensor) -> None:
-    table = ours.policy_magnitudes(policy, HEIGHT, WIDTH)
+    table = ours.policy_magnitudes(policy, HEIGHT, WIDTH, torch.device("cpu"))
     space = transform._AUGMENTATION_SPACE
     assert tuple(space) == ours.OPERATIONS
     assert [signed for _, signed in space.values()] == [0 < number <= ours.SIGNED for number in range(len(table))]
