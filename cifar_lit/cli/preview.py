@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,8 +84,8 @@ def _check_target(out: Path, files: Sequence[ImageFile]) -> None:
 def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     """The images of some files as a data set to train on, in their order and of the size that a training has them in."""
     for file in files:
-        if file.error:
-            raise UsageError(f"{file.path}: {file.error}")
+        if file.error or not os.path.exists(file.path):  # noqa: PTH110 (a Path refuses names that cannot be)
+            raise UsageError(f"{file.path}: {file.error or 'there is no such file'}")
     side, paths = settings["image_size"], [file.path for file in files]
     if side is not None and not 1 <= side <= MAX_SIDE:
         raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,}, not {side}")

@@ -256,8 +256,8 @@ class ImageData(pl.LightningDataModule):
         batches = []
         for size in sorted({len(part) for part in parts}, reverse=True):
             part = rows[:size].to(images.images.device)
-            batch = Batch(*(tensor.to(self.device) for tensor in (images.take(part), images.labels[part], part)))
-            batches.append(self.training_batch(batch, 0, side))
+            pixels, labels, part = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part], part))
+            batches.append(self.training_batch(Batch(pixels, labels, part), 0, side))
         return batches
 
     def training_batch(self, batch: Batch, epoch: int, side: int | None = None) -> Batch:

@@ -125,8 +125,8 @@ def measure(
 
     speeds: list[tuple[float, float]] = []
     for number in range(settings.rounds + 1):
-        pair = tuple(images_per_second(turn(), settings.batches, device) for turn in (our_batches, their_batches))
-        speeds += [pair] if number else []  # the first warms up
+        our, their = (images_per_second(turn(), settings.batches, device) for turn in (our_batches, their_batches))
+        speeds += [(our, their)] if number else []  # the first warms up
     return [
         (f"{label}: ours / torchvision", spread(our / their for our, their in speeds), "×"),
         (f"{label}: ours", spread(our for our, _ in speeds), "images/s"),

@@ -77,7 +77,7 @@ def test_of_many_images_some_are_shown_evenly(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused_in_one_line(words: str, parts: list[str]) -> None:
     Path("wrong.yaml").write_text("data: {flop: random}\n")
     before = Path("photos/some/1.png").read_bytes()
-    assert_refused(run_command(*words.split()), 2, *parts)
+    assert_refused(run_command("preview", *words.split()), 2, *parts)
     assert Path("photos/some/1.png").read_bytes() == before and not Path("preview.png").exists()
 
 

@@ -142,7 +142,7 @@ def test_targets_are_the_shares_that_are_to_be_seen(settings: dict[str, float]) 
     torch.testing.assert_close(targets.sum(1), torch.ones(200))
     torch.testing.assert_close(images.mean((1, 2, 3)), targets @ torch.arange(10.0), rtol=0, atol=1e-3)
     own = targets[torch.arange(200), rows % 10]
-    assert float(own.min()) < 0.1 and float(own.max()) > 0.9
+    assert float(own.min()) < 0.3 and float(own.max()) > 0.9
     pasted = (images == images.round()).flatten(1).all(1) & (own < 1)
     blended = (own < 1) & ~pasted
     assert 0.35 < float(pasted.float().mean()) < 0.65 or len(settings) == 1
