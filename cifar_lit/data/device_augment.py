@@ -25,8 +25,6 @@ from cifar_lit.data.transforms import (
     adjust_hue,
     adjust_saturation,
     apply_operations,
-    box_columns,
-    box_rows,
     crop_matrices,
     erase,
     gaussian_blur,
@@ -36,6 +34,7 @@ from cifar_lit.data.transforms import (
     resized_crop,
     rotation_matrices,
     warp,
+    within,
 )
 from cifar_lit.errors import UsageError, nearest
 
@@ -156,20 +155,24 @@ class DeviceAugmentation:
         """
         count, height, width, channels = images.shape
         parameters = self._draw(rows, seed, epoch, height, width)
-        size = max(1, CHUNK_BYTES // (4 * height * width * channels)) if images.device.type == "cpu" else count
+
+        def augmented(images: Tensor, parameters: Parameters) -> Tensor:
+            planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+            return finish(self._transform(planes, parameters, fill).permute(0, 2, 3, 1).contiguous())
+
+        if images.device.type != "cpu":
+            return augmented(images, parameters)
         # those of the same operation side by side: a part then has few of them
-        order = parameters["operations"][:, 0].argsort() if self.policy != "none" else torch.arange(count, device=rows.device)
-        results = torch.empty(0)
-        for part in order.split(size):
-            planes = images.index_select(0, part).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-            drawn = {name: values.index_select(0, part) for name, values in parameters.items()}
-            result = finish(self._transform(planes, drawn, fill).permute(0, 2, 3, 1).contiguous())
-            if not results.numel():
-                results = torch.empty_strided(
-                    (count, *result.shape[1:]), result.stride(), dtype=result.dtype, device=result.device
-                )
-            results.index_copy_(0, part, result)
-        return results
+        order = parameters["operations"][:, 0].argsort(stable=True) if "operations" in parameters else torch.arange(count)
+        memory = result = torch.empty(0)
+        for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
+            chosen = {name: values.index_select(0, part) for name, values in parameters.items()}
+            result = augmented(images.index_select(0, part), chosen)
+            numbers = result[0].numel()
+            flat = result.as_strided((len(part), numbers), (numbers, 1))  # each image as it lies in memory
+            memory = memory if len(memory) else flat.new_empty(count, numbers)
+            memory.index_copy_(0, part, flat)
+        return memory.as_strided((count, *result.shape[1:]), result.stride())
 
     def _draw(self, rows: Tensor, seed: int, epoch: int, height: int, width: int) -> Parameters:
         """The parameters of all operations that are on: each (B,) or (B, …)."""
@@ -251,14 +254,16 @@ class DeviceAugmentation:
         draws = uniform(rows, 5, _SEEDS, seed, epoch, _STREAMS.index("mixing"))
         order = draws[:, 0].argsort(stable=True)
         others = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # in a ring
-        weights = beta(draws[:, 1], self.mixup)[:, None, None] if self.mixup else draws.new_zeros(1)
+        pastes = draws[:, 4] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
+        weights = torch.zeros_like(draws[:, :1, None])
+        if self.mixup:
+            weights = (beta(draws[:, 1], self.mixup) * ~pastes)[:, None, None]
         if self.cutmix:
-            pasted = draws[:, 4] < (0.5 if self.mixup else 1.0)
-            boxes = _cutmix_boxes(beta(draws[:, 1], self.cutmix), draws[:, 2:4], height, width)
+            boxes = _cutmix_boxes(beta(draws[:, 1], self.cutmix) * pastes, draws[:, 2:4], height, width)
+            rows_within, columns_within = within(boxes, height, width)
             # one weight for each number of a row of pixels: a broadcast over three channels would take far longer
-            columns = box_columns(boxes, width).repeat_interleave(channels, 1)
-            inside = box_rows(boxes, height)[:, :, None] & columns[:, None, :]
-            weights = torch.where(pasted[:, None, None], inside.float(), weights)
+            columns_within = columns_within.repeat_interleave(channels, 1)
+            weights = weights + rows_within[:, :, None] * columns_within[:, None, :]
         pixels = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
         pixels.lerp_(pixels.index_select(0, others), weights)
         own = F.one_hot(labels, classes).float()
