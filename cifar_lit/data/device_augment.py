@@ -41,7 +41,7 @@ from cifar_lit.errors import UsageError, nearest
 POLICIES = ("none", "trivial", "randaugment")
 TRIES = 10  # boxes that are drawn until one fits, as torchvision does
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (1 / 3.3, 1 / 0.3)  # torchvision's defaults (Zhong et al., 2017); width over height
-CHUNK_BYTES = 1 << 21  # of floats that a CPU takes through all operations at once, so that they stay in its cache
+CHUNK_BYTES = 1 << 22  # of floats that a CPU takes through all operations at once, so that they stay in its cache
 
 # Least and largest value of the settings that are one number.
 LIMITS: dict[str, tuple[float, float]] = {
@@ -157,8 +157,7 @@ class DeviceAugmentation:
         parameters = self._draw(rows, seed, epoch, height, width)
 
         def augmented(images: Tensor, parameters: Parameters) -> Tensor:
-            planes = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-            return finish(self._transform(planes, parameters, fill).permute(0, 2, 3, 1).contiguous())
+            return finish(self._transform(images, parameters, fill).permute(0, 2, 3, 1).contiguous())
 
         if images.device.type != "cpu":
             return augmented(images, parameters)
@@ -217,14 +216,15 @@ class DeviceAugmentation:
         return {"operations": operations, "magnitudes": torch.where(negated, -magnitudes, magnitudes)}
 
     def _transform(self, images: Tensor, drawn: Parameters, fill: Tensor) -> Tensor:
-        """Float images (B, C, H, W), which may be written to, through all operations that have parameters."""
-        _, _, height, width = images.shape
-        moves = [build(drawn[name], height, width) for name, build in _MOVES.items() if name in drawn]
-        if drawn.keys() & {"rotation", "perspective"}:
-            matrices = reduce(torch.matmul, moves)
-            images = warp(images, matrices if "perspective" in drawn else matrices[:, :2], fill)
-        elif moves:
+        """Images (B, H, W, C) through all operations that have parameters, to float32 (B, C, H, W) in 0 … 255."""
+        height, width = images.shape[1:3]
+        if drawn.keys() & _MOVES.keys() == {"crop"}:
             images = resized_crop(images, drawn["crop"])
+        else:
+            images = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+            if moves := [build(drawn[name], height, width) for name, build in _MOVES.items() if name in drawn]:
+                matrices = reduce(torch.matmul, moves)
+                images = warp(images, matrices if "perspective" in drawn else matrices[:, :2], fill)
         if "operations" in drawn:
             for operations, magnitudes in zip(drawn["operations"].unbind(1), drawn["magnitudes"].unbind(1), strict=True):
                 images = apply_operations(images, operations, magnitudes, fill)

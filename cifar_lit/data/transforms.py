@@ -42,7 +42,7 @@ def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
     red, green, blue = images.unbind(1)
     highest, lowest = torch.maximum(torch.maximum(red, green), blue), torch.minimum(torch.minimum(red, green), blue)
     chroma = highest - lowest
-    # The distance from red on HSV's hexagon, 0 … 3: where one channel is 0 and one is 1, it is 1 + green + blue - red on every side.
+    # The distance from red on HSV's hexagon, 0 … 3: with one channel at 0 and one at 1, it is 1 + green + blue - red on each side.
     # Towards green it counts as positive.
     distance = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-6)).add_(1)
     hue = torch.copysign(distance, green - blue).add_(6 * shifts[:, None, None])
@@ -140,21 +140,36 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
-    """The boxes, scaled to the images' own size with bilinear interpolation; that enlarges, so there is nothing to antialias.
+    """The boxes, scaled to the images' own size with bilinear interpolation: float32 (B, C, H, W).
 
-    boxes: (B, 4) of top, left, height, width in pixels, within the image.
+    That enlarges, so there is nothing to antialias. Whole rows are blended, then columns as the rows of turned images: on a CPU
+    that takes half of `grid_sample`'s time.
+
+    images: uint8 or float32 (B, H, W, C). boxes: (B, 4) of top, left, height, width in pixels, within the image.
     """
-    _, _, height, width = images.shape
-    rows, columns = (
-        # between the centres of the box's pixels: nothing around it is mixed in
-        (start + (torch.arange(size, device=images.device) + 0.5) * (length / size)).clamp(start + 0.5, start + length - 0.5)
-        * (2 / size)
-        - 1
-        for start, length, size in ((boxes[:, 0:1], boxes[:, 2:3], height), (boxes[:, 1:2], boxes[:, 3:4], width))
-    )
-    grid = columns.new_empty(len(images), height, width, 2)
-    grid[..., 0], grid[..., 1] = columns[:, None, :], rows[:, :, None]
-    return F.grid_sample(images, grid, align_corners=False)
+    count, height, width, channels = images.shape
+    top, left, rows, columns = boxes.unbind(1)
+    image = torch.arange(count, device=images.device)[:, None]
+    blended = _blend_rows(images.reshape(-1, width * channels), *_neighbours(top, rows, height), image * height)
+    turned = blended.view(count, height, width, channels).permute(0, 3, 2, 1).reshape(-1, height)
+    plane = image * channels + torch.arange(channels, device=images.device)
+    blended = _blend_rows(turned, *(each[:, None] for each in _neighbours(left, columns, width)), plane[..., None] * width)
+    return blended.view(count, channels, width, height).transpose(2, 3)
+
+
+def _neighbours(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Between which two rows of a box (B,) each of its `size` rows lies when it is scaled, int64 (B, size), and how far."""
+    places = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] - 0.5
+    last = length[:, None] - 1
+    places = places.clamp_min(0).minimum(last)  # nothing around the box is mixed in
+    before = places.floor()
+    return (start[:, None] + before).long(), (start[:, None] + (before + 1).minimum(last)).long(), places - before
+
+
+def _blend_rows(rows: Tensor, before: Tensor, after: Tensor, shares: Tensor, first: Tensor) -> Tensor:
+    """Rows between two of `rows` each, counted from `first`, which like the others (…, n) can be broadcast: float32."""
+    lower, upper = (rows.index_select(0, (first + each).flatten()).float() for each in (before, after))
+    return lower.lerp_(upper, shares.expand(*first.shape[:-1], -1).reshape(-1, 1))
 
 
 def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:

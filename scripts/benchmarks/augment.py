@@ -20,7 +20,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import choose_devices, detect_machine
+from cifar_lit.hardware import choose_devices, detect_machine, keep_freed_memory
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
@@ -75,6 +75,8 @@ def run(settings: argparse.Namespace) -> None:
         raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
+    if device.type == "cpu":
+        keep_freed_memory()  # as a fit does
     progress = Progress(len(settings.sides) * len(settings.names), "operation")
     rows: list[Row] = []
     with suppress(Interrupted):
@@ -84,7 +86,7 @@ def run(settings: argparse.Namespace) -> None:
                 rows += measure(f"{name}, {side} px", images, *OPERATIONS[name], settings, device)
                 progress.advance(len(rows) // 3)
     if rows:
-        what = f"{'shapes'} of {' and '.join(map(str, settings.sides))} px · batch {settings.batch_size} · on {device.type}"
+        what = f"shapes of {' and '.join(map(str, settings.sides))} px · batch {settings.batch_size} · on {device.type}"
         publish("augment", vars(settings), what, rows, f"of {settings.rounds} rounds of {settings.batches} batches, in turn")
 
 
