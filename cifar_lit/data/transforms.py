@@ -9,7 +9,7 @@ On a CPU torch takes ten times as long to choose by a mask of bools as to add: w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -42,7 +42,7 @@ def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
     red, green, blue = images.unbind(1)
     highest, lowest = torch.maximum(torch.maximum(red, green), blue), torch.minimum(torch.minimum(red, green), blue)
     chroma = highest - lowest
-    # The distance from red on HSV's hexagon, 0 … 3: with one channel at 0 and one at 1, it is 1 + green + blue - red on each side.
+    # The distance from red on HSV's hexagon, 0 … 3: with one channel at 0 and one at 1, it is 1 + green + blue - red everywhere.
     # Towards green it counts as positive.
     distance = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-6)).add_(1)
     hue = torch.copysign(distance, green - blue).add_(6 * shifts[:, None, None])
@@ -150,10 +150,11 @@ def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
     count, height, width, channels = images.shape
     top, left, rows, columns = boxes.unbind(1)
     image = torch.arange(count, device=images.device)[:, None]
-    blended = _blend_rows(images.reshape(-1, width * channels), *_neighbours(top, rows, height), image * height)
+    blended = _blend_rows(images.reshape(-1, width * channels), _neighbours(top, rows, height), image * height)
     turned = blended.view(count, height, width, channels).permute(0, 3, 2, 1).reshape(-1, height)
-    plane = image * channels + torch.arange(channels, device=images.device)
-    blended = _blend_rows(turned, *(each[:, None] for each in _neighbours(left, columns, width)), plane[..., None] * width)
+    planes = torch.arange(count * channels, device=images.device)[:, None]
+    columns_of_planes = [each.repeat_interleave(channels, 0) for each in _neighbours(left, columns, width)]
+    blended = _blend_rows(turned, columns_of_planes, planes * width)
     return blended.view(count, channels, width, height).transpose(2, 3)
 
 
@@ -166,10 +167,11 @@ def _neighbours(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tenso
     return (start[:, None] + before).long(), (start[:, None] + (before + 1).minimum(last)).long(), places - before
 
 
-def _blend_rows(rows: Tensor, before: Tensor, after: Tensor, shares: Tensor, first: Tensor) -> Tensor:
-    """Rows between two of `rows` each, counted from `first`, which like the others (…, n) can be broadcast: float32."""
+def _blend_rows(rows: Tensor, neighbours: Sequence[Tensor], first: Tensor) -> Tensor:
+    """Rows between two of `rows` each, float32. neighbours: of `_neighbours`, (N, n), counted from `first` (N, 1)."""
+    before, after, shares = neighbours
     lower, upper = (rows.index_select(0, (first + each).flatten()).float() for each in (before, after))
-    return lower.lerp_(upper, shares.expand(*first.shape[:-1], -1).reshape(-1, 1))
+    return lower.lerp_(upper, shares.view(-1, 1))
 
 
 def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
