@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,9 +27,10 @@ from cifar_lit.training.callbacks import Interrupted
 WHAT = (
     "From uint8 images in memory to augmented and normalised batches on the device, in images a second: `data.augment`, drawn "
     "for each image and computed on whole batches, against torchvision's v2 transforms of the same settings on tensors, image by "
-    "image in a DataLoader with 2 workers. Both take turns in one process; each turn's first batch is off the clock, as is the "
-    "workers' start."
+    "image in a DataLoader with 2 workers. Both take turns in one process; each turn's first batches are off the clock, and the "
+    "workers' start too."
 )
+WORKERS, READY = 2, 4  # processes; batches that they make ahead while the first is waited for, which are off the clock too
 BILINEAR = v2.InterpolationMode.BILINEAR
 # What is set here, and the transforms of the same meaning for images of a side.
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[int], list[Any]]]] = {
@@ -99,7 +101,7 @@ def measure(
     device: torch.device,
 ) -> list[Row]:
     """The rows about one operation: the ratio of both speeds, and each."""
-    side, size, count = images.input_shape[1], settings.batch_size, settings.batch_size * (settings.batches + 1)
+    side, size = images.input_shape[1], settings.batch_size
     data = ImageData("shapes", augment=ours, val_size=0)
     data.train_images, data.split = images.train_images, images.split
     as_floats = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)]
@@ -107,8 +109,8 @@ def measure(
     loader = DataLoader(
         tensors,
         batch_size=size,
-        sampler=RandomSampler(tensors, replacement=True, num_samples=count),
-        num_workers=2,
+        sampler=RandomSampler(tensors, replacement=True, num_samples=size * (settings.batches + 1 + READY)),
+        num_workers=WORKERS,
         pin_memory=device.type != "cpu",
         worker_init_fn=leave_signals,
     )
@@ -122,7 +124,7 @@ def measure(
             yield data.training_batch(batch, number)[:2]
 
     def their_batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in loader:
+        for batch in islice(loader, READY, None):
             yield mixed(*(tensor.to(device, non_blocking=True) for tensor in batch))
 
     speeds: list[tuple[float, float]] = []
