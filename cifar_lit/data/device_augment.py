@@ -162,7 +162,8 @@ class DeviceAugmentation:
         if images.device.type != "cpu":
             return augmented(images, parameters)
         # those of the same operation side by side: a part then has few of them
-        order = parameters["operations"][:, 0].argsort(stable=True) if "operations" in parameters else torch.arange(count)
+        by_operation = "operations" in parameters
+        order = parameters["operations"][:, 0].argsort(stable=True) if by_operation else torch.arange(count)
         memory = result = torch.empty(0)
         for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
             chosen = {name: values.index_select(0, part) for name, values in parameters.items()}
@@ -170,7 +171,7 @@ class DeviceAugmentation:
             numbers = result[0].numel()
             flat = result.as_strided((len(part), numbers), (numbers, 1))  # each image as it lies in memory
             memory = memory if len(memory) else flat.new_empty(count, numbers)
-            memory.index_copy_(0, part, flat)
+            memory[part if by_operation else slice(int(part[0]), int(part[-1]) + 1)] = flat
         return memory.as_strided((count, *result.shape[1:]), result.stride())
 
     def _draw(self, rows: Tensor, seed: int, epoch: int, height: int, width: int) -> Parameters:
