@@ -97,10 +97,9 @@ def test_a_setting_changes_no_other_ones_draws() -> None:
 def test_an_image_looks_the_same_in_any_batch_and_differs_between_epochs_and_seeds(images: Tensor) -> None:
     rows = torch.arange(60)
     whole, order = augmented(images, rows, **EVERYTHING), torch.randperm(60, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(augmented(images, rows[order], **EVERYTHING), whole[order], rtol=0, atol=0.01)
-    torch.testing.assert_close(
-        torch.cat([augmented(images, part, **EVERYTHING) for part in rows.split(7)]), whole, rtol=0, atol=0.01
-    )
+    parts = torch.cat([augmented(images, part, **EVERYTHING) for part in rows.split(7)])
+    for same in (augmented(images, rows[order], **EVERYTHING)[order.argsort()], parts):  # but where rounding decides on a level
+        assert float(((same - whole).abs() > 0.01).float().mean()) < 1e-3
     for other in (augmented(images, rows, epoch=1, **EVERYTHING), augmented(images, rows, seed=1, **EVERYTHING)):
         assert float((other - whole).abs().amax((1, 2, 3)).gt(1).float().mean()) > 0.9
 
