@@ -136,10 +136,10 @@ class BareLoop:
         net, optimizer, average = self.net, self.optimizer, self.average
         scheduler, interval = self.schedule["scheduler"], self.schedule["interval"]
         for epoch in epochs:
-            for images, labels, *_ in epoch:
+            for images, labels, *_, targets in epoch:
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
-                    loss = F.cross_entropy(net(images), labels, label_smoothing=smoothing)
+                    loss = F.cross_entropy(net(images), labels if targets is None else targets, label_smoothing=smoothing)
                 loss.backward()
                 optimizer.step()
                 if interval == "step":

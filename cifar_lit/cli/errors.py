@@ -88,7 +88,7 @@ def _while_restoring(error: BaseException) -> bool:
 UNTRUSTED = (
     "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
 )
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "settings by name"}
 
 
 def command_parser(name: str, description: str) -> ArgumentParser:

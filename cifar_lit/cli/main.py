@@ -24,6 +24,7 @@ commands
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
   devices    what this machine has; `--check` tries it out, `--net NAME` lists a net's parameters
+  preview    a sheet of one's own images, as a recipe's augmentation would show them in training
   classify   name what is on pictures, with a run's net; scripts/predict.py is the same
   report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
   compare    runs beside each other: the settings that differ, accuracies, a test of their difference
@@ -58,6 +59,7 @@ OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
     "bench": "cifar_lit.bench.commands:bench",
+    "preview": "cifar_lit.cli.preview:preview",
     "classify": "cifar_lit.cli.classify:classify",
     "report": "cifar_lit.cli.report:report",
     "compare": "cifar_lit.cli.compare:compare",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cifar_lit.data.augment import Augmentation, normalise
 from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
@@ -51,6 +52,10 @@ class ImageData(pl.LightningDataModule):
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
         resolutions: train on smaller images first: share of the epochs by side in pixels, in their order, such as
             {24: 0.4, 28: 0.3}; what is left, and every evaluation, is at full size.
+        augment: further augmentations of training images, drawn for each image and computed on the training device, by name,
+            such as {scale: [0.35, 1], brightness: 0.4}: scale (shares of the area that a random crop keeps) with its ratio,
+            rotation (degrees), perspective (0 … 1), policy (trivial, or randaugment with its operations and magnitude),
+            brightness, contrast, saturation, hue, blur (pixels), erasing (a probability), mixup and cutmix (alpha).
         placement: device, all images in the memory of the training device; host, read by worker processes ahead of
             the training; auto, device where they fit into half of its free memory.
         workers: how many such processes.
@@ -88,6 +93,7 @@ class ImageData(pl.LightningDataModule):
         flip: str = "none",
         cutout: int = 0,
         resolutions: dict[int, float] | None = None,
+        augment: dict[str, Any] | None = None,
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,
@@ -118,6 +124,7 @@ class ImageData(pl.LightningDataModule):
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
+        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self._mean, self._std = mean, std
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize, group
@@ -226,6 +233,8 @@ class ImageData(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
         check_resolutions(self.resolutions, *self.input_shape[1:])
+        if self.device_augmentation:
+            self.device_augmentation.check(*self.input_shape[1:])
         images, _ = self.placed("train")
         trainer: Any = self.trainer
         overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
@@ -263,10 +272,11 @@ class ImageData(pl.LightningDataModule):
         return side_at(self.resolutions, epoch, epochs) if self.resolutions and epochs and epochs > 0 else None
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Scales training images down if it is time for that, and normalises all, where the Trainer has brought them."""
+        """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""
         trainer = self.trainer
-        side = self.side(trainer.current_epoch) if trainer and trainer.training else None
-        return batch._replace(images=self._normalised(batch.images, side))
+        if trainer and trainer.training:
+            return self.training_batch(batch, trainer.current_epoch, self.side(trainer.current_epoch))
+        return batch._replace(images=self._normalised(batch.images))
 
     def example_batches(self, side: int | None) -> list[Batch]:
         """The first training images in batches of each size that an epoch on one device has, as they are trained on."""
@@ -275,16 +285,35 @@ class ImageData(pl.LightningDataModule):
         batches = []
         for size in sorted({len(part) for part in parts}, reverse=True):
             part = rows[:size].to(images.images.device)
-            pixels, labels = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part]))
-            batches.append(Batch(self._normalised(pixels, side), labels, part))
+            pixels, labels, part = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part], part))
+            batches.append(self.training_batch(Batch(pixels, labels, part), 0, side))
         return batches
+
+    def training_batch(self, batch: Batch, epoch: int, side: int | None = None) -> Batch:
+        """A batch as an epoch trains on it: augmented on its device, scaled to a side, normalised."""
+        return self._augmented(batch, epoch, partial(self._normalised, side=side))
+
+    def _augmented(self, batch: Batch, epoch: int, finish: Callable[[Tensor], Tensor]) -> Batch:
+        """finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
+        augmentation, rows = self.device_augmentation, batch.indices
+        if augmentation is None:
+            return batch._replace(images=finish(batch.images))
+        fill = self._constants_on(rows.device)[0] * 255
+        batch = batch._replace(images=augmentation.apply(batch.images, rows, self.seed, epoch, fill, finish))
+        if augmentation.mixes:
+            images, targets = augmentation.mix(batch.images, batch.labels, self.class_count, rows, self.seed, epoch)
+            batch = batch._replace(images=images, targets=targets)
+        return batch
+
+    def _constants_on(self, device: torch.device) -> Tensor:
+        if self._constants is None or self._constants.device != device:
+            self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=device)
+        return self._constants
 
     def _normalised(self, images: Tensor, side: int | None = None) -> Tensor:
         if side is not None:
             images = shrink(images, side)
-        if self._constants is None or self._constants.device != images.device:
-            self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=images.device)
-        return normalise(images, *self._constants)
+        return normalise(images, *self._constants_on(images.device))
 
     def plain_images(self, count: int) -> Tensor:
         """The first training images as they are, normalised: float32 (B, C, H, W)."""
@@ -300,8 +329,12 @@ class ImageData(pl.LightningDataModule):
         loader = TrainLoader(images, rows, self.eval_batch_size, self.augmentation, shuffle=False, fill=self._fill)
         make = loader.epoch_plan(view)[1]
         for part in rows.to(images.images.device).split(self.eval_batch_size):
-            pixels = make([(part, 1.0)])[0].images if view else images.take(part)
-            yield self._normalised(pixels.to(self.device))
+            pixels = (make([(part, 1.0)])[0].images if view else images.take(part)).to(self.device)
+            if view and self.device_augmentation:
+                fill = self._constants_on(self.device)[0] * 255
+                yield self.device_augmentation.apply(pixels, part.to(self.device), 0, view, fill, self._normalised)
+            else:
+                yield self._normalised(pixels)
 
     def describe_view(self, rows: Tensor) -> str:
         """What tells these images, as a net is given them, from all others."""
@@ -321,7 +354,8 @@ class ImageData(pl.LightningDataModule):
         """The mean colour, uint8 (C,), beside the images."""
         return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(self.placed("train")[0].images.device)
 
-    def sample(self, count: int = 64) -> Tensor:
-        """The first training images of epoch 0, augmented, uint8 (B, C, H, W), to look at."""
-        order, make_batches = (self._train_loader or self.train_dataloader()).epoch_plan(0)
-        return make_batches([(order[:count], 1.0)])[0].images.permute(0, 3, 1, 2).cpu()
+    def sample(self, count: int = 64, epoch: int = 0) -> Tensor:
+        """The first training images of an epoch, augmented, uint8 (B, C, H, W), to look at."""
+        order, make_batches = (self._train_loader or self.train_dataloader()).epoch_plan(epoch)
+        batch = self._augmented(make_batches([(order[:count], 1.0)])[0], epoch, lambda images: images.permute(0, 3, 1, 2))
+        return batch.images.float().round().clamp(0, 255).byte().cpu()

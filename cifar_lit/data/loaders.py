@@ -38,12 +38,14 @@ class Batch(NamedTuple):
     labels: int64 (B,), `PADDING` where the image is not to be counted. indices: int64 (B,), rows of the image set.
     loss_weight: this part's fraction of the global batch times the number of devices, 0 on one that has none of it: with it, the
         gradient averaged over devices is that of the mean over the global batch.
+    targets: float32 (B, classes), the share of each class in images that are mixed of several; else None.
     """
 
     images: Tensor
     labels: Tensor
     indices: Tensor
     loss_weight: float = 1.0
+    targets: Tensor | None = None
 
 
 def count_batches(images: int, batch_size: int) -> int:

@@ -93,7 +93,7 @@ class ImageClassifier(pl.LightningModule):
         unfreeze: after that, train the net; false for the last layer alone.
         frozen: share of the net's parameters, from the input on, that keep their pretrained values; they are left out of the
             backward pass, which in the first layers costs most.
-        input_lr: rate of the first layers that are trained, which rises in equal ratios to lr in the last ones; null for lr in all.
+        input_lr: rate of the first layers that are trained, which rises in equal ratios to lr in the last ones; null for lr.
         fixed_norms: leave the running statistics of batch norms as they are, and normalise by them in training too.
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
         monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
@@ -192,13 +192,14 @@ class ImageClassifier(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
         logits, smoothing = self(batch.images), self.hparams["label_smoothing"]
+        targets = batch.labels if batch.targets is None else batch.targets
         if self._class_weights is None:
-            loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         else:
             # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by the
             # weights of this device's part, and weighs what smoothing spreads too, which pulls every image to the rare classes.
-            losses = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing, reduction="none")
-            loss = (self._class_weights[batch.labels] * losses).mean()
+            weights = self._class_weights[batch.labels] if batch.targets is None else batch.targets @ self._class_weights
+            loss = (weights * F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")).mean()
         if batch.loss_weight:
             self.running.update(loss.detach(), logits, batch.labels)
         if not self._reads_losses:
@@ -343,7 +344,7 @@ class ImageClassifier(pl.LightningModule):
         parts: list[Tensor] = []
         self.eval()
         for view in range(views):
-            key = digest(what, net, data.augmentation if view else "", view)
+            key = digest(what, net, f"{data.augmentation} {data.device_augmentation}" if view else "", view)
             kept = cache.read(key) if first else None
             if not trainer.strategy.broadcast(kept is not None):
                 share = rows[rank::world]

@@ -98,6 +98,8 @@ class GraphedSteps:
             graph, static, loss = self._captured[key]
             static.images.copy_(batch.images)
             static.labels.copy_(batch.labels)
+            if static.targets is not None:
+                static.targets.copy_(batch.targets)
             graph.replay()
         elif self._warm_ups.setdefault(key, 0) < WARM_UP_STEPS:
             self._warm_ups[key] += 1
@@ -106,7 +108,8 @@ class GraphedSteps:
                 loss = self._run(batch)
             self._module.current_stream().wait_stream(self._stream)
         else:  # `clone` keeps channels_last, which the net was warmed up with
-            static = batch._replace(images=batch.images.clone(), labels=batch.labels.clone())
+            targets = None if batch.targets is None else batch.targets.clone()
+            static = batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), targets=targets)
             graph = self._module.CUDAGraph()
             # thread_local: a thread that pins memory meanwhile does not spoil the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

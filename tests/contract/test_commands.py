@@ -28,7 +28,7 @@ from .command_line import (
 TRAINER_COMMANDS = ("fit", "train", "validate", "test", "predict")
 COMMANDS = (
     *TRAINER_COMMANDS,
-    *("recipes", "devices", "bench", "export", "classify", "compare", "report", "serve"),
+    *("recipes", "devices", "bench", "preview", "export", "classify", "compare", "report", "serve"),
 )
 RECIPES = (
     *("quickstart", "laptop", "fast94", "fast95", "fast96", "laptop100", "fast100", "resnet18", "tudui", "sjnet", "lenet"),

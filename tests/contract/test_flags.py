@@ -176,3 +176,16 @@ def test_debug_shows_the_traceback_and_then_the_same_line() -> None:
     assert "Traceback (most recent call last):" in debugged.err
     assert debugged.err.splitlines()[-1:] == plain.err.splitlines()
     assert debugged.code == plain.code == 2
+
+
+def test_augmentation_is_set_by_files_and_flags_and_a_run_can_be_made_again_from_what_it_writes() -> None:
+    Path("photos.yaml").write_text("data: {augment: {scale: [0.5, 1], policy: trivial, hue: 0.1}}\n")
+    flags = ["--config", "photos.yaml", "--data.augment.hue", "0", "--data.augment.mixup=0.2"]
+    assert run_command(*SMALL, *flags, "--epochs", "1").code == 0
+    first = Path("lightning_logs/small-1")
+    assert config_of(first)["data"]["augment"] == {"scale": [0.5, 1], "policy": "trivial", "hue": 0, "mixup": 0.2}
+    assert run_command("--config", first / "config.yaml").code == 0
+    assert run_command("--config", first / "config.yaml", "--data.augment", "null").code == 0
+    losses = [metrics_of(Path(f"lightning_logs/small-{number}"))["val"]["loss"] for number in (1, 2, 3)]
+    assert losses[0] == losses[1] != losses[2]
+    assert config_of(Path("lightning_logs/small-3"))["data"]["augment"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_data import RunData, run_image_data
 
@@ -31,6 +32,18 @@ def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch
     assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
     for data in (named, run_image_data(tmp_path, CARD)):
         assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
+
+
+def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parser would import what is named where a dataclass is expected, before it refuses it: here are plain values."""
+    (tmp_path / "hostile_augment.py").write_text("class Augment: ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "config.yaml").write_text("data: {dataset: shapes, augment: {class_path: hostile_augment.Augment}}\n")
+    with pytest.raises(UsageError, match=r"data\.augment has no setting 'class_path'"):
+        run_image_data(tmp_path, CARD)
+    assert "hostile_augment" not in sys.modules
 
 
 def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:

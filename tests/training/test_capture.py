@@ -100,6 +100,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "smaller images first, norms": ({"net": "shapenet", "momentum": 0.9}, {"resolutions": {8: 0.4, 12: 0.2}}, {}),
     "class weights": ({"momentum": 0.9, "class_weights": "balanced"}, {}, {}),
     "bfloat16": ({"momentum": 0.9}, {}, {"precision": "bf16-mixed"}),
+    "mixed images": ({"label_smoothing": 0.1}, {"augment": {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}}, {}),
     "an average, a schedule by the step": ({"momentum": 0.9, "schedule": "one_cycle", "ema_decay": 0.9}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_every": "epoch"}, {}, {}),
 }

@@ -46,6 +46,18 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
 
 # ---- steps
 
+
+def test_mixed_images_are_learned_by_their_shares_and_counted_by_their_own_labels() -> None:
+    model, images = classifier(label_smoothing=0.1), torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    labels, shares = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([[0.7], [0.5], [1.0], [0.2], [0.0], [0.9]])
+    targets = shares * F.one_hot(labels, 10) + (1 - shares) * F.one_hot(labels.roll(1), 10)
+    loss = model.training_step(Batch(images, labels, labels, targets=targets), 0)
+    logits = model(images)
+    losses = [F.cross_entropy(logits, each, label_smoothing=0.1, reduction="none") for each in (labels, labels.roll(1))]
+    torch.testing.assert_close(loss, (shares[:, 0] * losses[0] + (1 - shares[:, 0]) * losses[1]).mean())
+    assert int(model.running.hits) == int((logits.argmax(1) == labels).sum())
+
+
 BY_NORM = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
 BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 CLIP = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}

@@ -39,6 +39,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "averaged": {"schedule": "one_cycle", "weight_decay": 1e-3, "nesterov": True, "ema_decay": 0.9},
     "adamw, by the epoch": {"optimizer": "adamw", "lr": 0.01, "schedule": "cosine", "schedule_every": "epoch"},
     "smaller images first": {"schedule": "triangular", "resolutions": {8: 0.4, 12: 0.3}},  # an epoch each
+    "augmented": {
+        "label_smoothing": 0.1,
+        "augment": {"scale": [0.5, 1], "policy": "trivial", "hue": 0.2, "mixup": 0.4, "cutmix": 1},
+    },
 }
 
 
@@ -66,7 +70,7 @@ class Training:
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Trains to the end."""
         own = {"net": "dropout", "momentum": 0.9, **self.settings}
-        data = shapes_data(crop=2, flip="random", resolutions=own.pop("resolutions", {}))
+        data = shapes_data(crop=2, flip="random", resolutions=own.pop("resolutions", {}), augment=own.pop("augment", None))
         model, clock, (best, last) = classifier(**own), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
         for callback in regular:
@@ -116,7 +120,8 @@ def press(*numbers: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("sgd", 1), ("averaged", 9), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9)]
+    ("name", "step"),
+    [("sgd", 1), ("averaged", 9), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9), ("augmented", 9)],
 )
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(
     tmp_path: Path, name: str, step: int, undisturbed: Undisturbed

@@ -1,0 +1,86 @@
+"""`cifar-lit preview`: the sheet of one's own images, and what it is refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contract.command_line import assert_refused, draw_folder, run_command
+from PIL import Image
+
+
+@pytest.fixture(autouse=True)
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """photos/: two of 20 pixels."""
+    monkeypatch.chdir(tmp_path)
+    return draw_folder(tmp_path / "photos", {"some": 2}, size=20)
+
+
+def tiles(path: str, side: int) -> np.ndarray:
+    """The images of a sheet: (rows, columns, side, side, 3)."""
+    sheet = np.array(Image.open(path))
+    rows, columns = (length // (side + 4) for length in sheet.shape[:2])
+    return np.array(
+        [[sheet[4 + y * (side + 4) :, 4 + x * (side + 4) :][:side, :side] for x in range(columns)] for y in range(rows)]
+    )
+
+
+def test_each_image_is_shown_as_it_is_and_as_seven_epochs_have_it() -> None:
+    answer = run_command("preview", "photos", "--data.augment.brightness", "0.5", "--data.augment.hue=0.1")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == "2 images, as they are and in epochs 0 … 6: preview.png\n"
+    images = tiles("preview.png", 100)  # five times as large
+    assert images.shape[:2] == (2, 8)
+    for number, row in enumerate(images):
+        assert np.array_equal(row[0][::5, ::5], np.array(Image.open(f"photos/some/{number}.png")))
+        assert len({tuple(image[50, 50]) for image in row}) > 6
+        assert all((image == image[0, 0]).all() for image in row)  # which the changes of colour leave of one colour
+
+
+def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
+    Path("mine.yaml").write_text(
+        "model: {net: lenet}\ndata: {dataset: folder, image_size: 32, augment: {erasing: 1.0, hue: 0.5}}\n"
+    )
+    words = ["preview", "photos/some/1.png", "--recipe", "mine.yaml", "--out", "some/sheet.png", "--data.augment.hue", "0"]
+    answer = run_command(*words)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == "1 image, as they are and in epochs 0 … 6: some/sheet.png\n"
+    (row,) = tiles("some/sheet.png", 96)
+    colour = np.array(Image.open("photos/some/1.png"))[0, 0]
+    assert all((np.abs(image.astype(int) - colour) <= 1).all() for image in row)  # erased with the mean: which is its colour
+    first = Path("some/sheet.png").read_bytes()
+    assert run_command(*words).code == 0
+    assert Path("some/sheet.png").read_bytes() == first
+
+
+def test_of_many_images_some_are_shown_evenly(tmp_path: Path) -> None:
+    many = draw_folder(tmp_path / "many", {"a": 20, "b": 10}, size=8)
+    answer = run_command("preview", many)
+    assert answer.out.startswith("10 of 30 images, as they are")
+    assert len(tiles("preview.png", 96)) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("photos --out sheet.txt", ["--out sheet.txt: name a picture, such as preview.png"]),
+        ("photos/some/1.png --out photos/some/1.png", ["--out photos/some/1.png is among the images"]),
+        ("photos --data.image_size 5000", ["--data.image_size must be from 1 to 2,048, not 5000"]),
+        ("photos --data.augment.policy triv", ["data.augment.policy", "Did you mean trivial?"]),
+        ("photos --recipe foldr", ["'foldr'", "Did you mean folder?"]),
+        ("photos --recipe wrong.yaml", ["no setting is called data.flop. Did you mean flip?"]),
+        ("photos --data.flop random", ["--data.flop", "Did you mean --data.flip?"]),
+        ("nothing*.png", ["nothing*.png: no file fits this pattern"]),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(words: str, parts: list[str]) -> None:
+    Path("wrong.yaml").write_text("data: {flop: random}\n")
+    before = Path("photos/some/1.png").read_bytes()
+    assert_refused(run_command("preview", *words.split()), 2, *parts)
+    assert Path("photos/some/1.png").read_bytes() == before and not Path("preview.png").exists()
+
+
+def test_what_is_no_image_is_named() -> None:
+    Path("notes.png").write_text("no image")
+    assert_refused(run_command("preview", "notes.png"), 1, "notes.png cannot be read as an image")

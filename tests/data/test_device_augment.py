@@ -1,0 +1,251 @@
+"""`data.augment`: what its settings draw, in which company, what is mixed, and where it happens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.device_augment import CHUNK_BYTES, DeviceAugmentation
+from cifar_lit.data.loaders import Batch
+from cifar_lit.errors import UsageError
+
+EVERYTHING: dict[str, Any] = {
+    "scale": [0.35, 1], "rotation": 15, "perspective": 0.3, "policy": "randaugment", "brightness": 0.4, "contrast": 0.4,
+    "saturation": 0.4, "hue": 0.1, "blur": 1.5, "erasing": 0.5,
+}  # fmt: skip
+FILL = torch.tensor([10.0, 120.0, 250.0])
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.randint(0, 256, (60, 16, 12, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def planes(images: Tensor) -> Tensor:
+    return images.permute(0, 3, 1, 2)
+
+
+def augmented(images: Tensor, rows: Tensor, epoch: int = 0, seed: int = 0, **settings: Any) -> Tensor:
+    """float32 (B, C, H, W), of the images in those rows."""
+    return DeviceAugmentation(**settings).apply(images[rows], rows, seed, epoch, FILL, planes)
+
+
+def drawn(count: int = 4000, height: int = 32, width: int = 48, **settings: Any) -> dict[str, Tensor]:
+    return DeviceAugmentation(**settings)._draw(torch.arange(count), 0, 0, height, width)
+
+
+# ---- what is drawn
+
+
+def test_crops_keep_their_share_and_ratio_lie_within_the_image_and_reach_its_borders() -> None:
+    top, left, rows, columns = drawn(scale=[0.25, 0.6], ratio=[0.5, 2])["crop"].unbind(1)
+    assert float((rows * columns / 32 / 48).min()) > 0.22 and float((rows * columns / 32 / 48).max()) < 0.63
+    assert float((columns / rows).min()) > 0.45 and float((columns / rows).max()) < 2.2
+    assert (float(top.min()), float(left.min()), float((top + rows).max()), float((left + columns).max())) == (0, 0, 32, 48)
+    whole = drawn(3, scale=[1, 1], ratio=[1, 1])["crop"]  # of which none fits: the largest square in the middle
+    assert whole.tolist() == [[0, 8, 32, 32]] * 3
+
+
+def test_numbers_are_drawn_evenly_from_torchvisions_ranges() -> None:
+    values = drawn(brightness=0.4, contrast=2, saturation=0.1, hue=0.2, rotation=30, blur=2)
+    ranges = {"brightness": (0.6, 1.4), "contrast": (0, 3), "saturation": (0.9, 1.1), "hue": (-0.2, 0.2), "blur": (0, 2)}
+    for name, (least, most) in {**ranges, "rotation": (-30, 30)}.items():
+        shares = (values[name] - least) / (most - least)
+        assert 0 <= float(shares.min()) < 0.01 and 0.99 < float(shares.max()) <= 1, name
+        assert abs(float(shares.mean()) - 0.5) < 0.02, name
+
+
+def test_corners_are_moved_inward_and_boxes_are_erased_as_often_as_set() -> None:
+    values = drawn(perspective=0.5, erasing=0.25)
+    inward = (values["perspective"] - torch.tensor([[0, 0], [47, 0], [47, 31], [0, 31]])).abs()
+    assert inward.amax((0, 1)).tolist() == [12, 8] and inward.amin((0, 1)).tolist() == [0, 0]
+    top, left, rows, columns = values["erasing"][values["erasing"][:, 2] > 0].unbind(1)
+    assert 900 < len(top) < 1100
+    assert float((rows * columns).min()) > 0.015 * 32 * 48 and float((rows * columns).max()) < 0.35 * 32 * 48
+    assert float((top + rows).max()) <= 32 and float((left + columns).max()) <= 48
+
+
+def test_policies_draw_every_operation_with_its_magnitudes_and_both_signs() -> None:
+    trivial = drawn(policy="trivial", operations=3)
+    assert trivial["operations"].shape == (4000, 1)
+    counts = torch.bincount(trivial["operations"][:, 0], minlength=14)
+    assert int(counts.min()) > 210 and int(counts.max()) < 360
+    turns = trivial["magnitudes"][trivial["operations"] == 5]
+    assert len(turns.unique()) > 45 and (float(turns.min()), float(turns.max())) == (-135, 135)
+    several = drawn(policy="randaugment", operations=3, magnitude=30)
+    assert several["operations"].shape == (4000, 3)
+    assert several["magnitudes"][several["operations"] == 5].unique().tolist() == [-30, 30]
+    assert several["magnitudes"][several["operations"] == 10].unique().tolist() == [4]  # bits
+
+
+def test_a_setting_changes_no_other_ones_draws() -> None:
+    everything = drawn(50, **EVERYTHING)
+    for name in ("scale", "rotation", "perspective", "brightness", "hue", "blur", "erasing"):
+        for key, values in drawn(50, **{name: EVERYTHING[name]}).items():
+            assert torch.equal(values, everything[key]), key
+    assert len({tuple(everything[name].flatten().tolist()) for name in ("brightness", "contrast", "saturation")}) == 3
+
+
+# ---- what becomes of images
+
+
+def test_an_image_looks_the_same_in_any_batch_and_differs_between_epochs_and_seeds(images: Tensor) -> None:
+    rows = torch.arange(60)
+    whole, order = augmented(images, rows, **EVERYTHING), torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    parts = torch.cat([augmented(images, part, **EVERYTHING) for part in rows.split(7)])
+    for same in (augmented(images, rows[order], **EVERYTHING)[order.argsort()], parts):  # but where rounding decides on a level
+        assert float(((same - whole).abs() > 0.01).float().mean()) < 1e-3
+    for other in (augmented(images, rows, epoch=1, **EVERYTHING), augmented(images, rows, seed=1, **EVERYTHING)):
+        assert float((other - whole).abs().amax((1, 2, 3)).gt(1).float().mean()) > 0.9
+
+
+def test_a_batch_of_several_parts_is_put_together_in_order() -> None:
+    side = 64
+    images = torch.randint(0, 256, (2 * CHUNK_BYTES // (4 * 3 * side * side) + 3, side, side, 3), dtype=torch.uint8)
+    rows = torch.arange(len(images)).flip(0)
+    assert torch.equal(
+        augmented(images, rows, policy="trivial", erasing=1.0)[-1], augmented(images, rows[-1:], policy="trivial", erasing=1.0)[0]
+    )
+    result = augmented(images, rows, brightness=0.5)
+    factors = DeviceAugmentation(brightness=0.5)._draw(rows, 0, 0, side, side)["brightness"]
+    expected = (planes(images[rows]).float() * factors[:, None, None, None]).clamp(max=255)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0.01)
+
+
+def test_grey_images_are_augmented_too(images: Tensor) -> None:
+    rows, grey = torch.arange(60), images[..., :1].contiguous()
+    result = DeviceAugmentation(**EVERYTHING).apply(grey, rows, 0, 0, FILL[:1], planes)
+    assert result.shape == (60, 1, 16, 12) and float(result.min()) >= 0 and float(result.max()) <= 255.01
+
+
+# ---- mixing
+
+
+def mixed(settings: dict[str, float], rows: Tensor, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    """Images whose every pixel is their label, mixed: what is to be seen of each label, and the targets."""
+    labels = rows % 10
+    images = labels.float()[:, None, None, None].expand(-1, 3, 20, 30).contiguous(memory_format=torch.channels_last)
+    return DeviceAugmentation(**settings).mix(images, labels, 10, rows, 0, epoch)
+
+
+@pytest.mark.parametrize("settings", [{"mixup": 1.0}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
+def test_targets_are_the_shares_that_are_to_be_seen(settings: dict[str, float]) -> None:
+    rows = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:200]
+    images, targets = mixed(settings, rows)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(targets.sum(1), torch.ones(200))
+    torch.testing.assert_close(images.mean((1, 2, 3)), targets @ torch.arange(10.0), rtol=0, atol=1e-3)
+    own = targets[torch.arange(200), rows % 10]
+    assert float(own.min()) < 0.3 and float(own.max()) > 0.9
+    pasted = (images == images.round()).flatten(1).all(1) & (own < 1)
+    blended = (own < 1) & ~pasted
+    assert 0.35 < float(pasted.float().mean()) < 0.65 or len(settings) == 1
+    assert bool(pasted.any()) == ("cutmix" in settings) and bool(blended.any()) == ("mixup" in settings)
+
+
+def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_batch() -> None:
+    rows = torch.arange(10)  # of ten classes
+    _, targets = mixed({"mixup": 1.0}, rows)
+    others = targets.masked_fill(torch.eye(10).bool(), 0)
+    assert others.count_nonzero(0).tolist() == others.count_nonzero(1).tolist() == [1] * 10
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(mixed({"mixup": 1.0}, rows[order])[1], targets[order])
+    assert not torch.equal(mixed({"mixup": 1.0}, rows, epoch=1)[1] > 0, targets > 0)
+    assert mixed({"cutmix": 1.0}, rows[:1])[1].tolist() == [[1.0] + [0.0] * 9]  # alone, with itself
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"brightnes": 0.4}, r"data\.augment has no setting 'brightnes'\. Did you mean brightness\?"),
+        ({"brightness": -0.1}, r"data\.augment\.brightness must be a number from 0 to 4, not -0\.1"),
+        ({"hue": 0.6}, r"data\.augment\.hue must be a number from 0 to 0\.5, not 0\.6"),
+        ({"contrast": "strong"}, r"data\.augment\.contrast must be a number from 0 to 4, not 'strong'"),
+        ({"saturation": True}, r"data\.augment\.saturation must be a number"),
+        ({"mixup": float("nan")}, r"data\.augment\.mixup must be a number"),
+        ({"erasing": None}, r"data\.augment\.erasing must be a number"),
+        ({"operations": 1.5}, r"data\.augment\.operations must be a whole number from 1 to 8, not 1\.5"),
+        ({"policy": "rand"}, r"data\.augment\.policy must be one of none, trivial, randaugment, not 'rand'\. Did you mean rand"),
+        (
+            {"scale": 0.5},
+            r"data\.augment\.scale must be two rising shares of the area, above 0 and up to 1, such as .*, not 0\.5",
+        ),
+        ({"scale": [0.5, 1.5]}, r"data\.augment\.scale must be two rising shares"),
+        ({"ratio": [2, 1]}, r"data\.augment\.ratio must be two rising numbers above 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        ImageData("shapes", augment=settings)
+
+
+def shapes_data(**settings: Any) -> ImageData:
+    return ImageData(
+        "shapes", **{"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16, "mean": 0.5, "std": 0.25, **settings}
+    )
+
+
+def test_a_blur_wider_than_the_images_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"data\.augment\.blur 4 is too much for 12×12 images: lower it"):
+        shapes_data(augment={"blur": 4}).train_dataloader()
+
+
+# ---- where it happens
+
+
+def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        **{
+            "current_epoch": epoch,
+            "max_epochs": 4,
+            "training": training,
+            "strategy": SimpleNamespace(root_device=torch.device("cpu")),
+        },
+        **{"overfit_batches": 0.0, "global_rank": 0, "world_size": 1},
+    )
+    return data
+
+
+def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalised() -> None:
+    data = shapes_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
+    batch = next(iter(data.train_dataloader()))
+    plain = shapes_data().on_after_batch_transfer(batch, 0).images
+    assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
+    bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)
+    result = at(data, 2).on_after_batch_transfer(batch, 0)
+    torch.testing.assert_close(result.images, (bright / 255 - 0.5) / 0.25, rtol=0, atol=1e-5)
+    assert result.images.is_contiguous(memory_format=torch.channels_last) and result.targets is None
+    small = at(data, 0).on_after_batch_transfer(batch, 0).images
+    assert small.shape[2:] == (6, 6)
+
+
+def test_nothing_set_is_as_no_setting() -> None:
+    for nothing in (None, {}):
+        assert shapes_data(augment=nothing).device_augmentation is None
+    batch = next(iter(shapes_data().train_dataloader()))
+    off = at(shapes_data(augment={"policy": "none"}), 0).on_after_batch_transfer(batch, 0)
+    torch.testing.assert_close(off.images, at(shapes_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6)
+
+
+def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:
+    data = at(shapes_data(crop=2, augment={"hue": 0.3, "mixup": 1.0}), 1)
+    loader = data.train_dataloader()
+    loader.set_epoch(1)
+    first = data.on_after_batch_transfer(next(iter(loader)), 0)
+    shown = (data.sample(16, epoch=1).float() / 255 - 0.5) / 0.25
+    torch.testing.assert_close(first.images, shown, rtol=0, atol=0.51 / 255 / 0.25)
+    assert first.targets is not None and first.targets.shape == (16, 10)
+    examples = data.example_batches(6)
+    assert [(len(batch.labels), batch.images.shape[2], batch.targets is None) for batch in examples] == [
+        (16, 6, False),
+        (2, 6, False),
+    ]
+    assert isinstance(examples[0], Batch)
