@@ -111,7 +111,8 @@ def small_set_text(scores: Mapping[str, Any]) -> str | None:
         return None
     chance = math.hypot(accuracy - low, high - accuracy)
     which = f"{100 * accuracy:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, {scores['images']} images)"
-    return f"a small test set: accuracy {which}, and differences between runs below {100 * chance:.1f} points may be chance"
+    differences = f"differences between runs below {100 * chance:.1f} points may be chance"
+    return f"a small test set: accuracy {which}, and {differences}; --folds 5 tests on every image"
 
 
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:

@@ -30,9 +30,11 @@ _SHORT = {
     "checkpoint-every": ("checkpoint_every", "10m"),
     "rank-timeout": ("rank_timeout", "60"),
 }
-_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR"} | {name: value for name, (_, value) in _SHORT.items()}
+_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5"} | {
+    name: value for name, (_, value) in _SHORT.items()
+}
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "debug")  # that LightningCLI is not given
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # that LightningCLI is not given
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -49,6 +51,7 @@ class Command:
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
         auto: which of "batch" and "lr" are to be searched for before the training.
         flags: all others, as LightningCLI takes them, each one word with its value.
+        folds: as typed, in how many parts the images are cut, of which each is tested on once; None for no cross-validation.
         job: what a new run's folder records of the scheduler's job that it belongs to.
     """
 
@@ -60,6 +63,7 @@ class Command:
     trust: bool = False
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
+    folds: str | None = None
     job: str | None = None
 
     @property

@@ -44,6 +44,7 @@ flags of fit, train, validate, test and predict
   --rank-timeout 60  of several processes, one that gives no sign for so many seconds ends the run
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
+  --folds 5          of `train`: cross-validation, a training for each fifth of the images, which is tested on
   --resume [PATH]    go on with the newest run, or with the given one
   --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs, and
                      any place; also for the runs of classify, report, export and serve
@@ -139,9 +140,14 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     meet_anew(os.environ)
     continue_job(command, argv, os.environ)
     catch_signals()
-    from cifar_lit.cli.fit import TrainingCLI
+    if command.folds is None:
+        from cifar_lit.cli.fit import TrainingCLI
 
-    TrainingCLI(command)
+        TrainingCLI(command)
+    else:
+        from cifar_lit.cli.folds import train_folds
+
+        train_folds(command)
     leave("", 0)
 
 

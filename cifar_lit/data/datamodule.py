@@ -21,7 +21,7 @@ from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
-from cifar_lit.data.splits import split_validation
+from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
 
@@ -75,6 +75,9 @@ class ImageData(pl.LightningDataModule):
         labels: of cifar100: fine, its 100 classes (the default), or coarse, the 20 groups of five that they form.
         group: column of a table of own images whose equal cells keep images on one side of every split, such as patient;
             `group` if not given and there is one.
+        folds: of a cross-validation, in how many parts the training images are cut, one of which takes the test set's place,
+            stratified and by groups; of own images without a test set, all. 0 for none; `--folds 5` trains on each in turn.
+        fold: which of them, from 0.
     """
 
     def __init__(
@@ -108,6 +111,8 @@ class ImageData(pl.LightningDataModule):
         cache_dir: str | None = None,
         labels: str | None = None,
         group: str | None = None,
+        folds: int = 0,
+        fold: int = 0,
     ) -> None:
         super().__init__()
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
@@ -126,6 +131,10 @@ class ImageData(pl.LightningDataModule):
         self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self._mean, self._std = mean, std
+        if folds and not (folds > 1 and 0 <= fold < folds):
+            raise UsageError(f"data.fold {fold} of data.folds {folds} cannot be: folds are 2 or more, and counted from 0")
+        self.folds, self.fold = folds, fold
+        test_size = None if folds else test_size  # nothing is drawn: every image is tested on in its turn
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize, group
         )
@@ -136,18 +145,36 @@ class ImageData(pl.LightningDataModule):
 
     @cached_property
     def train_images(self) -> ImageSet:
-        """All images to train and validate on; the first look prepares them."""
+        """All images to train and validate on, with `folds` those to test on among them; the first look prepares them."""
         return load_images(self.dataset, self.settings, train=True)
 
     @cached_property
     def test_images(self) -> ImageSet:
         """All test images."""
-        return load_images(self.dataset, self.settings, train=False)
+        if not self.folds:
+            return load_images(self.dataset, self.settings, train=False)
+        images, rows = self.train_images, self.fold_rows
+        names = [images.names[row] for row in rows.tolist()] if images.names else None
+        groups = None if images.groups is None else images.groups[rows]
+        return ImageSet(images.take(rows), images.labels[rows], images.classes, groups=groups, names=names)
+
+    @cached_property
+    def fold_rows(self) -> Tensor:
+        """Rows of the images among `train_images` that are tested on in their place."""
+        images = self.train_images
+        return (fold_rows(images.labels, images.groups, self.folds, self.split_seed) == self.fold).nonzero().flatten()
 
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """Rows of the train and the validation images among `train_images`: as the data set says, else by `split_seed`."""
         images = self.train_images
+        if self.folds:
+            is_left = torch.ones(len(images), dtype=torch.bool)
+            is_left[self.fold_rows] = False
+            rows = is_left.nonzero().flatten()
+            groups = None if images.groups is None else images.groups[rows]
+            train, val = split_validation(images.labels[rows], self.val_size, self.split_seed, groups)
+            return rows[train], rows[val]
         if images.val_rows is None:
             return split_validation(images.labels, self.val_size, self.split_seed, images.groups)
         is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))

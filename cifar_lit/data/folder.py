@@ -47,7 +47,7 @@ def folder(
     train: bool,
     image_size: ImageSize | None = None,
     channels: int = 3,
-    test_size: float = 0.2,
+    test_size: float | None = 0.2,
     split_seed: int = 0,
     skip_bad: bool = False,
     cache_dir: Path | None = None,
@@ -68,7 +68,7 @@ def folder(
         image_size: what all images are scaled to; None keeps their own size (H, W) when all agree and it is at most 64,
             else squares of 32.
         channels: 3 (RGB) or 1 (grey).
-        test_size: where ROOT has no train/ and test/, the share of each class that is for testing.
+        test_size: where ROOT has no train/ and test/, the share of each class that is for testing; None for none of them.
         split_seed: chooses that share; the choice depends on nothing else but the paths below ROOT, groups and near-duplicates.
         skip_bad: leave damaged and missing images out, and say how many, instead of failing.
         cache_dir: where the decoded images are kept for the next time; see `default_cache_dir`.
@@ -79,7 +79,7 @@ def folder(
         UsageError: for a folder or table that is not laid out as said.
         Failure: for damaged images and for a disk that is full.
     """
-    if not 0 < test_size < 1:
+    if test_size is not None and not 0 < test_size < 1:
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
     size = None if image_size is None else parse_image_size(image_size)
     if channels not in (1, 3):
@@ -92,6 +92,8 @@ def folder(
     def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
         if "all" not in listing.parts:
             return listing.parts
+        if test_size is None:
+            return {"train": listing.parts["all"]}
         return draw_test(listing.parts["all"], listing.groups, duplicates, test_size, split_seed, where)
 
     parts = parts_by([])
@@ -126,7 +128,7 @@ def folder(
     paths = [file.path for file in files_of({part: parts[part] for part in chosen}) if file.path not in bad]
     groups = group_files(paths, listing.groups, duplicates)
     together = None if groups is None else torch.from_numpy(groups)
-    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows, mapped=True, groups=together)
+    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows, mapped=True, groups=together, names=paths)
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:

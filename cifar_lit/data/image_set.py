@@ -32,6 +32,7 @@ class ImageSet:
     val_rows: of training images, the rows that the data set itself keeps for validation; None where it names none.
     mapped: whether the images are mapped from a file, which is read when they are looked at.
     groups: int64 (N,), the same number for images that no split may part; None where each may stand alone.
+    names: what each image is called, such as its path below the folder; None where they have no names.
     """
 
     images: Tensor
@@ -40,6 +41,7 @@ class ImageSet:
     val_rows: range | None = None
     mapped: bool = False
     groups: Tensor | None = None
+    names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:

@@ -45,7 +45,7 @@ class SourceSettings:
     channels: int | None = None
     num_classes: int | None = None
     count: int = 10_000
-    test_size: float = 0.2
+    test_size: float | None = 0.2
     split_seed: int = 0
     skip_bad: bool = False
     cache_dir: str | None = None

@@ -105,19 +105,38 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
 
     what: the images are called. held_out: rows that were validated on.
     """
-    labels, classes = images.labels, probabilities.shape[1]
+    ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities)
+    pictures = []
+    for row in ranked[:GALLERY_SIZE].tolist():
+        name, other, of_label, of_other = images.classes[images.labels[row]], images.classes[suggested[row]], own[row], best[row]
+        alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
+        lines = (f"label {name} {of_label:.3f}", f"said {other} {of_other:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
+        pictures.append(Picture(data_uri(images.images[row]), alt, lines))
+    return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
+
+
+class Ranking(NamedTuple):
+    """rows: int64, of the suspected labels, the first with the most against it, which are `confident` where another class has
+    its threshold, bool. Of all images: the probability of the label, of the likeliest class, and this class.
+    """
+
+    rows: Tensor
+    own: Tensor
+    best: Tensor
+    suggested: Tensor
+    confident: Tensor
+
+
+def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
+    """The order of `suspect_labels`, for int64 labels (N,) and float probabilities (N, classes)."""
+    classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
     rejected = (best > own).nonzero()[:, 0]
-    confident = int((best >= thresholds[suggested])[rejected].sum())  # none for a class without images, which has no threshold
-    pictures = []
-    for row in rejected[own[rejected].argsort(stable=True)][:GALLERY_SIZE].tolist():
-        name, other, of_label, of_other = images.classes[labels[row]], images.classes[suggested[row]], own[row], best[row]
-        alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
-        lines = (f"label {name} {of_label:.3f}", f"said {other} {of_other:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
-        pictures.append(Picture(data_uri(images.images[row]), alt, lines))
-    return Suspects(len(images), pictures, len(rejected), confident)
+    rows = rejected[own[rejected].argsort(stable=True)]
+    confident = (best >= thresholds[suggested])[rows]  # not of a class without images, which has no threshold
+    return Ranking(rows, own, best, suggested, confident)
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, nearest: Neighbours) -> tuple[list[Pair], int, int]:

@@ -20,7 +20,7 @@ from torchvision.transforms import CenterCrop, Compose, Normalize, RandomHorizon
 from cifar_lit.bench.process import train, without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import publish, spread
-from cifar_lit.data.folder import scan
+from cifar_lit.data.folder import draw_test, scan
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
@@ -94,7 +94,10 @@ def by_hand(folder: str, epochs: int, seed: int, threads: int) -> float:
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     root = Path(folder)
-    parts = scan(root, 0.2, 0)
+    listing = scan(root)
+    parts = listing.parts
+    if "all" in parts:  # near-duplicates are not looked for
+        parts = draw_test(parts["all"], listing.groups, [], 0.2, 0, f"below {root}")
     normalise = [ToTensor(), Normalize(MEAN, STD)]
     moves = {
         "train": Compose([RandomResizedCrop(224), RandomHorizontalFlip(), *normalise]),

@@ -1,0 +1,89 @@
+"""`train --folds`: every image is tested on once, and what the nets say together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contract.command_line import OWN_IMAGES, RECIPE, SMALL, config_of, draw_folder, metrics_of, rows_of, run_command
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.runs.label_errors import rank_suspects
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(RECIPE)
+
+
+def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it() -> None:
+    draw_folder(Path("animals"), {"cat": 12, "dog": 12, "owl": 9})
+    Path("animals/cat/0.png").rename("animals/dog/wrong.png")
+    line = (*SMALL, *OWN_IMAGES, "--data-dir", "animals", "--data.val_size", "0", "--epochs", "40", "--folds", "3")
+    answer = run_command(*line)
+    assert answer.code == 0, answer.err
+    runs = [Path(f"lightning_logs/small-{number}") for number in (1, 2, 3)]
+    assert [config_of(run)["data"]["fold"] for run in runs] == [0, 1, 2]
+    assert sum(metrics_of(run)["test"]["images"] for run in runs) == 33
+
+    folder = Path("lightning_logs/small-folds-1")
+    rows, told = rows_of(folder / "predictions.csv"), json.loads((folder / "folds.json").read_text())
+    assert [int(row["index"]) for row in rows] == list(range(33))
+    data = ImageData("folder", root="animals", folds=3)
+    assert [row["label"] for row in rows] == [data.classes[label] for label in data.train_images.labels]
+    right = sum(row["label"] == row["predicted"] for row in rows)
+    assert told["test"]["accuracy"] == pytest.approx(right / 33) and told["test"]["images"] == 33
+    accuracies = [metrics_of(run)["test"]["accuracy"] for run in runs]
+    assert told["accuracy"]["mean"] == pytest.approx(np.mean(accuracies)) and told["accuracy"]["std"] == pytest.approx(
+        np.std(accuracies, ddof=1)
+    )
+    assert f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
+
+    suspects = rows_of(folder / "label_errors.csv")
+    assert suspects[0]["path"] == "dog/wrong.png" and suspects[0]["suggested"] == "cat"
+    assert len(suspects) == told["test"]["suspected_labels"] == 33 - right
+
+
+def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> None:
+    draw_folder(Path("animals"), {f"{part}/{name}": 10 for part in ("train", "test") for name in ("cat", "dog")})
+    lines = [f"train/{name}/{number}.png,{name},{number // 2}" for name in ("cat", "dog") for number in range(10)]
+    Path("animals/labels.csv").write_text("\n".join(["path,label,group", *lines]))
+    for root, count in (("animals", 20), ("animals/labels.csv", 20)):
+        parts = [ImageData("folder", root=root, folds=4, fold=fold, val_size=4) for fold in range(4)]
+        assert sorted(row for data in parts for row in data.fold_rows.tolist()) == list(range(count))
+        for data in parts:
+            train, val = data.split
+            assert sorted([*train.tolist(), *val.tolist(), *data.fold_rows.tolist()]) == list(range(count))
+            assert torch.equal(data.test_images.images, data.train_images.images[data.fold_rows])
+            if (groups := data.train_images.groups) is not None:
+                sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.fold_rows)]
+                assert sides[0].isdisjoint(sides[1])
+    assert ImageData("folder", root="animals/labels.csv").train_images.groups is not None
+
+
+def test_suspected_labels_are_ranked_by_what_is_against_them() -> None:
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6], [0.05, 0.95]])
+    ranking = rank_suspects(torch.tensor([0, 0, 0, 1]), probabilities)
+    assert ranking.rows.tolist() == [1, 2] and ranking.suggested[1] == 1
+    assert ranking.confident.tolist() == [False, False]  # the images of the other class are surer still
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("train", "--folds", "one"), "--folds is a number of parts from 2 on, such as 5, not 'one'"),
+        (("train", "--folds", "1"), "--folds is a number of parts from 2 on"),
+        (("fit", "--folds", "5"), "--folds trains and tests, so it goes with `train`"),
+        (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
+        (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
+        (("train", "--folds"), "--folds needs a value, as in --folds 5"),
+        (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 cannot be"),
+    ],
+)
+def test_what_no_cross_validation_can_be_made_of_is_answered_in_one_line(words: tuple[str, ...], line: str) -> None:
+    answer = run_command(*words, *SMALL)
+    assert answer.code == 2 and line in answer.err and len(answer.err.strip().splitlines()) == 1
