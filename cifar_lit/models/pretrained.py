@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models.torchvision_nets import takes
 
 TIMM = "timm/"  # begins the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
+MAX_SIDE = 2048  # pixels, as of the images that are given
 OPTIONS = ("side", "drop_rate", "drop_path_rate")  # of timm's nets
 
 

@@ -323,8 +323,8 @@ class ImageClassifier(pl.LightningModule):
         if len(val):
             self.evaluation.reset()
             if val_features is not None:  # the first device counts for all
-                logits = F.linear(val_features.float(), weight, bias)
-                self.evaluation.update(logits.to(self.device), labels[val].to(self.device))
+                scored = (F.linear(val_features.float(), weight, bias), labels[val])
+                self.evaluation.update(*trainer.strategy.batch_to_device(scored))
             self.score = self.evaluation.compute()
             scalars = self.score.scalars("val")
             text += f" · validation accuracy {self.score.accuracy:.4f}"

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -28,9 +28,6 @@ from cifar_lit.files import atomic_write
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
 from cifar_lit.text import duration_text
 from cifar_lit.training.checkpoint import read_weights
-
-if TYPE_CHECKING:
-    from cifar_lit.data.datamodule import ImageData
 
 # ---- pretrained weights
 
@@ -246,7 +243,7 @@ def _solve(
 # ---- what is said of it before it begins
 
 
-def training_plan(model: pl.LightningModule, data: ImageData, epochs: int) -> str:
+def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
     """What of a pretrained net will be trained, and how long that should take, by the time of a forward pass here and now."""
     h, (train, val) = model.hparams, map(len, data.split)
     seconds, stages = _forward_seconds(model, data), []
@@ -261,7 +258,7 @@ def training_plan(model: pl.LightningModule, data: ImageData, epochs: int) -> st
 
 
 @torch.no_grad()
-def _forward_seconds(model: pl.LightningModule, data: ImageData) -> float:
+def _forward_seconds(model: pl.LightningModule, data: Any) -> float:
     """Of an image, from the second of two passes of the net over a batch."""
     rows = data.split[0][: data.batch_size]
     images = next(iter(data.batches_of_view(rows, 0)))
