@@ -144,6 +144,11 @@ class WeightAverage(EMAWeightAveraging):
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay, use_buffers=True)
 
+    def start_from(self, pl_module: pl.LightningModule) -> None:
+        """Makes weights that were set since set-up, before the first step, the average of so far."""
+        assert self._average_model is not None
+        self._average_model.module.load_state_dict(pl_module.state_dict())
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leaves the average in the model."""
         super().on_train_end(trainer, pl_module)

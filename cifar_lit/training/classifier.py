@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -324,13 +325,15 @@ class ImageClassifier(pl.LightningModule):
             self.evaluation.reset()
             if val_features is not None:  # the first device counts for all
                 scored = (F.linear(val_features.float(), weight, bias), labels[val])
-                self.evaluation.update(*trainer.strategy.batch_to_device(scored))
+                self.evaluation.update(*move_data_to_device(scored, self.device))
             self.score = self.evaluation.compute()
             scalars = self.score.scalars("val")
             text += f" · validation accuracy {self.score.accuracy:.4f}"
-        for checkpoint in trainer.checkpoint_callbacks:
-            if isinstance(checkpoint, RunCheckpoint):
-                checkpoint.save_first(trainer, scalars)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAverage):  # which a checkpoint holds, and the Trainer calls checkpoints last
+                callback.start_from(self)
+            elif isinstance(callback, RunCheckpoint):
+                callback.save_first(trainer, scalars)
         if trainer.is_global_zero:
             say(text)
 

@@ -174,11 +174,19 @@ def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: P
     assert same(heads[0], heads[1]) and not same(heads[0], heads[2])
 
 
-def test_training_all_weights_has_to_be_better_than_the_head_alone(file: str, data: ImageData, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_training_all_weights_has_to_be_better_than_the_head_alone(
+    file: str, data: ImageData, tmp_path: Path, decay: float
+) -> None:
+    head = model(file, unfreeze=False)
+    fitted(head, data)
     best, last = best_and_last(tmp_path)
-    tuned = model(file, lr=100.0)  # which spoils everything
+    tuned = model(file, lr=100.0, ema_decay=decay)  # which spoils everything
     fitted(tuned, data, best, last)
     saved = torch.load(best.best_model_path, weights_only=True)
+    assert same(
+        {name.removeprefix("net."): value for name, value in saved["state_dict"].items() if name[:4] == "net."}, weights(head.net)
+    )
     assert saved["global_step"] == 0 and last.best_model_path != best.best_model_path
     assert saved["cifar_lit"]["score"]["accuracy"] == pytest.approx(float(best.best_model_score))  # type: ignore[arg-type]
 
