@@ -253,7 +253,8 @@ def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
     if h["unfreeze"]:
         rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
         # a backward pass computes twice what a forward pass does
-        stages.append(f"all weights, {rates}about {duration_text(epochs * (3 * train + val) * seconds)}")
+        layers = "the later layers" if h["frozen"] else "all layers"
+        stages.append(f"{layers}, {rates}about {duration_text(epochs * (3 * train + val) * seconds)}")
     return "; then ".join(stages)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def run(settings: argparse.Namespace) -> None:
         values["ours, all"].append(ours.seconds)
         progress.advance(2 * seed + 1, f"ours {100 * accuracy:.2f} % in {ours.seconds:.0f} s")
         begun = time.perf_counter()
-        with get_context("spawn").Pool(1) as pool:
-            accuracy = pool.apply(by_hand, (settings.folder, settings.epochs, seed, torch.get_num_threads()))
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # unlike multiprocessing's, its loaders may have workers
+            accuracy = pool.submit(by_hand, settings.folder, settings.epochs, seed, torch.get_num_threads()).result()
         values["hand-written loop"].append(100 * accuracy)
         values["hand-written loop, all"].append(time.perf_counter() - begun)
         progress.advance(2 * seed + 2, f"by hand {100 * accuracy:.2f} %")
