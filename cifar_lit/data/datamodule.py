@@ -363,7 +363,7 @@ class ImageData(pl.LightningDataModule):
             else:
                 yield self._normalised(pixels)
 
-    def describe_view(self, rows: Tensor) -> str:
+    def describe_images(self, rows: Tensor) -> str:
         """What tells these images, as a net is given them, from all others."""
         images = self.train_images
         pixels = sha256()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,17 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
-from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.text import say
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
-from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
-from cifar_lit.training.finetune import FeatureCache, Head, compute_features, digest, fit_head, load_pretrained, net_head
+from cifar_lit.training.finetune import HeadFit, load_pretrained
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
@@ -172,7 +168,7 @@ class ImageClassifier(pl.LightningModule):
         self.views_score: Score | None = None  # of the last test, with test-time views
         self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
         self.progress: dict[str, float] = {}  # what the bar shows
-        self._class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
+        self.class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
         self._graphs: GraphedSteps | None = None
         self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
         self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
@@ -194,12 +190,12 @@ class ImageClassifier(pl.LightningModule):
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
         logits, smoothing = self(batch.images), self.hparams["label_smoothing"]
         targets = batch.labels if batch.targets is None else batch.targets
-        if self._class_weights is None:
+        if self.class_weights is None:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         else:
             # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by the
             # weights of this device's part, and weighs what smoothing spreads too, which pulls every image to the rare classes.
-            weights = self._class_weights[batch.labels] if batch.targets is None else batch.targets @ self._class_weights
+            weights = self.class_weights[batch.labels] if batch.targets is None else batch.targets @ self.class_weights
             loss = (weights * F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")).mean()
         if batch.loss_weight:
             self.running.update(loss.detach(), logits, batch.labels)
@@ -225,9 +221,12 @@ class ImageClassifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """The average of the weights and the capture of steps are part of the model's settings."""
+        """What the model's settings ask for: the average of the weights, the fit of the last layer, the capture of steps."""
         h = self.hparams
-        return [*([WeightAverage(h["ema_decay"])] if h["ema_decay"] else []), *([EndOfGraphs()] if h["capture"] else [])]
+        callbacks: list[Callback] = [WeightAverage(h["ema_decay"])] if h["ema_decay"] else []
+        if h["weights"] and h["head_views"]:
+            callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
+        return [*callbacks, *([EndOfGraphs()] if h["capture"] else [])]
 
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
@@ -238,7 +237,7 @@ class ImageClassifier(pl.LightningModule):
             return_freed_memory()  # the images do not fit, so that memory is worth more than time
         elif self.device.type == "cpu":
             keep_freed_memory()
-        self._class_weights = self._weights_of_classes()
+        self.class_weights = self._weights_of_classes()
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
         self._reads_losses = self.device.type == "cpu" and self._graphs is None
@@ -287,10 +286,6 @@ class ImageClassifier(pl.LightningModule):
     def on_train_start(self) -> None:
         """Inside the clock, as the records have it."""
         self._initialise_from_images()
-        if self.hparams["weights"] and self.hparams["head_views"] and not self.trainer.ckpt_path:
-            self._fit_head()
-        if not self.hparams["unfreeze"]:
-            self.trainer.should_stop = True
 
     def _initialise_from_images(self) -> None:
         """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
@@ -303,67 +298,6 @@ class ImageClassifier(pl.LightningModule):
             net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
         net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
         net.whitened.fill_(True)
-
-    def _fit_head(self) -> None:
-        """Fits the last layer on features of the frozen net, as a first checkpoint that further training has to better."""
-        trainer, head, h = self.trainer, net_head(self.net), self.hparams
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        (train, val), labels = data.split, data.train_images.labels
-        features, val_features = self._features(train, h["head_views"]), self._features(val, 1) if len(val) else None
-        fitted = None
-        if features is not None:
-            balanced = class_weights(data.class_counts, "balanced") if data.sampling == "balanced" else None
-            weights = torch.tensor(balanced) if balanced else self._class_weights
-            weights = None if weights is None else weights.cpu()
-            fitted = fit_head(features, labels[train], h["num_classes"], h["head_views"], weights)
-        weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
-        with torch.no_grad():
-            head.weight.copy_(weight)
-            head.bias.copy_(bias)
-        text, scalars = f"last layer fitted in {seconds:.1f} s", {}
-        if len(val):
-            self.evaluation.reset()
-            if val_features is not None:  # the first device counts for all
-                scored = (F.linear(val_features.float(), weight, bias), labels[val])
-                self.evaluation.update(*move_data_to_device(scored, self.device))
-            self.score = self.evaluation.compute()
-            scalars = self.score.scalars("val")
-            text += f" · validation accuracy {self.score.accuracy:.4f}"
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAverage):  # which a checkpoint holds, and the Trainer calls checkpoints last
-                callback.start_from(self)
-            elif isinstance(callback, RunCheckpoint):
-                callback.save_first(trainer, scalars)
-        if trainer.is_global_zero:
-            say(text)
-
-    def _features(self, rows: Tensor, views: int) -> Tensor | None:
-        """Features of training images, float16 (views · rows, features) on the CPU of the first device, None on the others."""
-        trainer, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
-        rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
-        cache = FeatureCache(data.cache_dir)
-        what = data.describe_view(rows) if first else ""
-        net = digest(*self.net.state_dict().values(), self.hparams["net"], str(trainer.precision)) if first else ""
-        parts: list[Tensor] = []
-        self.eval()
-        for view in range(views):
-            key = digest(what, net, f"{data.augmentation} {data.device_augmentation}" if view else "", view)
-            kept = cache.read(key) if first else None
-            if not trainer.strategy.broadcast(kept is not None):
-                share = rows[rank::world]
-                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
-                    batches = data.batches_of_view(share, view)
-                    own = compute_features(self.net, batches, trainer.precision_plugin.forward_context, advance)
-                kept = own
-                if world > 1:
-                    together = torch.zeros(len(rows), own.shape[1], device=self.device)
-                    together[rank::world] = own.to(together)
-                    kept = trainer.strategy.reduce(together, reduce_op="sum").half().cpu()
-                if first:
-                    cache.write(key, kept)
-            parts += [kept] if kept is not None else []
-        self.train()
-        return torch.cat(parts) if first else None
 
     def on_fit_end(self) -> None:
         """Lets go of the captured steps, before the net leaves the device, and leaves gradients to all who ask for them."""

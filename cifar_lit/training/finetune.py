@@ -14,20 +14,24 @@ from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
-from cifar_lit.text import duration_text
-from cifar_lit.training.checkpoint import read_weights
+from cifar_lit.text import duration_text, say
+from cifar_lit.training.callbacks import WeightAverage
+from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
 
 # ---- pretrained weights
 
@@ -238,6 +242,84 @@ def _solve(
             solver.step(loss)
         solutions.append((weight.detach().clone(), bias.detach().clone()))
     return solutions
+
+
+class HeadFit(Callback):
+    """Fits the last layer on features of the frozen net before the first step: a checkpoint that further training has to better.
+
+    views: how often each training image is looked at: as it is, and then augmented. goes_on: whether there is further training.
+    """
+
+    def __init__(self, views: int, goes_on: bool) -> None:
+        self._views, self._goes_on = views, goes_on
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Fits it, but in a training that is resumed."""
+        if not trainer.ckpt_path:
+            self._fit(trainer, pl_module)
+        if not self._goes_on:
+            trainer.should_stop = True
+
+    def _fit(self, trainer: pl.Trainer, model: Any) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        (train, val), labels, classes = data.split, data.train_images.labels, model.hparams["num_classes"]
+        features = self._features(trainer, model, train, self._views)
+        val_features = self._features(trainer, model, val, 1) if len(val) else None
+        fitted = None
+        if features is not None:
+            weights = None if model.class_weights is None else model.class_weights.cpu()
+            if data.sampling == "balanced":
+                weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
+            fitted = fit_head(features, labels[train], classes, self._views, weights)
+        weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
+        head = net_head(model.net)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            head.bias.copy_(bias)
+        text, scalars = f"last layer fitted in {seconds:.1f} s", {}
+        if len(val):
+            model.evaluation.reset()
+            if val_features is not None:  # the first device counts for all
+                scored = (F.linear(val_features.float(), weight, bias), labels[val])
+                model.evaluation.update(*move_data_to_device(scored, model.device))
+            model.score = model.evaluation.compute()
+            scalars = model.score.scalars("val")
+            text += f" · validation accuracy {model.score.accuracy:.4f}"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAverage):  # which a checkpoint holds, and which comes before checkpoints
+                callback.start_from(model)
+            elif isinstance(callback, RunCheckpoint):
+                callback.save_first(trainer, scalars)
+        if trainer.is_global_zero:
+            say(text)
+
+    def _features(self, trainer: pl.Trainer, model: Any, rows: Tensor, views: int) -> Tensor | None:
+        """Of training images, float16 (views · rows, features) on the CPU of the first device; None on the others."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
+        cache = FeatureCache(data.cache_dir)
+        images = data.describe_images(rows) if first else ""
+        net = digest(*model.net.state_dict().values(), model.hparams["net"], str(trainer.precision)) if first else ""
+        parts: list[Tensor] = []
+        model.eval()
+        for view in range(views):
+            key = digest(images, net, f"{data.augmentation} {data.device_augmentation}" if view else "", view)
+            features = cache.read(key) if first else None
+            if not trainer.strategy.broadcast(features is not None):
+                share = rows[rank::world]
+                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
+                    batches = data.batches_of_view(share, view)
+                    features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
+                if world > 1:
+                    together = torch.zeros(len(rows), features.shape[1], device=model.device)
+                    together[rank::world] = features.to(together)
+                    features = trainer.strategy.reduce(together, reduce_op="sum").half().cpu()
+                if first:
+                    cache.write(key, features)
+            if first and features is not None:
+                parts.append(features)
+        model.train()
+        return torch.cat(parts) if first else None
 
 
 # ---- what is said of it before it begins

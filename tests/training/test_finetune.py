@@ -162,7 +162,7 @@ def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: P
         return features
 
     compute = finetune.compute_features
-    monkeypatch.setattr("cifar_lit.training.classifier.compute_features", counted)
+    monkeypatch.setattr("cifar_lit.training.finetune.compute_features", counted)
     heads = []
     for seed, width in ((0, 2), (1, 2), (0, 3)):
         data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=width, seed=seed)

@@ -55,7 +55,7 @@ def test_the_gradient_is_of_the_weighted_losses_over_the_number_of_images_on_any
     torch.manual_seed(1)
     images, labels = torch.randn(13, 3, 16, 16), torch.tensor([0] * 8 + [1] * 4 + [2])
     model, given = classifier(), torch.tensor([0.5, 1.0, 5.0, *[0.0] * 7])
-    model._class_weights = given
+    model.class_weights = given
     loss = F.cross_entropy(model(images), labels, weight=given, reduction="sum") / 13
     (expected,) = torch.autograd.grad(loss, [next(model.parameters())])
     for world in (1, 2, 3):
@@ -68,7 +68,7 @@ def test_the_whole_loss_of_an_image_is_weighed_also_what_smoothing_spreads() -> 
     torch.manual_seed(1)
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 0, 1])
     model, given = classifier(label_smoothing=0.2), torch.tensor([0.25, 3.25, *[100.0] * 8])
-    model._class_weights = given
+    model.class_weights = given
     losses = [F.cross_entropy(model(images[[place]]), labels[[place]], label_smoothing=0.2) for place in range(4)]
     expected = sum(given[label] * loss for label, loss in zip(labels, losses, strict=True)) / 4
     torch.testing.assert_close(model.training_step(Batch(images, labels, labels), 0), expected)
@@ -81,8 +81,8 @@ def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without(
     fitted(model, data, logger=rows, max_epochs=1)
     assert not torch.equal(*(next(each.parameters()) for each in (model, plain)))
     counts = torch.bincount(data.train_images.labels[data.split[0]], minlength=10)
-    assert counts[0] > 70 and counts[9] == 0 and model._class_weights is not None
-    assert model._class_weights.tolist() == pytest.approx(class_weights(counts, "balanced"))
+    assert counts[0] > 70 and counts[9] == 0 and model.class_weights is not None
+    assert model.class_weights.tolist() == pytest.approx(class_weights(counts, "balanced"))
     images, labels = data.train_images.images[data.split[1]].permute(0, 3, 1, 2), data.train_images.labels[data.split[1]]
     logits = model.eval()((images / 255 - 0.5) / 0.25)
     assert rows.of("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
