@@ -134,9 +134,9 @@ class ImageData(pl.LightningDataModule):
         if folds and not (folds > 1 and 0 <= fold < folds):
             raise UsageError(f"data.fold {fold} of data.folds {folds} cannot be: folds are 2 or more, and counted from 0")
         self.folds, self.fold = folds, fold
-        test_size = None if folds else test_size  # nothing is drawn: every image is tested on in its turn
+        drawn = None if folds else test_size  # with folds every image is tested on in its turn
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, test_size, split_seed, skip_bad, cache_dir, labels, resize, group
+            root, url, image_size, channels, num_classes, count, drawn, split_seed, skip_bad, cache_dir, labels, resize, group
         )
         self._constants: Tensor | None = None  # mean and std where the batches are
         self._train_loader: TrainLoader | None = None
