@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cifar_lit"
 
-# What a folder may import besides itself and the modules at the top level; `data.decode` turns a file into pixels, `data.progress`
-# shows how far a long preparation is.
+# What a folder may import besides itself and the modules at the top level; `data.decode` turns a file into pixels, and
+# `data.progress` shows how far a long preparation is.
 ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
