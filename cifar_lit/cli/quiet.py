@@ -43,6 +43,7 @@ def quieten() -> None:
         ".*LeafSpec.*",  # torch's own deprecation inside Lightning's batch handling
         ".*Total length of `list` across ranks is zero.*",  # data.val_size 0 is meant
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
+        "Grad strides do not match bucket view strides",  # of 1×1 filters, whose two memory orders are one
     ):
         warnings.filterwarnings("ignore", message=message)
 
