@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from contract.command_line import RECIPE, SMALL, config_of, files_of, metrics_of, run_command
+from contract.command_line import RECIPE, SMALL, config_of, files_of, metrics_of, run_command, run_process
 
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -57,6 +58,29 @@ def test_the_last_layer_alone_makes_a_run_too() -> None:
     scored = run_command("test", "--ckpt_path", f"{run}/checkpoints/best.ckpt")
     accuracy = next(line for line in answer.lines if line.startswith("test accuracy 0."))
     assert accuracy in scored.lines
+
+
+def test_two_processes_compute_the_features_together_and_train_as_one() -> None:
+    words = (
+        sys.executable,
+        "-m",
+        "cifar_lit",
+        "train",
+        *SMALL,
+        *SHAPENET,
+        "--model.fixed_norms",
+        "true",
+        "--epochs",
+        "1",
+        "--data.cache_dir",
+    )
+    fitted, scores = [], []
+    for devices in ("1", "2"):
+        answer = run_process((*words, f"cache-{devices}", "--devices", devices), Path.cwd())
+        assert answer.code == 0, answer.err
+        fitted.append(next(line.partition(" · ")[2] for line in answer.lines if line.startswith("last layer fitted")))
+        scores.append(metrics_of(Path(f"lightning_logs/small-{devices}"))["test"]["loss"])
+    assert fitted[0] == fitted[1] and scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
 def test_images_are_prepared_as_in_the_pretraining_unless_settings_say_otherwise() -> None:
