@@ -41,6 +41,12 @@ class ArrayImages(Dataset[tuple[Tensor, int]]):
         return self.transform(self.arrays[index]), self.labels[index]
 
 
+def lay_out_plainly(net: nn.Module) -> None:
+    """Puts a net's weights into the memory order that they come in, as the tutorials leave it."""
+    for parameter in net.parameters():
+        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class TutorialLoop:
     """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.

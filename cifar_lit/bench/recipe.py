@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import re
 import resource
 import shlex
 import sys
@@ -29,7 +28,7 @@ from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress, StepProgress
 from cifar_lit.bench.report import FEW, environment, figures_of, print_table, spread, spread_text, write_figures
 from cifar_lit.cli.fit import TrainingCLI, program
-from cifar_lit.cli.flags import OWN, SHORT, Command, parse, recipe_path, recipe_settings
+from cifar_lit.cli.flags import OWN, SHORT, Command, check_one_device, parse, recipe_path, recipe_settings
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.compare import mean_interval
@@ -149,10 +148,9 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
     if settings.runs < 1 or settings.seed0 < 0:
         raise UsageError(f"--runs must be at least 1 and --seed0 at least 0, not {settings.runs} and {settings.seed0}")
     devices = parse("train", list(settings.flags)).value("trainer.devices")
+    check_one_device(devices, "bench recipe measures")
     if devices is None:  # further processes would each start a measurement of their own
         settings.flags += ["--devices", "1"]
-    elif not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
-        raise UsageError(f"bench recipe measures on one device, not on --devices {devices}: use 1, or name one as [0]")
     return recipes
 
 

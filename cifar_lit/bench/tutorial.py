@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.multiprocessing as mp
 
-from cifar_lit.bench.plain import TutorialLoop
+from cifar_lit.bench.plain import TutorialLoop, lay_out_plainly
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.step import add_turn_arguments, report, turns_of
 from cifar_lit.bench.training import EpochStopwatch, add_training_arguments, fit, read_clock, subject_from
@@ -47,8 +47,7 @@ def run(settings: argparse.Namespace) -> None:
     if by_epoch and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: this recipe's data.val_size is 0")
     net = deepcopy(subject.model.net)
-    for parameter in net.parameters():  # in the memory order that it comes in, as the tutorials leave it
-        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
+    lay_out_plainly(net)
     loop = TutorialLoop(data.train_images, data.split, net, data.batch_size, hparams["lr"], hparams["momentum"], *data.statistics)
 
     def start(trainer: pl.Trainer, model: Any) -> Callable[[int], int]:

@@ -153,6 +153,12 @@ def parse(name: str, argv: list[str]) -> Command:
     return command
 
 
+def check_one_device(devices: str | None, what: str) -> None:
+    """Raises UsageError unless the value of --devices, if there is one, is of one device, on which `what` ("bench measures")."""
+    if devices is not None and not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
+        raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or name one as [0]")
+
+
 def _is_flag(word: str) -> bool:
     """Whether a word begins as flags do, and is no negative number."""
     try:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import LOGS, Command
+from cifar_lit.cli.flags import LOGS, Command, check_one_device
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
 from cifar_lit.runs.compare import mean_interval, wilson_interval
 from cifar_lit.runs.label_errors import rank_suspects
 from cifar_lit.runs.predictions import write_predictions
-from cifar_lit.runs.run_folder import RunFolder, display_path
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics
 from cifar_lit.text import csv_cell, say
 
 FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")
@@ -43,7 +43,7 @@ def train_folds(command: Command) -> None:
         if predictions is None:
             raise Failure("a training of a cross-validation ended without a test: leave flags out that cut it short")
         parts.append({**predictions, "indices": data.fold_rows[predictions["indices"]]})
-        runs.append((display_path(path), json.loads((path / "metrics.json").read_text())["test"]))
+        runs.append((display_path(path), read_metrics(path)["test"]))
         recipe, images = cli.run.settings["recipe"] or "custom", data.train_images
         del cli, data
         gc.collect()  # net and Trainer refer to each other, and would keep the device's memory
@@ -64,10 +64,9 @@ def check_folds(command: Command) -> int:
     if command.resume is not None:
         raise UsageError("--folds starts new trainings: leave --resume out, or go on with one of its runs without --folds")
     devices = command.value("trainer.devices")
+    check_one_device(devices, "--folds trains")
     if devices is None:  # further processes would each start a cross-validation of their own
         command.flags.append("--trainer.devices=1")
-    elif not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
-        raise UsageError(f"--folds trains on one device, not on --devices {devices}: use 1, or name one as [0]")
     return int(text)
 
 

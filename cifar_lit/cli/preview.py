@@ -19,7 +19,7 @@ from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import decode, image_size
-from cifar_lit.data.image_set import MAX_SIDE, ImageSet
+from cifar_lit.data.image_set import ImageSet, parse_image_size
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, save_picture
 from cifar_lit.runs.config_file import plain_values
@@ -86,15 +86,13 @@ def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     for file in files:
         if file.error or not os.path.exists(file.path):  # noqa: PTH110 (a Path refuses names that cannot be)
             raise UsageError(f"{file.path}: {file.error or 'there is no such file'}")
-    side, paths = settings["image_size"], [file.path for file in files]
-    if side is not None and not 1 <= side <= MAX_SIDE:
-        raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,}, not {side}")
-    sizes = {image_size(path) for path in paths} if side is None else {(side, side)}
+    chosen, paths = settings["image_size"], [file.path for file in files]
+    sizes = {image_size(path) for path in paths} if chosen is None else {parse_image_size(chosen)}
     size = sizes.pop()
-    if sizes or (side is None and max(size) > MAX_OWN_SIZE):  # as `folder` has it
+    if sizes or (chosen is None and max(size) > MAX_OWN_SIZE):  # as `folder` has it
         size = (COMMON_SIZE, COMMON_SIZE)
     data = ImageData(**{**settings, "shuffle": False, "placement": "device"})
-    pixels = np.stack([decode(path, size, settings["channels"] or 3) for path in paths])
+    pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])
     data.train_images = ImageSet(torch.from_numpy(pixels), torch.zeros(len(files), dtype=torch.int64), ("photo",))
     data.split = torch.arange(len(files)), torch.arange(0)
     return data

@@ -16,7 +16,7 @@ from cifar_lit.errors import UsageError, nearest
 
 FLIPS = ("none", "random", "alternating")
 
-_ORDER, _MOVES, _FIRST_FLIP, _CYCLES = 1, 2, 3, 4  # independent streams of one seed; the numbers only have to differ
+_CYCLES, _ORDER, _MOVES, _FIRST_FLIP = 0, 1, 2, 3  # independent streams of one seed; the numbers only have to differ
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:

@@ -321,16 +321,22 @@ class ImageData(pl.LightningDataModule):
         return self._augmented(batch, epoch, partial(self._normalised, side=side))
 
     def _augmented(self, batch: Batch, epoch: int, finish: Callable[[Tensor], Tensor]) -> Batch:
-        """finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
+        """A batch after all that is drawn. finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
         augmentation, rows = self.device_augmentation, batch.indices
-        if augmentation is None:
-            return batch._replace(images=finish(batch.images))
-        fill = self._constants_on(rows.device)[0] * 255
-        batch = batch._replace(images=augmentation.apply(batch.images, rows, self.seed, epoch, fill, finish))
-        if augmentation.mixes:
+        batch = batch._replace(images=self._augmented_one_by_one(batch.images, rows, self.seed, epoch, finish))
+        if augmentation and augmentation.mixes:
             images, targets = augmentation.mix(batch.images, batch.labels, self.class_count, rows, self.seed, epoch)
             batch = batch._replace(images=images, targets=targets)
         return batch
+
+    def _augmented_one_by_one(
+        self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Images after what each draws for itself, but for crop and flip, which the loader has made."""
+        if self.device_augmentation is None:
+            return finish(images)
+        fill = self._constants_on(images.device)[0] * 255
+        return self.device_augmentation.apply(images, rows, seed, epoch, fill, finish)
 
     def _constants_on(self, device: torch.device) -> Tensor:
         if self._constants is None or self._constants.device != device:
@@ -357,9 +363,8 @@ class ImageData(pl.LightningDataModule):
         make = loader.epoch_plan(view)[1]
         for part in rows.to(images.images.device).split(self.eval_batch_size):
             pixels = (make([(part, 1.0)])[0].images if view else images.take(part)).to(self.device)
-            if view and self.device_augmentation:
-                fill = self._constants_on(self.device)[0] * 255
-                yield self.device_augmentation.apply(pixels, part.to(self.device), 0, view, fill, self._normalised)
+            if view:
+                yield self._augmented_one_by_one(pixels, part.to(self.device), 0, view, self._normalised)
             else:
                 yield self._normalised(pixels)
 

@@ -89,7 +89,8 @@ class TrainLoader:
         if len(self.indices) < world:
             raise UsageError(f"{len(self.indices)} training images are too few for {world} devices")
         self.augmentation.check(*self.source.input_shape[1:])
-        self._labels = self.source.labels.cpu()[self.indices]
+        if self.balanced:
+            self._labels = self.source.labels.cpu()[self.indices]
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)

@@ -263,8 +263,9 @@ class HeadFit(Callback):
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         (train, val), labels, classes = data.split, data.train_images.labels, model.hparams["num_classes"]
-        features = self._features(trainer, model, train, self._views)
-        val_features = self._features(trainer, model, val, 1) if len(val) else None
+        net = digest(*model.net.state_dict().values(), model.hparams["net"], str(trainer.precision))
+        features = self._features(trainer, model, net, train, self._views)
+        val_features = self._features(trainer, model, net, val, 1) if len(val) else None
         fitted = None
         if features is not None:
             weights = None if model.class_weights is None else model.class_weights.cpu()
@@ -293,13 +294,15 @@ class HeadFit(Callback):
         if trainer.is_global_zero:
             say(text)
 
-    def _features(self, trainer: pl.Trainer, model: Any, rows: Tensor, views: int) -> Tensor | None:
-        """Of training images, float16 (views · rows, features) on the CPU of the first device; None on the others."""
+    def _features(self, trainer: pl.Trainer, model: Any, net: str, rows: Tensor, views: int) -> Tensor | None:
+        """Of training images, float16 (views · rows, features) on the CPU of the first device; None on the others.
+
+        net: what tells the frozen net from all others.
+        """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
         cache = FeatureCache(data.cache_dir)
         images = data.describe_images(rows) if first else ""
-        net = digest(*model.net.state_dict().values(), model.hparams["net"], str(trainer.precision)) if first else ""
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):

@@ -13,7 +13,7 @@ from script import run_script
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cifar_lit.bench.plain import TutorialLoop
+from cifar_lit.bench.plain import TutorialLoop, lay_out_plainly
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.bench.training import build
@@ -51,8 +51,7 @@ def run(settings: argparse.Namespace) -> None:
     both = replace(
         train, images=torch.cat((train.images, test.images)), labels=torch.cat((train.labels, test.labels)), mapped=False
     )
-    for parameter in model.net.parameters():  # in the memory order that it comes in, as the tutorials leave it
-        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
+    lay_out_plainly(model.net)
     split = torch.arange(len(train)), torch.arange(len(train), len(both))
     loop = TutorialLoop(both, split, model.net, data.batch_size, recipe["model"]["lr"])
     progress, seconds = Progress(settings.epochs, "epoch"), []

@@ -54,6 +54,14 @@ def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
     assert Path("some/sheet.png").read_bytes() == first
 
 
+def test_images_have_the_size_and_the_proportions_that_a_training_would_give_them() -> None:
+    words = ("preview", "photos/some/0.png", "--data.image_size", "100x140", "--data.resize")
+    for resize, corner in (("letterbox", (128, 128, 128)), ("squash", Image.open("photos/some/0.png").getpixel((0, 0)))):
+        assert run_command(*words, resize).code == 0
+        sheet = Image.open("preview.png")
+        assert sheet.size == (8 * 144 + 4, 100 + 2 * 4) and sheet.getpixel((4, 4)) == corner
+
+
 def test_of_many_images_some_are_shown_evenly(tmp_path: Path) -> None:
     many = draw_folder(tmp_path / "many", {"a": 20, "b": 10}, size=8)
     answer = run_command("preview", many)
@@ -66,7 +74,7 @@ def test_of_many_images_some_are_shown_evenly(tmp_path: Path) -> None:
     [
         ("photos --out sheet.txt", ["--out sheet.txt: name a picture, such as preview.png"]),
         ("photos/some/1.png --out photos/some/1.png", ["--out photos/some/1.png is among the images"]),
-        ("photos --data.image_size 5000", ["--data.image_size must be from 1 to 2,048, not 5000"]),
+        ("photos --data.image_size 5000", ["--data.image_size must be from 1 to 2,048 pixels a side, not 5000×5000"]),
         ("photos --data.augment.policy triv", ["data.augment.policy", "Did you mean trivial?"]),
         ("photos --recipe foldr", ["'foldr'", "Did you mean folder?"]),
         ("photos --recipe wrong.yaml", ["no setting is called data.flop. Did you mean flip?"]),
