@@ -143,7 +143,7 @@ class Run(Callback):
         load_weights(model, checkpoint)
         if self.command == "predict":
             batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
-            count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches)
+            count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
             say(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
             return
         score = self._evaluate(self.command, trainer, model, data)
@@ -170,7 +170,7 @@ class Run(Callback):
             with suppress(OSError):  # there is nothing left to go on with; what cannot be removed does no harm
                 (folder / PREVIOUS).unlink()
         if test and model.predictions is not None:
-            write_predictions(folder / "predictions.csv", data.classes, [model.predictions])
+            write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
             if self.trains:
                 write_report(folder, metrics, model.predictions, data)
         write_metrics(folder, metrics)

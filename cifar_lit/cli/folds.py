@@ -63,6 +63,8 @@ def check_folds(command: Command) -> int:
         raise UsageError(f"--folds is a number of parts from 2 on, such as 5, not {text!r}")
     if command.resume is not None:
         raise UsageError("--folds starts new trainings: leave --resume out, or go on with one of its runs without --folds")
+    if command.value("trainer.num_nodes") not in (None, "1"):
+        raise UsageError("--folds trains on one machine: leave --nodes out")
     devices = command.value("trainer.devices")
     check_one_device(devices, "--folds trains")
     if devices is None:  # further processes would each start a cross-validation of their own
@@ -79,7 +81,7 @@ def finish(
         runs: the folder and the test's metrics of each fold.
         parts: `indices` (rows of `images`), `labels` and `probabilities` of each fold's test images.
     """
-    count = write_predictions(folder / "predictions.csv", images.classes, parts)
+    count = write_predictions(folder / "predictions.csv", images.classes, parts, images.names)
     indices, labels, probabilities = (
         torch.cat([part[name] for part in parts]) for name in ("indices", "labels", "probabilities")
     )

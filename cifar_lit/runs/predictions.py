@@ -20,7 +20,8 @@ from cifar_lit.text import csv_cell
 
 ROWS_AT_ONCE = 4096  # of the set, as Python numbers
 
-# ---- Of a data set: `index,label,predicted,probability`, and the probability of every class in the order of the labels.
+# ---- Of a data set: `index,label,predicted,probability`, and the probability of every class in the order of the labels; of own
+#      images also their path.
 
 
 class PredictionTable(NamedTuple):
@@ -61,12 +62,15 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
     return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
 
-def write_predictions(path: Path, classes: Sequence[str], batches: Sequence[Mapping[str, Tensor]]) -> int:
+def write_predictions(
+    path: Path, classes: Sequence[str], batches: Sequence[Mapping[str, Tensor]], files: Sequence[str] | None = None
+) -> int:
     """Writes a row an image of a data set, in the order of the set, and beside it all probabilities as `probabilities.npy`.
 
     The array is float32 (N, classes), of the same rows; the table has six digits of them. Returns the number of rows.
 
-    batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes).
+    batches: of `ImageClassifier.predict_step`: indices and labels int64 (B,), probabilities (B, classes). files: the path of
+    each image of the set, for a last column.
     """
     columns = ("indices", "labels", "probabilities")
     indices, labels, probabilities = (torch.cat([batch[name] for batch in batches]) for name in columns)
@@ -74,12 +78,14 @@ def write_predictions(path: Path, classes: Sequence[str], batches: Sequence[Mapp
     digits = ",".join(["%.6f"] * len(classes))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names)])
+        path_column = ["path"] if files else []
+        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *path_column])
         for rows in order.split(ROWS_AT_ONCE):
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*(column.tolist() for column in part), strict=True):
                 cells = (digits % tuple(values)).split(",")
-                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells])
+                place = [csv_cell(files[index])] if files else []
+                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *place])
     with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as array:
         np.save(array, probabilities[order].float().numpy())
     return len(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from hashlib import sha256
@@ -38,6 +39,15 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_
     torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
     write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
     assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # of a net that has diverged
+
+
+def test_own_images_are_named_by_their_paths_whatever_they_are_called(tmp_path: Path) -> None:
+    paths = ["test/a/1.jpg", "=cmd().png", "a,b\x1b[31m.png", "half \udcff.png"]
+    write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS], paths)
+    with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        named = [row["path"] for row in csv.DictReader(file)]
+    assert named == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
+    assert read_predictions(tmp_path / "predictions.csv", CLASSES) is not None
 
 
 HEAD = "index,label,predicted,probability\n"
