@@ -59,7 +59,9 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     Else its new run's folder will record the job. A line with a --resume of its own is left alone. argv: as it was typed.
     Raises SystemExit of code 0, with a line that says so, when the run is finished.
     """
-    job = job_of(environment) if command.name in ("fit", "train") and not command.asks_only else None
+    # a cross-validation is started anew: which of its runs are done is not known here
+    trains = command.name in ("fit", "train") and command.folds is None and not command.asks_only
+    job = job_of(environment) if trains else None
     if job is None:
         return
     first, run, note = is_first_process(environment), None, ""

@@ -50,10 +50,12 @@ def _words(key: tuple[int, ...]) -> tuple[int, int]:
 def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
     """Quantiles of Beta(alpha, alpha) at 0, 1/_POINTS, … 1, float32.
 
-    The lower half is integrated over s = x^alpha, in which the density has no pole at 0; the upper half mirrors it.
+    The lower half is integrated over s = x^alpha, in which the density has no pole at 0, or over x where it has none anyway; the
+    upper half mirrors it.
     """
-    x = np.linspace(0, 0.5**alpha, 100_001) ** (1 / alpha)
-    density = (1 - x) ** (alpha - 1)
+    power = min(alpha, 1.0)
+    x = np.linspace(0, 0.5**power, 100_001) ** (1 / power)
+    density = x ** (alpha - power) * (1 - x) ** (alpha - 1)
     mass = np.concatenate(([0], np.cumsum(density[1:] + density[:-1])))
     lower = np.interp(np.linspace(0, 0.5, _POINTS // 2 + 1), mass / mass[-1] / 2, x)
     return torch.from_numpy(np.concatenate((lower, 1 - lower[-2::-1]))).float().to(device)

@@ -188,8 +188,8 @@ def scan(root: Path) -> Listing:
     others = [name for name in level if name not in ("train", "test")]
     named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
     if named:
-        val = [name for name in ("val", "valid") if name in others][:1]
-        others = [name for name in others if name not in val]
+        val = [name for name in ("val", "valid", "validation") if name in others][:1]
+        others = [name for name in level if name not in (*named, *val)]
         if "train" not in named or len(named + val) == 1:
             missing = "test" if "train" in named else "train"
             hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""

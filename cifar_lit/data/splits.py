@@ -41,14 +41,20 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     exact = counts * (val_count / count)
     sizes = np.floor(exact).astype(int)
-    sizes[np.argsort(sizes - exact, kind="stable")[: val_count - sizes.sum()]] += 1
+    # those come last that would have none left
+    sizes[np.lexsort((sizes - exact, sizes + 1 >= counts))[: val_count - sizes.sum()]] += 1
     rng, order = np.random.default_rng(seed), np.empty(count, np.int64)
-    for label, size in enumerate(counts):
-        order[rng.permutation(np.flatnonzero(numbers == label))] = np.arange(size)
+    for rows in rows_by_class(numbers, counts):
+        order[rng.permutation(rows)] = np.arange(len(rows))
     validation = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
     if val_count and not validation.any():
         raise UsageError(f"no group of the {count} images can be spared to validate on: use --data.val_size 0, or more groups")
     return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
+
+
+def rows_by_class(labels: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """The rows of each class in ascending order. labels: int64 (N,) in [0, classes); counts: how many there are of each."""
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
 
 
 def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
@@ -130,8 +136,8 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
         for label, count in members.items():
             counts[fold][label] += count
     few = 0
-    for label in range(len(classes)):
-        rows = np.flatnonzero((numbers == label) & (result < 0))
+    for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
+        rows = rows[result[rows] < 0]
         heap = [(counts[fold][label], sizes[fold], fold) for fold in range(folds)]
         heapq.heapify(heap)
         for row in rows[np.argsort(order[rows])].tolist():

@@ -119,10 +119,17 @@ class RunData:
                 f"the images of {self.dataset} that it was trained on are not here{place}: name their place with --data-dir"
             )
         check_choices({"data": self.values})
-        source = load_images(self.dataset, self.settings, train)
+        if self.values.get("folds"):  # the test images are some of those to train on
+            from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
+
+            data = ImageData(**_of_kinds(ImageData, self.values, self.dataset))
+            source, rows = data.train_images, data.split[0] if train else data.fold_rows
+        else:
+            source = load_images(self.dataset, self.settings, train)
+            rows = torch.arange(len(source))
         _check_fit(self.card, source.classes, source.input_shape)
-        count = min(count or len(source), len(source))
-        places = torch.arange(count) * len(source) // count
+        count = min(count or len(rows), len(rows))
+        places = rows[torch.arange(count) * len(rows) // count]
         what = f"{count:,} {'training' if train else 'test'} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
         return RunImages(source.images[places].permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
 

@@ -102,6 +102,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     def save_first(self, trainer: pl.Trainer, scores: Mapping[str, float]) -> None:
         """Saves weights that are there before the first step, with their scores by name: the best so far."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         candidates = {**self._monitor_candidates(trainer), **{name: torch.tensor(score) for name, score in scores.items()}}
         self._save_topk_checkpoint(trainer, candidates)
 

@@ -29,6 +29,7 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
+from cifar_lit.models.torchvision_nets import SMALL_STEM
 from cifar_lit.text import duration_text, say
 from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
@@ -53,16 +54,19 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
         Failure: when they cannot be downloaded, or a file is damaged or would execute code.
     """
     given, own = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser()), net.state_dict()
-    head = next(path for path, module in net.named_modules() if module is net_head(net))
+    head = _head_path(net)
     known = {path: _for_channels(tensor, own[path]) for path, tensor in given.items() if path in own}
     fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
     if any(f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")):  # of other classes
         fitting = {path: tensor for path, tensor in fitting.items() if not path.startswith(f"{head}.")}
     missing = [path for path in own if path not in fitting and not path.startswith(head) and "num_batches_tracked" not in path]
     if missing:
+        remedy = "name their net with --net"
+        if name in SMALL_STEM and weights == IMAGENET:
+            remedy = f"for images this small {name} has other first layers; take timm/{name}, or larger images"
         raise UsageError(
             f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, are missing "
-            "or of another shape; name their net with --net"
+            f"or of another shape; {remedy}"
         )
     net.load_state_dict({**own, **fitting})
 
@@ -70,9 +74,14 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
 def net_head(net: nn.Module) -> nn.Linear:
     """The last linear layer of a net, which tells the classes apart; raises UsageError for a net without one."""
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
-    if not layers:
-        raise UsageError("a net without a linear layer at its end cannot be fine-tuned: choose another --net")
+    if not layers or layers[-1].bias is None:
+        raise UsageError("a net without a linear layer, with a bias, at its end cannot be fine-tuned: choose another --net")
     return layers[-1]
+
+
+def _head_path(net: nn.Module) -> str:
+    """The name of `net_head` within the net."""
+    return next(path for path, module in net.named_modules() if module is net_head(net))
 
 
 def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
@@ -130,10 +139,12 @@ def compute_features(
     net: in evaluation mode. precision: the context that it computes in. advance: is told how many further images were looked at.
     """
     inputs: list[Tensor] = []
-    with net_head(net).register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu())):
+    head = net_head(net)
+    hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
+    with hook, torch.compiler.set_stance("force_eager"):  # a compiled net may know nothing of the hook
         for images in batches:
             with precision():
-                net(images)
+                net(images.type(head.weight.dtype))
             advance(len(images))
     return torch.cat(inputs)
 
@@ -210,7 +221,7 @@ def fit_head(features: Tensor, labels: Tensor, num_classes: int, views: int, cla
         fold[own[torch.randperm(len(own), generator=generator)]] = torch.arange(len(own)) % FOLDS
     fold = fold.repeat(views)
     losses = torch.zeros(len(STRENGTHS))
-    for part in range(FOLDS if len(rows) <= MAX_FOLDED else 1):
+    for part in range(min(FOLDS, int(fold.max()) + 1) if len(rows) <= MAX_FOLDED else 1):
         held_out = fold == part
         solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
         losses += torch.stack(
@@ -263,7 +274,10 @@ class HeadFit(Callback):
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         (train, val), labels, classes = data.split, data.train_images.labels, model.hparams["num_classes"]
-        net = digest(*model.net.state_dict().values(), model.hparams["net"], str(trainer.precision))
+        body = model.net.state_dict()
+        for part in net_head(model.net).state_dict(prefix=f"{_head_path(model.net)}."):  # drawn by seed, and behind the features
+            del body[part]
+        net = digest(*body.values(), model.hparams["net"], model.hparams["net_options"], str(trainer.precision))
         features = self._features(trainer, model, net, train, self._views)
         val_features = self._features(trainer, model, net, val, 1) if len(val) else None
         fitted = None
@@ -309,13 +323,14 @@ class HeadFit(Callback):
             key = digest(images, net, f"{data.augmentation} {data.device_augmentation}" if view else "", view)
             features = cache.read(key) if first else None
             if not trainer.strategy.broadcast(features is not None):
-                share = rows[rank::world]
+                own = rows[rank::world]
+                share = own if len(own) else rows[:1]  # of fewer images than devices
                 with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
                     batches = data.batches_of_view(share, view)
                     features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
                 if world > 1:
                     together = torch.zeros(len(rows), features.shape[1], device=model.device)
-                    together[rank::world] = features.to(together)
+                    together[rank::world] = features[: len(own)].to(together)
                     features = trainer.strategy.reduce(together, reduce_op="sum").half().cpu()
                 if first:
                     cache.write(key, features)
@@ -323,6 +338,23 @@ class HeadFit(Callback):
                 parts.append(features)
         model.train()
         return torch.cat(parts) if first else None
+
+
+# ---- what --auto chooses
+
+
+class Choice(NamedTuple):
+    """Of a training from a fitted last layer on: whether there is any, its epochs, and its rates in the last and first layers."""
+
+    unfreeze: bool
+    epochs: int
+    lr: float
+    input_lr: float
+
+
+def choose_training(images: int) -> Choice:
+    """What pays for so many training images, by the measurements in docs/fine-tuning.md."""
+    return Choice(unfreeze=images >= 100, epochs=6, lr=7e-4, input_lr=2e-4)
 
 
 # ---- what is said of it before it begins

@@ -12,6 +12,8 @@ from contract.command_line import OWN_IMAGES, RECIPE, SMALL, config_of, draw_fol
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.runs.label_errors import rank_suspects
+from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.runs.run_data import RunData
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,10 @@ def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it
         np.std(accuracies, ddof=1)
     )
     assert f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
+
+    sample = RunData(runs[0] / "model.safetensors", load_model_file(runs[0]).card)  # what an exported file is checked on
+    assert torch.equal(sample.load(train=False, count=0).labels, data.train_images.labels[data.fold_rows])
+    assert sample.load(train=True, count=0).what == "22 training images of folder animals"
 
     suspects = rows_of(folder / "label_errors.csv")
     assert suspects[0]["path"] == "dog/wrong.png" and suspects[0]["suggested"] == "cat"
@@ -80,6 +86,7 @@ def test_suspected_labels_are_ranked_by_what_is_against_them() -> None:
         (("fit", "--folds", "5"), "--folds trains and tests, so it goes with `train`"),
         (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
         (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
+        (("train", "--folds", "5", "--nodes", "2"), "--folds trains on one machine: leave --nodes out"),
         (("train", "--folds"), "--folds needs a value, as in --folds 5"),
         (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 cannot be"),
     ],

@@ -153,6 +153,12 @@ def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.
     assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
 
 
+def test_a_cross_validation_is_started_anew() -> None:
+    leave(start(LINE, SLURM))
+    command = start([*LINE, "--folds", "5"], AGAIN)
+    assert (command.resume, command.job, command.folds) == (None, None, "5")
+
+
 def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [*LINE, "--seed", "1"], [*LINE, "--seed", "2"]
     finish(leave(start(first, SLURM)))

@@ -67,7 +67,7 @@ def test_numbers_are_even_and_neighbours_in_row_column_epoch_and_seed_are_indepe
     assert abs(chi_square(lowest_bits[:, 0] / 256)) < 4
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0])
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0, 32.0, 100.0])
 def test_shares_have_the_quantiles_of_their_beta_distribution(alpha: float) -> None:
     shares = beta(uniform(ROWS, 1, 5)[:, 0], alpha).numpy()
     sample = np.random.default_rng(0).beta(alpha, alpha, COUNT)

@@ -116,7 +116,7 @@ def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shap
     assert [path.name for path in (root.parent / "cache").iterdir()] == [f"pets-{key}"]
 
 
-@pytest.mark.parametrize("name", ["val", "valid"])
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
 @pytest.mark.parametrize("test", [True, False])
 def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(root: Path, name: str, test: bool) -> None:
     save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
@@ -129,6 +129,13 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [0, 1]
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(root / "test")
+    save(root / "val/cat/0.png"), save(root / "val/dog/0.png"), save(root / "test/7.png")
+    open_set(root)
+    assert f"{root}: only train/ and val/ are used, not test" in capsys.readouterr().err
 
 
 def replace_root(root: Path, *images: str) -> None:

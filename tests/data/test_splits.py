@@ -97,6 +97,12 @@ def test_no_class_loses_all_its_training_images_and_each_that_can_has_some_to_va
         split_validation(labels, 0.25, 0, labels)
 
 
+def test_a_class_of_two_keeps_one_to_train_on_where_larger_classes_can_give() -> None:
+    labels = torch.tensor([0] * 30 + [*range(1, 11)])  # ten classes of one image each
+    train, val = split_validation(labels, 0.1, 0)
+    assert len(val) == 4 and labels[val].unique().tolist() == [0] and len(labels[train].unique()) == 11
+
+
 def test_folds_are_as_even_as_they_can_be_in_every_class() -> None:
     labels = torch.from_numpy(np.random.default_rng(0).choice(4, size=1003, p=(0.7, 0.2, 0.07, 0.03)))
     folds = fold_rows(labels, None, 5, seed=1)

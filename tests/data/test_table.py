@@ -126,6 +126,11 @@ HEAD = "path,label,split,group"
         ("a.csv", ["file,kind", "cat/0.png,cat"], "no column called label or class or category or target, only file, kind: "),
         ("a.csv", ["cat/0.png,cat", "dog/3.png,dog"], "no column called path .*, only cat/0.png, cat: its first row must name"),
         ("a.jsonl", ['{"path": "cat/0.png"}'], "no column called label .*, only path"),
+        (
+            "a.jsonl",
+            ['{"path": "cat/0.png", "label": "cat"}', '{"path": "dog/3.png", "label": "dog", "Split": "test"}'],
+            "row 2 has 'Split', which the first row has not: give it there, null if empty",
+        ),
         ("a.csv", [HEAD], "has no rows below the names of its columns, path, label, split, group"),
         ("a.csv", [HEAD, "", ",,,"], "has no rows"),
         ("a.csv", [HEAD, "cat/0.png,cat", "cat/1.png,cat"], r"one class only \(cat\)"),

@@ -20,7 +20,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import fit_head, load_pretrained
+from cifar_lit.training.finetune import fit_head, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
@@ -118,6 +118,14 @@ def test_the_head_is_the_minimum_of_its_loss() -> None:
     torch.testing.assert_close(-scaled.grad, strength * scaled.detach(), atol=1e-3, rtol=0)
 
 
+def test_the_penalty_is_chosen_with_few_images_a_class_too() -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(12) % 4
+    features = torch.randn(12, 8) + 9 * F.one_hot(labels, 8)
+    weight, bias, _ = fit_head(features, labels, 4, views=1)
+    assert float((features @ weight.T + bias).softmax(1)[range(12), labels].min()) > 0.95  # far surer than with the strongest
+
+
 def test_features_without_a_pattern_have_the_strongest_penalty() -> None:
     torch.manual_seed(0)
     noise = fit_head(torch.randn(100, 300), torch.arange(100) % 2, 2, views=1).weight
@@ -167,11 +175,33 @@ def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: P
     for seed, width in ((0, 2), (1, 2), (0, 3)):
         data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=width, seed=seed)
         tuned = model(file, unfreeze=False)
+        nn.init.constant_(tuned.net[-1].weight, seed)  # type: ignore[index]  # drawn by seed where it is for other classes
         fitted(tuned, data)
         heads.append(weights(tuned.net[-1]))  # type: ignore[index]
     train, val = map(len, data.split)
     assert seen == [train, train, val, train]  # plain and augmented, validation; only the other augmentation is new
     assert same(heads[0], heads[1]) and not same(heads[0], heads[2])
+
+
+def test_features_are_those_of_the_nets_options(file: str, data: ImageData) -> None:
+    pytest.importorskip("timm")
+    heads = []
+    for side in (32, 64):
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"weights": file, "unfreeze": False, "optimizer": "adamw", "lr": 1e-3}
+        tuned = ImageClassifier("timm/resnet10t", [3, 16, 16], net_options={"side": side}, **settings)
+        fitted(tuned, data)
+        heads.append(weights(net_head(tuned.net)))
+    assert not same(*heads)
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16-true"}, {"compiles": True}])
+def test_features_are_computed_in_other_precisions_and_for_compiled_nets(
+    file: str, data: ImageData, settings: dict[str, Any]
+) -> None:
+    tuned = model(file, unfreeze=False, compile=settings.pop("compiles", False))
+    fitted(tuned, data, **settings)
+    assert tuned.score is not None and tuned.score.images == len(data.split[1])
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9])
