@@ -16,15 +16,17 @@ from torchvision.utils import make_grid
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.flags import recipe_path
+from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import decode, image_size
 from cifar_lit.data.image_set import ImageSet, parse_image_size
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, save_picture
+from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import say
+from cifar_lit.text import note, say
 
 DESCRIPTION = (
     "Draws what augmentation makes of your own images: a row for each, first as it is, then as the first epochs of a training "
@@ -38,6 +40,8 @@ def preview(argv: list[str]) -> None:
     """Writes the sheet; raises UsageError for settings that cannot be meant, Failure for files that cannot be read or written."""
     settings = _settings(argv)
     files = list(find_images(settings.paths, sys.stdin.buffer))
+    if not files:
+        raise UsageError("there are no images among what is to be previewed")
     chosen = files[:: -(-len(files) // ROWS)]
     out = Path(settings.out).expanduser()
     _check_target(out, chosen)
@@ -48,6 +52,8 @@ def preview(argv: list[str]) -> None:
     times = -(-LEAST_SIDE // min(plain.shape[2:]))
     sheet = make_grid(columns.repeat_interleave(times, 2).repeat_interleave(times, 3), EPOCHS + 1, padding=4, pad_value=255)
     save_picture(Image.fromarray(sheet.permute(1, 2, 0).numpy()), out)
+    if data.augmentation == Augmentation() and data.device_augmentation is None:
+        note("nothing is augmented by these settings: name a recipe, as in --recipe finetune, or set --data.augment.x")
     of = f"{count} of {len(files):,} images" if count < len(files) else f"{count} image{'s' * (count > 1)}"
     say(f"{of}, as they are and in epochs 0 … {EPOCHS - 1}: {display_path(out)}")
 
@@ -63,13 +69,17 @@ def _settings(argv: list[str]) -> Namespace:
     settings = parsed(parser, argv)
     if not settings.paths:
         raise UsageError("preview what? Name files, folders or patterns of your own images.")
+    model: dict[str, Any] = {}
     if settings.recipe:
-        recipe: dict[str, Any] = (plain_values(recipe_path(settings.recipe)) or {}).get("data") or {}
+        whole: dict[str, Any] = plain_values(recipe_path(settings.recipe)) or {}
+        recipe, model = whole.get("data") or {}, whole.get("model") or {}
         for name in recipe:
             if name not in settings.data:
                 raise UsageError(f"no setting is called data.{name}.{nearest(str(name), settings.data.keys())}")
         parser.set_defaults({f"data.{name}": value for name, value in recipe.items()})
         settings = parsed(parser, argv)
+    if settings.data.image_size is None and model.get("weights") and (pretraining := preprocessing(model.get("net", ""))):
+        settings.data.image_size = list(pretraining.image_size)
     return settings
 
 
@@ -91,7 +101,7 @@ def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     size = sizes.pop()
     if sizes or (chosen is None and max(size) > MAX_OWN_SIZE):  # as `folder` has it
         size = (COMMON_SIZE, COMMON_SIZE)
-    data = ImageData(**{**settings, "shuffle": False, "placement": "device"})
+    data = ImageData(**{**settings, "shuffle": False, "sampling": "none", "placement": "device"})
     pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])
     data.train_images = ImageSet(torch.from_numpy(pixels), torch.zeros(len(files), dtype=torch.int64), ("photo",))
     data.split = torch.arange(len(files)), torch.arange(0)

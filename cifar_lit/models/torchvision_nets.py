@@ -16,6 +16,7 @@ from cifar_lit.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
+MAX_SMALL = 64  # pixels of the shorter side, up to which they have it; larger images would take 16 times the work
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
 MAX_TRIED_SIZE = 224  # every net of torchvision was made for images of about this size
 
@@ -30,7 +31,8 @@ def torchvision_names() -> list[str]:
 def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
 
-    The nets of `SMALL_STEM` get a stem for 32-pixel images; the others are as published but for the first convolution's channels.
+    The nets of `SMALL_STEM` get a stem for small images, if these are; all others are as published but for the first
+    convolution's channels.
     Raises UsageError for another width than 1, and when the net cannot take images of that (height, width).
     """
     from torchvision import models
@@ -38,7 +40,7 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
     if width != 1:
         raise UsageError(f"{name} has a width of its own: leave width at 1")
     net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
-    if name in SMALL_STEM:
+    if name in SMALL_STEM and min(image_size) <= MAX_SMALL:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
         net.maxpool = nn.Identity()

@@ -54,6 +54,18 @@ def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
     assert Path("some/sheet.png").read_bytes() == first
 
 
+def test_the_sheet_of_the_recipe_for_photos_has_the_size_of_the_nets_pretraining() -> None:
+    pytest.importorskip("timm")
+    answer = run_command("preview", "photos", "--recipe", "finetune")
+    assert (answer.code, answer.err) == (0, "")
+    assert tiles("preview.png", 224).shape[:2] == (2, 8)
+
+
+def test_where_nothing_is_augmented_it_says_so() -> None:
+    answer = run_command("preview", "photos")
+    assert answer.code == 0 and "nothing is augmented by these settings" in answer.err
+
+
 def test_images_have_the_size_and_the_proportions_that_a_training_would_give_them() -> None:
     words = ("preview", "photos/some/0.png", "--data.image_size", "100x140", "--data.resize")
     for resize, corner in (("letterbox", (128, 128, 128)), ("squash", Image.open("photos/some/0.png").getpixel((0, 0)))):

@@ -146,6 +146,8 @@ def test_resnets_have_the_stem_for_small_images_and_else_the_published_parameter
     published = 11_689_512  # of resnet18, by torchvision's documentation: 7×7 stem, 1,000 classes
     count = sum(parameter.numel() for parameter in weightless("resnet18").parameters())
     assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
+    photos = weightless("resnet18", image_size=128)  # for which published weights fit
+    assert photos.conv1.weight.shape == (64, 3, 7, 7) and not isinstance(photos.maxpool, nn.Identity)
 
 
 def test_torchvisions_nets_train_on_grey_images_without_a_warning() -> None:
