@@ -1,0 +1,84 @@
+"""What comes after a training takes a net of timm's at its own size of images as it takes ours."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contract.command_line import run_command
+from PIL import Image, ImageDraw
+from serving import running
+
+import cifar_lit
+
+pytest.importorskip("timm", reason="pip install 'cifar-lit[finetune]'")
+SIDE = 224
+
+
+def photo(label: int, seed: int) -> Image.Image:
+    """Noise with dark discs, or with light bars."""
+    random = np.random.default_rng([label, seed])
+    image = Image.fromarray(random.integers(60, 190, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
+    draw = ImageDraw.Draw(image)
+    for x, y in random.integers(0, 200, (6, 2)).tolist():
+        draw.ellipse((x, y, x + 50, y + 50), (20, 20, 40)) if label else draw.rectangle((x, y, x + 12, y + 120), (250, 240, 220))
+    return image
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of the recipe finetune, the last layer alone, in the working folder."""
+    folder = tmp_path_factory.mktemp("fine-tuned")
+    for label, name in enumerate(("bars", "discs")):
+        for part, count in (("train", 8), ("test", 4)):
+            (folder / f"photos/{part}/{name}").mkdir(parents=True)
+            for number in range(count):
+                photo(label, 100 * (part == "test") + number).save(folder / f"photos/{part}/{name}/{number}.jpg")
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CIFAR_LIT_CACHE", str(folder / "cache"))
+        flags = ("--model.unfreeze", "false", "--data.val_size", "4", "--accelerator", "cpu", "--precision", "32-true")
+        answer = run_command("train", "--recipe", "finetune", "--data-dir", "photos", *flags)
+        assert answer.code == 0, answer.err
+        assert "test accuracy 1.0000" in answer.out
+        yield folder / "lightning_logs/finetune-1"
+
+
+def test_its_report_names_files_and_finds_images_that_are_in_both_sets(run: Path) -> None:
+    answer = run_command("report", run)
+    assert answer.code == 0, answer.err
+    page = (run / "report.html").read_text()
+    assert "timm/tf_efficientnet_lite0" in page and "discs" in page
+
+
+def test_pictures_are_classified_and_explained_at_its_size(run: Path) -> None:
+    answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv", "--explain=explained")
+    assert answer.code == 0, answer.err
+    assert Path("rows.csv").read_text().count("discs") >= 4
+    heat = np.asarray(Image.open("explained/00000-0.png").convert("RGB")).astype(int)
+    assert heat.std() > 10  # something is drawn
+    classifier = cifar_lit.load(run)
+    assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)
+
+
+def test_the_service_answers_as_the_net_does(run: Path) -> None:
+    pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
+    expected = cifar_lit.load(run).predict("photos/test/bars/0.jpg")[0]
+    with running(run) as service:
+        answer = service.predict(Path("photos/test/bars/0.jpg").read_bytes()).json
+        large = io.BytesIO()
+        photo(1, 0).resize((3000, 2000)).save(large, "JPEG")
+        assert service.predict(large.getvalue()).json["label"] == "discs"
+    assert answer["label"] == expected.label == "bars"
+    assert answer["probability"] == pytest.approx(expected.probability, abs=1e-4)
+
+
+def test_it_is_exported_to_onnx_and_checked_on_its_photos(run: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
+    answer = run_command("export", run, "--to", "onnx")
+    assert answer.code == 0, answer.err
+    assert answer.lines[0] == "checking on 8 test images of folder photos"
+    assert "decisions agree on 8 of 8" in answer.out
