@@ -20,9 +20,10 @@ from lightning.pytorch.loggers import Logger
 from cifar_lit import hardware
 from cifar_lit.cli import trust
 from cifar_lit.cli.errors import long_flags, parsed
-from cifar_lit.cli.flags import LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
@@ -31,11 +32,12 @@ from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
-from cifar_lit.text import is_name, note
+from cifar_lit.text import is_name, note, say
 from cifar_lit.train import Run
 from cifar_lit.training.callbacks import Interrupted, NoProfiler
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.finetune import choose_training
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
@@ -172,11 +174,13 @@ class TrainingCLI(LightningCLI):
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, trainer.accelerator)
         check_settings(self.settings)
         data, model = self.settings.data, self.settings.model
-        if self.name == "fit" and model.weights and (pretraining := preprocessing(model.net)):
+        if model.weights and (pretraining := preprocessing(model.net)):
+            source = SOURCES.get(data.dataset)
+            grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
             for name in ("mean", "std"):  # which the net was trained with, rather than this data's
                 if getattr(data, name) is None:
                     channels = getattr(pretraining, name)
-                    setattr(data, name, [sum(channels) / len(channels)] if data.channels == 1 else channels)
+                    setattr(data, name, [sum(channels) / len(channels)] if grey else channels)
             if data.dataset == "folder" and data.image_size is None:
                 data.image_size = list(pretraining.image_size)
 
@@ -190,8 +194,11 @@ class TrainingCLI(LightningCLI):
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")
         if auto and self.name != "fit":
-            raise UsageError(f"--auto-{min(auto)} is for new trainings: leave it out")
-        if auto:  # what it finds is recorded as if it had been typed
+            flag = next(flag for flag, what in AUTO.items() if what in auto)
+            raise UsageError(f"--{flag} is for new trainings: leave it out")
+        if "training" in auto:
+            kwargs["max_epochs"] = self._choose_training()
+        if auto - {"training"}:  # what it finds is recorded as if it had been typed
             device = device_of(self.machine, trainer.accelerator, trainer.devices)
             search(auto, self.model, self.datamodule, device, str(trainer.precision))
             self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
@@ -216,6 +223,23 @@ class TrainingCLI(LightningCLI):
         if self.watch and isinstance(configured.strategy, str):  # the watch names a lost rank, and far sooner
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
+
+    def _choose_training(self) -> int:
+        """Sets what `--auto` chooses and is not typed, as if it had been; the number of epochs."""
+        settings, images = self.settings, len(self.datamodule.split[0])
+        if not settings.model.weights or not settings.model.head_views:
+            raise UsageError("--auto is for pretrained nets: use --recipe finetune, or set model.weights and model.head_views")
+        choice = choose_training(images, self.datamodule.batch_size)
+        for name in ("unfreeze", "lr", "input_lr"):
+            if self.command.value(f"model.{name}") is None:
+                value = getattr(choice, name)
+                settings.model[name] = self.model.hparams[name] = value
+        if self.command.value("trainer.max_epochs") is None:
+            settings.trainer.max_epochs = choice.epochs
+        if self.first:
+            further = f"later layers too, for {settings.trainer.max_epochs} epochs at a rate of {settings.model.lr:g}"
+            say(f"--auto: {images:,} training images: the last layer" + (f", then {further}" * settings.model.unfreeze))
+        return int(settings.trainer.max_epochs)
 
     def _make_run(self) -> tuple[Run, int | None]:
         """The run, its folder claimed where it is resumed, and the step that it goes on from."""

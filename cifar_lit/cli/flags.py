@@ -34,7 +34,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # that LightningCLI is not given
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
+AUTO = {"auto": "training", "auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -49,7 +50,8 @@ class Command:
         recipe: a packaged recipe, or the path of a YAML file.
         configs: files of further settings, the strongest last.
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
-        auto: which of "batch" and "lr" are to be searched for before the training.
+        auto: which of "batch" and "lr" are to be searched for before the training; "training": what of a pretrained net is
+            trained, and for how long, follows from the number of images.
         flags: all others, as LightningCLI takes them, each one word with its value.
         folds: as typed, in how many parts the images are cut, of which each is tested on once; None for no cross-validation.
         job: what a new run's folder records of the scheduler's job that it belongs to.
@@ -132,8 +134,8 @@ def parse(name: str, argv: list[str]) -> Command:
             pass  # `main` looks for it
         elif key == "trust" and not equals:
             command.trust = True
-        elif key in ("auto-batch", "auto-lr") and not equals:
-            command.auto.add(key.removeprefix("auto-"))
+        elif key in AUTO and not equals:
+            command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             command.resume = rest.popleft() if value_follows else value
         elif key in _EXAMPLES:

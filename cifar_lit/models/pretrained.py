@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, first_line, nearest
-from cifar_lit.models.torchvision_nets import takes
+from cifar_lit.models.torchvision_nets import FIXED_SIZE, takes
 
 TIMM = "timm/"  # begins the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
 MAX_SIDE = 2048  # pixels, as of the images that are given
+SIDE_STEP = 32  # pixels: most nets halve their images five times
 OPTIONS = ("side", "drop_rate", "drop_path_rate")  # of timm's nets
 
 
 class Preprocessing(NamedTuple):
-    """How a net's pretraining prepared its images: mean and std of the channels in [0, 1] units, and (height, width)."""
+    """How a net's pretraining prepared its images: mean and std of the channels in [0, 1] units.
+
+    image_size: (height, width) at which whole images show things as large as the pretraining's test did, which cut its images
+    out of the middle of larger ones: for 224 from 256, it is 256. Nets that take one size have that.
+    """
 
     mean: list[float]
     std: list[float]
@@ -117,7 +122,12 @@ def preprocessing(net: str) -> Preprocessing | None:
     """That of a net of timm's or torchvision's, by name; None of others."""
     if net.startswith(TIMM):
         cfg = import_timm().get_pretrained_cfg(timm_name(net))
-        return Preprocessing(list(cfg.mean), list(cfg.std), cfg.input_size[1:]) if cfg else None
+        if cfg is None:
+            return None
+        side = cfg.input_size[1]
+        if not cfg.fixed_input_size:
+            side = max(side, round(side / (cfg.crop_pct or 1) / SIDE_STEP) * SIDE_STEP)
+        return Preprocessing(list(cfg.mean), list(cfg.std), (side, side))
     if "." in net:
         return None
     from torchvision import models
@@ -125,5 +135,5 @@ def preprocessing(net: str) -> Preprocessing | None:
     if net not in models.list_models(module=models):
         return None
     transform = models.get_model_weights(net).DEFAULT.transforms()
-    side = transform.crop_size[0]
+    side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
     return Preprocessing(list(transform.mean), list(transform.std), (side, side))

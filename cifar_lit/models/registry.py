@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models.pretrained import OPTIONS as TIMM_OPTIONS
 from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
-from cifar_lit.models.torchvision_nets import build_torchvision_net, torchvision_names
+from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net, torchvision_names
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
 from cifar_lit.plugins import import_callable, is_import_path
@@ -109,7 +109,7 @@ def net_spec(name: str) -> NetSpec:
         raise UsageError(
             f"There is no net named {name!r}.{nearest(name, names)} There are {', '.join(NETS)}, torchvision's and timm/NAME."
         )
-    fixed = name.startswith(("vit_", "maxvit_"))  # a position's embedding, or windows, for one size only; the others pool
+    fixed = name.startswith(FIXED_SIZE)  # a position's embedding, or windows, for one size only; the others pool
     return NetSpec(partial(build_torchvision_net, name), any_size=not fixed)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import os
 import signal
@@ -13,7 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,21 @@ from PIL import Image
 from script import run_script
 
 from cifar_lit.bench.process import as_error, child_environment
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import publish
 from cifar_lit.data.loaders import Batch
+from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "A folder of JPEGs whose decoded images are several times as large as a memory limit, which a control group of Linux holds "
+    "A folder of JPEGs of drawn shapes that decoded are several times as large as a memory limit, which a control group holds "
     "all processes to, with the pages of files that they read: decoded, trained on for an epoch, killed in the middle of one and "
     "gone on with. The same without a limit, with the decoded images in memory, for its images/s; every batch must be the same "
     "to the bit."
 )
 CLASSES = 6  # as the recipe has them
 RECIPE = "signs_mlp"  # a net that computes little, so that reading counts
+DRAWN_AT_ONCE = 4096  # images
 SAMPLE_SECONDS = 0.2  # between two looks at the memory
 DECODE = """import sys; from pathlib import Path; from cifar_lit.data.folder import folder
 folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
@@ -65,6 +70,7 @@ def run(settings: argparse.Namespace) -> None:
             Child([sys.executable, "-c", DECODE, str(place / "images"), str(settings.side)], group).end()
             decoding = count / (time.perf_counter() - started), group.peak
             limited, limited_record = train(place, "limited", settings, group, "host")
+            tenths = speeds_of(place / "limited.txt", settings.batch_size)
             killed_record = train_with_kill(place, settings, group)
             peak, peak_with_pages, kills = group.peak, group.peak_with_pages, group.kills
         finally:
@@ -86,6 +92,8 @@ def run(settings: argparse.Namespace) -> None:
         ("processes ended for want of memory", kills, ""),
         ("decoding within the limit", decoding[0], "images/s"),
         ("training within the limit", speeds[0], "images/s"),
+        ("of that the slowest tenth of the epoch", min(tenths), "images/s"),
+        ("and the fastest tenth", max(tenths), "images/s"),
         ("training with all in memory", speeds[1], "images/s"),
         ("within the limit / in memory", speeds[0] / speeds[1], "×"),
         ("batches compared, equal to the bit, also after a kill", len(free_record), ""),
@@ -95,29 +103,30 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def write_jpegs(root: Path, count: int, side: int) -> None:
-    """Writes `count` JPEGs of different pixels below train/, and as many as a batch below test/.
-
-    All have the same coefficients; the steps that these were rounded in, which the file states, differ: nothing is encoded anew.
-    """
-    picture = Image.effect_mandelbrot((side, side), (-2, -1.5, 1, 1.5), 60)
-    picture = Image.merge("RGB", (picture, picture.rotate(90), picture.rotate(180)))
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=75)
-    content = bytearray(file.getvalue())
-    steps = content.index(b"\xff\xdb") + 5  # of brightness, the lowest frequencies first
-    for part, images in (("train", count), ("test", 64 * CLASSES)):
+    """Writes `count` JPEGs of drawn shapes below train/, and some below test/, on all cores."""
+    for part in ("train", "test"):
         for number in range(CLASSES):
             (root / part / str(number)).mkdir(parents=True)
-        for number in range(images):
-            content[steps + 1 : steps + 4] = (1 + number % 250, 1 + number // 250 % 250, 1 + number // 250**2)
-            (root / part / str(number % CLASSES) / f"{number}.jpg").write_bytes(content)
+    plans = [(root / "train", start, min(DRAWN_AT_ONCE, count - start), side) for start in range(0, count, DRAWN_AT_ONCE)]
+    plans.append((root / "test", count, 64 * CLASSES, side))
+    progress = Progress(len(plans), "drawing part")
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for number, _ in enumerate(pool.map(write_some, *zip(*plans, strict=True))):
+            progress.advance(number + 1)
+
+
+def write_some(folder: Path, first: int, count: int, side: int) -> None:
+    """Draws images with the seed `first`, and writes them into the folders of their classes under numbers from there on."""
+    drawn = shapes(True, image_size=side, channels=3, num_classes=CLASSES, count=count, seed=first)
+    for number, (image, label) in enumerate(zip(drawn.images.numpy(), drawn.labels.tolist(), strict=True)):
+        Image.fromarray(image).save(folder / str(label) / f"{first + number}.jpg", quality=90)
 
 
 # ---- trainings
 
 
 class BatchRecord(pl.Callback):
-    """Writes for each batch the step and a checksum: of every image the sum of its bits, its label and its row."""
+    """Writes for each batch the step, a checksum (of every image the sum of its bits, its label and its row) and the time."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(file).open("a", buffering=1)  # noqa: SIM115 (until the process ends)
@@ -126,17 +135,24 @@ class BatchRecord(pl.Callback):
         """Adds a line."""
         sums = batch.images.permute(0, 2, 3, 1).contiguous().view(torch.int32).sum((1, 2, 3))
         digest = hashlib.sha256(torch.stack([sums, batch.labels, batch.indices]).numpy().tobytes())
-        self.file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
+        self.file.write(f"{trainer.global_step} {digest.hexdigest()} {time.monotonic():.3f}\n")
 
 
 def read_record(file: Path) -> dict[int, str]:
     """The checksum of each step; raises Failure where a step was made twice, of other batches."""
     steps: dict[int, str] = {}
     for line in file.read_text().splitlines():
-        step, _, digest = line.partition(" ")
+        step, digest, *_ = line.split(" ")
         if len(digest) == 64 and steps.setdefault(int(step), digest) != digest:
             raise Failure(f"step {step} was repeated with another batch: this is a fault of the program")
     return steps
+
+
+def speeds_of(file: Path, batch_size: int) -> list[float]:
+    """Images/s in each tenth of the batches of a training."""
+    times = [float(line.split(" ")[2]) for line in file.read_text().splitlines()]
+    ends = [times[round(part * (len(times) - 1) / 10)] for part in range(11)]
+    return [batch_size * (len(times) - 1) / 10 / (end - begin) for begin, end in pairwise(ends)]
 
 
 def command(place: Path, name: str, settings: argparse.Namespace, placement: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -50,8 +51,8 @@ def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.runs < 1 or settings.ratio < 1 or not settings.ratio <= settings.images <= 5000:
         raise UsageError("--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has")
-    load = cache(partial(long_tailed, images=settings.images, ratio=settings.ratio))
-    SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=load)
+    sizes = class_sizes(settings.images, settings.ratio)
+    SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=cache(partial(drawn, sizes=sizes)))
     flags = ["--dataset", LONG_TAILED, "--epochs", str(settings.epochs), "--devices", "1", "--data.val_size", "0"]
     flags += [*(["--data-dir", settings.root] if settings.root else []), *settings.flags]
     plans = list(product(range(settings.runs), WAYS))
@@ -70,7 +71,7 @@ def run(settings: argparse.Namespace) -> None:
     ]
     if rows:
         own = {**vars(settings), "flags": without_places(settings.flags)}
-        counts = ", ".join(map(str, class_sizes(settings.images, settings.ratio)))
+        counts = ", ".join(map(str, sizes))
         publish("imbalance", own, f"{settings.recipe} on CIFAR-10 1:{settings.ratio:g}", rows, f"training images: {counts}")
 
 
@@ -79,13 +80,13 @@ def class_sizes(images: int, ratio: float) -> list[int]:
     return [int(images * ratio ** (-place / 9)) for place in range(10)]
 
 
-def long_tailed(settings: SourceSettings, train: bool, images: int, ratio: float) -> ImageSet:
-    """CIFAR-10 with `class_sizes` training images, drawn once for all runs; its test images are as they are."""
+def drawn(settings: SourceSettings, train: bool, sizes: Sequence[int], seed: int = 0) -> ImageSet:
+    """CIFAR-10 with `sizes` training images of its classes, drawn by seed; its test images are as they are."""
     whole = SOURCES["cifar10"].load(settings, train)
     if not train:
         return whole
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    kept = [order[whole.labels[order] == label][:size] for label, size in enumerate(class_sizes(images, ratio))]
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
+    kept = [order[whole.labels[order] == label][:size] for label, size in enumerate(sizes)]
     rows = torch.cat(kept).sort().values
     return replace(whole, images=whole.images[rows], labels=whole.labels[rows])
 

@@ -58,7 +58,7 @@ def test_the_sheet_of_the_recipe_for_photos_has_the_size_of_the_nets_pretraining
     pytest.importorskip("timm")
     answer = run_command("preview", "photos", "--recipe", "finetune")
     assert (answer.code, answer.err) == (0, "")
-    assert tiles("preview.png", 224).shape[:2] == (2, 8)
+    assert tiles("preview.png", 256).shape[:2] == (2, 8)
 
 
 def test_where_nothing_is_augmented_it_says_so() -> None:

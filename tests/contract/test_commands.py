@@ -66,7 +66,20 @@ def test_help_names_every_command_and_short_flag() -> None:
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
     flags = (
         *("recipe", "devices", "accelerator", "nodes", "precision", "epochs", "logs", "checkpoint-every", "auto-batch"),
-        *("auto-lr", "debug", "dataset", "data-dir", "batch-size", "net", "lr", "seed", "resume", "rank-timeout", "trust"),
+        *(
+            "auto-lr",
+            "auto",
+            "debug",
+            "dataset",
+            "data-dir",
+            "batch-size",
+            "net",
+            "lr",
+            "seed",
+            "resume",
+            "rank-timeout",
+            "trust",
+        ),
     )
     assert [flag for flag in flags if not re.search(rf"--{flag}\b", answer.out)] == []
 

@@ -114,7 +114,7 @@ def test_logs_names_the_folder_of_run_folders_and_another_seed_is_another_run(ru
 
 
 def test_a_fast_dev_run_of_lightning_leaves_nothing_behind(working_folder: Path) -> None:
-    answer = run_command(*SMALL, "--trainer.fast_dev_run", "true")
+    answer = run_command(*SMALL, "--trainer.fast_dev_run", "true")  # of a pretrained net: tests/cli/test_fine_tuning.py
     assert (answer.code, answer.err) == (0, "")
     assert {path.name for path in working_folder.iterdir()} <= {"small.yaml", "cache"}
 

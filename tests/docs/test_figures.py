@@ -34,6 +34,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: what is typed there, and why
         "94 % with views takes": "the level of the published records",
     },
     "docs/many-devices.md": {"60 s;": "the default of --rank-timeout"},
+    "docs/fine-tuning.md": {"200 MB": "a thousand times 256 × 256 × 3 bytes", "a quarter of the pixels": "arithmetic"},
     "docs/recipes-and-flags.md": {"a quarter at 28": "what the setting beside it says"},
     "docs/run-folder.md": {"95 % interval": "a level"},
     "docs/unequal-classes.md": {

@@ -16,7 +16,7 @@ from serving import running
 import cifar_lit
 
 pytest.importorskip("timm", reason="pip install 'cifar-lit[finetune]'")
-SIDE = 224
+SIDE = 256
 
 
 def photo(label: int, seed: int) -> Image.Image:

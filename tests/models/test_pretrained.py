@@ -52,9 +52,11 @@ def test_unknown_names_and_sizes_are_answered_with_the_nearest_right_one() -> No
 def test_preprocessing_is_that_of_the_pretraining() -> None:
     imagenet = [0.485, 0.456, 0.406]
     for name, mean, size in (
-        (PACKAGED_NET, [0.5] * 3, (224, 224)),
-        ("timm/resnet18", imagenet, (224, 224)),
-        ("resnet18", imagenet, (224, 224)),
+        (PACKAGED_NET, [0.5] * 3, (256, 256)),
+        ("timm/resnet18.a1_in1k", imagenet, (224, 224)),  # of 236, and multiples of 32 are taken
+        ("resnet18", imagenet, (256, 256)),
+        ("timm/vit_tiny_patch16_224", [0.5] * 3, (224, 224)),
+        ("vit_b_16", imagenet, (224, 224)),
     ):
         known = preprocessing(name)
         assert known is not None and known.image_size == size and known.mean == pytest.approx(mean, abs=0.02)

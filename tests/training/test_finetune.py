@@ -20,7 +20,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import fit_head, load_pretrained, net_head
+from cifar_lit.training.finetune import choose_training, fit_head, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
@@ -142,6 +142,17 @@ def test_rare_classes_have_their_share_by_class_weights() -> None:
     plain, weighted = (fit_head(features, labels, 2, 1, given) for given in (None, torch.tensor([0.5, 15.0])))
     rare = [((features @ head.weight.T + head.bias).argmax(1) == 1).sum() for head in (plain, weighted)]
     assert rare[0] < 10 < rare[1]
+
+
+# ---- --auto
+
+
+def test_more_images_are_trained_on_for_fewer_epochs_and_very_few_on_the_last_layer_alone() -> None:
+    choices = [choose_training(images, 32) for images in (20, 90, 900, 3000, 50_000, 1_000_000)]
+    assert [choice.epochs for choice in choices[1:]] == [20, 15, 8, 2, 2]
+    assert [choice.unfreeze for choice in choices] == [False, True, True, True, True, True]
+    small, large = (choose_training(900, batch) for batch in (32, 128))
+    assert (small.lr, small.input_lr) == (7e-4, 2e-4) and (large.lr, large.input_lr) == (1.4e-3, 4e-4)
 
 
 # ---- in a fit

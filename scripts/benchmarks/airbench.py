@@ -1,0 +1,132 @@
+"""K. Jordan's own program on a CPU, to be beside ours: python scripts/benchmarks/airbench.py airbench94_muon.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout, suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from script import run_script
+from torch import Tensor, nn
+
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import Interrupted
+
+WHAT = (
+    "Runs airbench94_muon.py (github.com/KellerJordan/cifar10-airbench; not part of this project) unchanged on the CPU: what it "
+    "asks of CUDA is answered by the CPU, and its half precision is bfloat16. Nothing is compiled. Its clock counts the training "
+    "and the last test with views, as in its records."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.add_argument("file", metavar="airbench94_muon.py", help="the program")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
+    parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
+    parser.add_argument("--runs", type=int, default=1, help="seeds")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports."""
+    path = Path(settings.file).resolve()
+    if not path.is_file() or settings.runs < 1:
+        raise UsageError(f"there is no program {settings.file}" if settings.runs > 0 else "--runs must be at least 1")
+    data = ImageData(settings.dataset, root=settings.root, val_size=0)
+    results: list[dict[str, Any]] = []
+    progress = Progress(8 * settings.runs, "epoch")
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, suppress(Interrupted):
+        (Path(folder) / "cifar10").mkdir()
+        for part, images in (("train", data.train_images), ("test", data.test_images)):
+            contents = {"images": images.images, "labels": images.labels, "classes": list(images.classes)}
+            torch.save(contents, Path(folder) / f"cifar10/{part}.pt")
+        answer_for_cuda()
+        os.chdir(folder)
+        try:
+            program = load(path)
+            for seed in range(settings.runs):
+                torch.manual_seed(seed)
+                results.append(train(program, progress, seed))
+        finally:
+            os.chdir(here)
+    names = {"val_acc": "accuracy", "tta_val_acc": "accuracy with views"}
+    rows: list[Row] = [(text, spread(100 * one[name] for one in results), "%") for name, text in names.items() if results]
+    if results:
+        rows.append(("training", spread(one["time_seconds"] for one in results), "s"))
+        publish("airbench", {**vars(settings), "file": path.name}, f"{path.name} on this CPU", rows)
+
+
+def train(program: ModuleType, progress: Progress, seed: int) -> dict[str, Any]:
+    """One training; what the program says of it after each epoch and at its end, together."""
+    said: dict[str, Any] = {}
+
+    def note_details(variables: dict[str, Any], is_final_entry: bool) -> None:
+        said.update({name: variables[name] for name in ("val_acc", "tta_val_acc", "time_seconds") if name in variables})
+        if not is_final_entry:
+            progress.advance(8 * seed + variables["epoch"] + 1, f"{100 * variables['val_acc']:.2f} %")
+
+    program.print_training_details = note_details  # type: ignore[attr-defined]
+    net = program.CifarNet().to(memory_format=torch.channels_last)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        program.main(seed, net)
+    return said
+
+
+def load(path: Path) -> ModuleType:
+    """The program as a module, which reads its own text by the name that it was started by."""
+    spec = spec_from_file_location("airbench_program", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python program")
+    program, argv = module_from_spec(spec), sys.argv
+    sys.argv = [str(path)]
+    try:
+        spec.loader.exec_module(program)
+    finally:
+        sys.argv = argv
+    return program
+
+
+class Event:
+    """A moment, in place of CUDA's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.time = 0.0
+
+    def record(self) -> None:
+        """Now."""
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds up to another."""
+        return 1e3 * (end.time - self.time)
+
+
+def answer_for_cuda() -> None:
+    """Has the CPU stand in for what the program asks of CUDA."""
+    load_file = torch.load
+    changes: list[tuple[Any, str, Any]] = [
+        (torch, "load", lambda file, map_location: load_file(file)),
+        (torch, "compile", lambda function: function),
+        (torch.cuda, "Event", Event),
+        (torch.cuda, "synchronize", lambda: None),
+        (nn.Module, "half", nn.Module.bfloat16),
+        (Tensor, "half", Tensor.bfloat16),
+    ]
+    for place, name, value in changes:
+        setattr(place, name, value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())

@@ -1,0 +1,77 @@
+"""CIFAR-10 from a few labelled images, fine-tuned and from scratch: python scripts/benchmarks/few_labels.py --runs 3."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+
+from imbalance import drawn
+from script import run_script
+
+from cifar_lit.bench.process import without_places
+from cifar_lit.bench.progress import Progress, StepProgress
+from cifar_lit.bench.recipe import run_once
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.sources import SOURCES
+from cifar_lit.errors import UsageError
+from cifar_lit.training.callbacks import Interrupted
+
+WHAT = (
+    "Trains on a few images of CIFAR-10, as many of each class, drawn anew for each seed, and tests on the 10,000 test images: "
+    "the recipe finetune on images that are scaled up to 128 pixels, as it is, with --auto, and its last layer alone, and the recipe "
+    "folder, a small net from scratch, for as many epochs as make 600 steps. The validation images are some of the few. What is not listed here goes "
+    "to all trainings."
+)
+FEW = "cifar10_few_labels"
+SCALED = ["--model.net_options={side: 128}"]
+WAYS = {
+    "last layer": ("finetune", [*SCALED, "--model.unfreeze=false"]),
+    "fine-tuned": ("finetune", SCALED),
+    "with --auto": ("finetune", [*SCALED, "--auto"]),
+    "from scratch": ("folder", []),
+}
+SCRATCH_STEPS = 600
+VAL_SHARE = 0.1  # that the data module leaves out of training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement."""
+    parser.set_defaults(flags=[])
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
+    parser.add_argument("--images", type=int, nargs="+", default=[100, 1000], help="labelled images in all")
+    parser.add_argument("--runs", type=int, default=3, help="seeds of each way")
+    parser.add_argument("--way", choices=[*WAYS], action="append", help="one of them; can be repeated")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measures and reports."""
+    if settings.runs < 1 or not all(10 <= images <= 50_000 for images in settings.images):
+        raise UsageError("--runs must be at least 1, and --images from 10 to 50,000")
+    plans = [(seed, images, way) for seed in range(settings.runs) for images in settings.images for way in settings.way or WAYS]
+    results: dict[str, list[dict[str, float]]] = {}
+    progress = Progress(len(plans), "training")
+    with suppress(Interrupted):
+        for number, (seed, images, way) in enumerate(plans):
+            SOURCES[FEW] = replace(SOURCES["cifar10"], load=cache(partial(drawn, sizes=[images // 10] * 10, seed=seed)))
+            recipe, own = WAYS[way]
+            if recipe == "folder":
+                batch = min(128, round(images * (1 - VAL_SHARE)))
+                steps = max(1, round(images * (1 - VAL_SHARE)) // batch)
+                own = [*own, f"--batch-size={batch}", f"--epochs={round(SCRATCH_STEPS / steps)}"]
+            flags = ["--dataset", FEW, "--devices", "1", *(["--data-dir", settings.root] if settings.root else []), *own]
+            done = run_once(recipe, [*flags, *settings.flags], seed, None, False, StepProgress(progress, number))
+            results.setdefault(f"{images:,} images, {way}", []).append(done)
+            progress.advance(number + 1, f"{images:,} images, {way}: {100 * done['accuracy']:.2f} % in {done['seconds']:.0f} s")
+    rows: list[Row] = []
+    for name, runs in results.items():
+        rows.append((name, spread(100 * one["accuracy"] for one in runs), "%"))
+        rows.append((f"{name}: training", spread(one["seconds"] for one in runs), "s"))
+    if rows:
+        own_settings = {**vars(settings), "flags": without_places(settings.flags)}
+        publish("few_labels", own_settings, "CIFAR-10 from few labelled images, tested on 10,000", rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())
