@@ -20,9 +20,9 @@ from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
     "Trains on a few images of CIFAR-10, as many of each class, drawn anew for each seed, and tests on the 10,000 test images: "
-    "the recipe finetune on images that are scaled up to 128 pixels, as it is, with --auto, and its last layer alone, and the recipe "
-    "folder, a small net from scratch, for as many epochs as make 600 steps. The validation images are some of the few. What is not listed here goes "
-    "to all trainings."
+    "the recipe finetune on images that are scaled up to 128 pixels, as it is, with --auto, and its last layer alone, and the "
+    "recipe folder, a small net from scratch, for as many epochs as make 600 steps. The validation images are some of the few. "
+    "What is not listed here goes to all trainings."
 )
 FEW = "cifar10_few_labels"
 SCALED = ["--model.net_options={side: 128}"]
