@@ -23,6 +23,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.novelty import learn_novelty, sample_rows
+from cifar_lit.models.registry import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
@@ -113,7 +114,7 @@ class Run(Callback):
         if trainer.is_global_zero:
             data = trainer.datamodule  # type: ignore[attr-defined]
             if pl_module.hparams["weights"] and not self.folder.resumed:
-                self.notes["trains"] = training_plan(pl_module, data, trainer.max_epochs or 1)
+                self.notes["trains"] = training_plan(pl_module, data, max(trainer.max_epochs or 1, 1))
             print_start_card(self, trainer, pl_module, data)
             if self.board in trainer.loggers and not self.folder.resumed:  # none of ours in a fast_dev_run
                 self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
@@ -125,6 +126,10 @@ class Run(Callback):
         check_card(model_card(model, data))
         data.trainer = trainer  # it tells how many devices there are
         data.train_dataloader()  # refuses what cannot be shared out among them, before there is a run folder
+        h, (channels, height, width) = model.hparams, data.input_shape
+        for side in data.resolutions:  # the net says what it cannot take
+            shape = {"channels": channels, "image_size": (side, round(side * width / height)), "num_classes": data.class_count}
+            build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

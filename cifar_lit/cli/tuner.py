@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from itertools import takewhile
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
-from cifar_lit.training.classifier import WHITENING_IMAGES, ImageClassifier
+from cifar_lit.training.classifier import ImageClassifier, images_to_whiten
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 
 SIZES = [2**power for power in range(4, 13)]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
@@ -31,6 +32,7 @@ RESERVE = 0.1  # of the free memory, for the images themselves and what else com
 MIN_EPOCH_STEPS = 20  # that the largest batch leaves an epoch, where the smallest does
 MIN_STEPS, MAX_STEPS = 60, 300  # of the range test
 MAX_IMAGES = 20_000  # of the range test, but for its fewest steps
+MAX_BYTES = 1 << 30  # of them as float32; beyond, they come several times
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e2  # of the configured rate, between which it looks
 PROBE_IMAGES = 512  # that the loss is taken on: the same ones after every step
 WINDOW = 0.25  # decades of the rate over which a fall is measured, to either side
@@ -53,7 +55,7 @@ class Trial:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
         self.net = deepcopy(model.net).to(device).train()
         if isinstance(self.net, WhitenedNet):
-            self.net.initialise(data.plain_images(WHITENING_IMAGES).to(device))
+            self.net.initialise(images_to_whiten(data).to(device))
             self.net.whitened.fill_(True)
         settings = {name: model.hparams[name] for name in GROUP_SETTINGS}
         self.optimizer: Optimizer = build_optimizer(self.net, precision=precision, **settings)
@@ -169,7 +171,9 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
         say(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}")
         data.batch_size = size
     if "lr" in auto:
-        count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES))
+        count = min(
+            count, max(MIN_STEPS * data.batch_size, MAX_IMAGES), max(PROBE_IMAGES, MAX_BYTES // (4 * prod(data.input_shape)))
+        )
         images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
         say(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest")

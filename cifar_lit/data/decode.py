@@ -202,7 +202,11 @@ def _refuse_cut(data: bytes, file_format: str | None) -> None:
     Files that simply stop are refused by Pillow itself.
     """
     if file_format in ("JPEG", "MPO"):
-        cut = data.find(b"\xff\xd9", data.rfind(b"\xff\xda")) < 0  # no end-of-image after the last start-of-scan
+        place = 2  # over the segments to the first scan: behind the image other data may follow, such as a phone's film
+        while data[place : place + 1] == b"\xff" and data[place + 1 : place + 2] != b"\xda":
+            length = int.from_bytes(data[place + 2 : place + 4], "big")
+            place += 1 if data[place + 1 : place + 2] == b"\xff" else 2 + length
+        cut = data.find(b"\xff\xd9", place) < 0  # no end of the image
     elif file_format == "PNG":
         cut = b"IEND" not in data
     else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, first_line, nearest
-from cifar_lit.models.torchvision_nets import FIXED_SIZE, takes
+from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, takes
 
 TIMM = "timm/"  # begins the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
@@ -135,5 +135,8 @@ def preprocessing(net: str) -> Preprocessing | None:
     if net not in models.list_models(module=models):
         return None
     transform = models.get_model_weights(net).DEFAULT.transforms()
+    mean, std = list(transform.mean), list(transform.std)
+    if net in INCEPTIONS:  # built from published weights, they change ImageNet's mean and std to these within
+        mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
-    return Preprocessing(list(transform.mean), list(transform.std), (side, side))
+    return Preprocessing(mean, std, (side, side))

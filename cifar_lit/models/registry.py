@@ -6,12 +6,13 @@ A new net of ours is a builder and its line in `NETS`. A net from elsewhere is n
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cifar_lit.errors import UsageError, first_line, nearest
@@ -119,6 +120,13 @@ def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return tuple(name for name in parameters if name not in ("channels", "image_size", "num_classes", "width"))
+
+
+def with_versions(net: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a state dict of `net`, which names its modules' versions: torch keeps them beside the tensors, files do not."""
+    state = OrderedDict(tensors)
+    state._metadata = net.state_dict()._metadata  # type: ignore[attr-defined]
+    return state
 
 
 def build_on_meta_device(name: str, **settings: Any) -> nn.Module:

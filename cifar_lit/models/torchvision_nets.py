@@ -16,6 +16,7 @@ from cifar_lit.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
+INCEPTIONS = ("googlenet", "inception_v3")  # whose weights come from TensorFlow
 MAX_SMALL = 64  # pixels of the shorter side, up to which they have it; larger images would take 16 times the work
 FIXED_SIZE = ("vit_", "maxvit_")  # begin the names of nets that take the size that they were built for
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
@@ -70,7 +71,7 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
         if height % MAXVIT_STEP or width % MAXVIT_STEP:
             raise UsageError(f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}.")
         return {"input_size": image_size}
-    if name in ("googlenet", "inception_v3"):
+    if name in INCEPTIONS:
         # Without the auxiliary heads forward returns a tensor; to say how to begin silences a warning about that choice.
         return {"aux_logits": False, "init_weights": False}
     return {}

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
+from cifar_lit.models.registry import with_versions
 from cifar_lit.text import note
 
 if TYPE_CHECKING:
@@ -144,6 +145,21 @@ class WeightAverage(EMAWeightAveraging):
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay, use_buffers=True)
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Makes the average where the module will be; at this time it has not been moved yet."""
+        self._device = trainer.strategy.root_device
+        super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gives the average the precision of float64 weights, which would be rounded when the two change places."""
+        if self._average_model is not None and pl_module.dtype == torch.float64:
+            self._average_model.module.double()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Saves average and current weights."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
+
     def start_from(self, pl_module: pl.LightningModule) -> None:
         """Makes weights that were set since set-up, before the first step, the average of so far."""
         assert self._average_model is not None
@@ -188,6 +204,8 @@ class NoSignalHandlers(Callback):
         """Before the Trainer would register them."""
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        # with max_steps, Lightning goes on from an epoch's end as from its middle, and counts that epoch twice
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
 
 def within_epoch(trainer: pl.Trainer) -> bool:
@@ -281,7 +299,8 @@ class LiveBar(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
-        return f"epoch {current_epoch + 1}/{self.trainer.max_epochs}"
+        last = self.trainer.max_epochs or -1
+        return f"epoch {current_epoch + 1}" + (f"/{last}" if last > 0 else "")
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
         """Training loss and accuracy since the last logged row, and the last validation's accuracy."""
@@ -294,10 +313,16 @@ class EpochLines(Callback):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._before = (0.0, 0.0, 0)
+        self._validated = False  # since the last line
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The first line counts from here, in a resumed run too."""
         self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
+        self._validated = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Its figures are for the next line alone."""
+        self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Prints the line."""
@@ -309,9 +334,10 @@ class EpochLines(Callback):
         self._before = now
         last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
         parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
-        if trainer.num_val_batches and "val/loss" in (metrics := trainer.callback_metrics):
+        if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
             names = dict.fromkeys(("loss", "accuracy", pl_module.hparams["monitor"]))
             parts.append("val " + " ".join(f"{name} {float(metrics[f'val/{name}']):.4f}" for name in names))
+        self._validated = False
         parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
 

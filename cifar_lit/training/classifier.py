@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -35,6 +35,7 @@ from cifar_lit.training.optimizers import (
 from cifar_lit.training.schedules import schedule_from
 
 WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
+MAX_WHITENING_VALUES = 1 << 28  # of these images, which may be large
 
 CLASS_WEIGHTS = ("none", "balanced", "effective")
 BETA = 0.999  # of the effective number of samples, as its authors take it for ImageNet and iNaturalist
@@ -49,6 +50,17 @@ def class_weights(counts: Tensor, kind: str) -> list[float]:
     sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
     weights = torch.where(counts > 0, 1 / sizes, 0.0)
     return (weights * (counts.sum() / (weights * counts).sum())).tolist()
+
+
+def images_to_whiten(data: Any) -> Tensor:
+    """The training images that a whitening layer is computed from, as they are; no more than a GB of float32 holds."""
+    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_WHITENING_VALUES // math.prod(data.input_shape))))
+
+
+def _schedule_kind(h: Mapping[str, Any]) -> tuple[object, ...]:
+    """What must not change in mid-training: a checkpoint counts the schedule's steps, and has a rate for each group of layers."""
+    timed = h.get("schedule", "constant") != "constant" or h.get("warmup_epochs") or h.get("whiten_epochs") is not None
+    return bool(timed), h.get("schedule_every", "step"), h.get("frozen", 0.0), h.get("input_lr") is None
 
 
 class ImageClassifier(pl.LightningModule):
@@ -215,9 +227,12 @@ class ImageClassifier(pl.LightningModule):
         optimizer = build_optimizer(self.net, precision=str(trainer.precision), capturable=captures, **settings)
         if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
             return optimizer
-        steps = int(trainer.estimated_stepping_batches)
+        trainer.fit_loop.setup_data()  # which the estimate leaves out where there is no limit of epochs
+        steps = trainer.estimated_stepping_batches
+        if steps == math.inf:
+            raise UsageError("a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant")
         steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-        schedule = schedule_from(optimizer, h, steps, steps_per_epoch)
+        schedule = schedule_from(optimizer, h, int(steps), steps_per_epoch)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
     def configure_callbacks(self) -> list[Callback]:
@@ -295,7 +310,7 @@ class ImageClassifier(pl.LightningModule):
         if data is None:
             raise UsageError(f"{self.hparams['net']} is initialised from training images: fit it with a datamodule")
         if self.trainer.is_global_zero:
-            net.initialise(data.plain_images(WHITENING_IMAGES).to(net.whiten.weight))
+            net.initialise(images_to_whiten(data).to(net.whiten.weight))
         net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
         net.whitened.fill_(True)
 
@@ -330,7 +345,8 @@ class ImageClassifier(pl.LightningModule):
 
     @property
     def _row_is_due(self) -> bool:
-        return self.global_step - self.logged_step >= self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and self.global_step - self.logged_step >= every
 
     def _log_row(self) -> None:
         loss, hits, images = sums = self._device_sums().sum(0).tolist()
@@ -444,6 +460,9 @@ class ImageClassifier(pl.LightningModule):
             if (saved.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
                 line = f"this run's {name} is {saved[name]}, not {self.hparams[name]}"
                 raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
+        if saved and _schedule_kind(saved) != _schedule_kind(self.hparams):
+            names = "model.schedule, schedule_every, warmup_epochs, frozen and input_lr"
+            raise UsageError(f"the schedule or its groups of layers would change in mid-training: leave {names} as they were")
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):
             rows, rank = state["device_sums"], self.trainer.global_rank

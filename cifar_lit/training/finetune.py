@@ -30,6 +30,7 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import atomic_write
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
+from cifar_lit.models.registry import with_versions
 from cifar_lit.models.torchvision_nets import SMALL_STEM
 from cifar_lit.text import duration_text, say
 from cifar_lit.training.callbacks import WeightAverage
@@ -69,7 +70,7 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
             f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, are missing "
             f"or of another shape; {remedy}"
         )
-    net.load_state_dict({**own, **fitting})
+    net.load_state_dict(with_versions(net, {**own, **fitting}))
 
 
 def net_head(net: nn.Module) -> nn.Linear:
@@ -115,7 +116,7 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
             return dict(import_timm().create_model(timm_name(name), pretrained=True).state_dict())
         from torchvision import models
 
-        return dict(models.get_model_weights(name).DEFAULT.get_state_dict(progress=True, check_hash=True))
+        return dict(models.get_model(name, weights="DEFAULT").state_dict())  # builders rename what older files call otherwise
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: take a net of timm's or torchvision's") from None
     except Exception as error:  # whatever a hub, a proxy or a full disk leads to
@@ -361,9 +362,9 @@ class Choice(NamedTuple):
 def choose_training(images: int, batch_size: int) -> Choice:
     """What pays for so many training images.
 
-    For 900 images of CIFAR-10, enlarged to 128 pixels, 15 epochs were better than 6 (results/cpu/few-labels.json). Rates are those
-    of the recipe, times the root of the batch size as it suits AdamW (S. Malladi et al., On the SDEs and Scaling Rules for Adaptive
-    Gradient Algorithms, NeurIPS 2022).
+    For 900 images of CIFAR-10, enlarged to 128 pixels, 15 epochs were better than 6 (results/cpu/few-labels.json). Rates are
+    those of the recipe, times the root of the batch size, as it suits AdamW (S. Malladi et al., On the SDEs and Scaling Rules for
+    Adaptive Gradient Algorithms, NeurIPS 2022).
     """
     epochs = min(max(round(EPOCHS_AT_ONE / math.sqrt(images)), MIN_EPOCHS), MAX_EPOCHS)
     scale = math.sqrt(batch_size / RATED_BATCH)

@@ -84,12 +84,16 @@ DEPTHS = 8  # groups of neighbouring layers
 
 def by_depth(group: dict[str, Any], trained: list[nn.Parameter], input_lr: float) -> list[dict[str, Any]]:
     """A group cut by the depth of its parameters, the first layers' at `input_lr`; `trained` has all in the net's order."""
-    depths = {parameter: place * DEPTHS // len(trained) for place, parameter in enumerate(trained)}
+    count = min(DEPTHS, len(trained))
+    depths = {parameter: place * count // len(trained) for place, parameter in enumerate(trained)}
     parts: dict[int, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         parts.setdefault(depths[parameter], []).append(parameter)
     ratio = group["lr"] / input_lr
-    return [{**group, "params": params, "lr": input_lr * ratio ** (depth / (DEPTHS - 1))} for depth, params in parts.items()]
+    return [
+        {**group, "params": params, "lr": input_lr * ratio ** (depth / (count - 1) if count > 1 else 1)}
+        for depth, params in parts.items()
+    ]
 
 
 # Under the names that ImageClassifier's hyper-parameters have.

@@ -102,7 +102,13 @@ def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> 
 
 @pytest.mark.parametrize(
     "words",
-    [["--recipe", "quickstart"], ["--net", "tudui"], ["--model.optimizer", "adamw"], ["--data.num_classes", "5"]],
+    [
+        ["--recipe", "quickstart"],
+        ["--net", "tudui"],
+        ["--model.optimizer", "adamw"],
+        ["--data.num_classes", "5"],
+        ["--model.schedule", "constant"],
+    ],
     ids=lambda words: words[0],
 )
 def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrupted: Path, words: list[str]) -> None:

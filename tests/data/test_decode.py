@@ -165,6 +165,17 @@ def test_files_that_are_cut_anywhere_or_end_in_zeros_are_errors(file_format: str
                 decode(io.BytesIO(data[:kept] + bytes(len(data) - kept)))
 
 
+def test_data_behind_the_end_of_a_jpeg_are_no_part_of_it() -> None:
+    data = encoded(blocks(64, 64), "JPEG")
+    whole = decode(io.BytesIO(data))
+    for film in (b"\xff\xd9 \xff\xda film", bytes(4000), b"\xff\xda" * 40):
+        assert (decode(io.BytesIO(data + film)) == whole).all()
+    thumbnail = encoded(blocks(8, 8), "JPEG")
+    exif = b"\xff\xe1" + (2 + len(thumbnail)).to_bytes(2, "big") + thumbnail  # whose end is not that of the image
+    with pytest.raises(DecodeError, match="cut short"):
+        decode(io.BytesIO(data[:2] + exif + data[2 : len(data) // 2] + bytes(len(data) // 2)))
+
+
 def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side

@@ -7,7 +7,7 @@ import torch
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.pretrained import preprocessing
-from cifar_lit.models.registry import build_net, net_spec
+from cifar_lit.models.registry import build_net, net_spec, with_versions
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 pytest.importorskip("timm")
@@ -61,6 +61,20 @@ def test_preprocessing_is_that_of_the_pretraining() -> None:
         known = preprocessing(name)
         assert known is not None and known.image_size == size and known.mean == pytest.approx(mean, abs=0.02)
     assert preprocessing("shapenet") is None and preprocessing("my_nets.Net") is None
+
+
+def test_weights_from_tensorflow_have_their_own_preprocessing() -> None:
+    known = preprocessing("googlenet")
+    assert known is not None and known.mean == known.std == [0.5] * 3
+
+
+def test_nets_that_ask_for_the_version_of_a_state_take_tensors_from_a_file() -> None:
+    net = build_net("mnasnet0_5", channels=3, image_size=32, num_classes=3)
+    other = build_net("mnasnet0_5", channels=3, image_size=32, num_classes=3)
+    other.load_state_dict(with_versions(other, {name: tensor.clone() for name, tensor in net.state_dict().items()}))
+    assert torch.equal(other.state_dict()["classifier.1.weight"], net.state_dict()["classifier.1.weight"])
+    with pytest.raises(ValueError):  # which is why
+        other.load_state_dict(dict(net.state_dict()))
 
 
 def test_the_packaged_weights_need_no_network_and_know_their_classes() -> None:

@@ -39,6 +39,18 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
     assert tested == trainer().test(plain, datamodule=data, verbose=False)
 
 
+def test_the_average_has_the_precision_of_the_weights() -> None:
+    dtypes: list[torch.dtype] = []
+
+    def look(trainer: pl.Trainer, *_: Any) -> None:
+        average = next(callback for callback in trainer.callbacks if isinstance(callback, WeightAverage))  # type: ignore[attr-defined]
+        dtypes.append(next(average._average_model.module.parameters()).dtype)  # type: ignore[union-attr]
+
+    model = classifier(net="shapenet", ema_decay=0.9)
+    fitted(model, shapes_data(), LambdaCallback(on_train_batch_end=look), max_epochs=1, precision="64-true")
+    assert set(dtypes) == {torch.float64} and next(model.parameters()).dtype == torch.float64
+
+
 def averaged(by_trainer: bool) -> tuple[ImageClassifier, list[Callback]]:
     """A model whose weights are averaged, and callbacks for its fit.
 

@@ -130,6 +130,12 @@ def test_each_epoch_is_one_line_and_the_bar_shows_what_was_logged_last(capsys: A
     assert {"loss", "accuracy"} <= values.keys() and all(isinstance(value, float) for value in values.values())
 
 
+def test_a_line_has_no_figures_of_an_earlier_epochs_validation(capsys: Any) -> None:
+    fitted(classifier(), shapes_data(), clock := Clock(), EpochLines(clock), max_epochs=4, check_val_every_n_epoch=2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " s · " in line]
+    assert ["val loss" in line for line in lines] == [False, True, False, True]
+
+
 # ---- divergence
 
 

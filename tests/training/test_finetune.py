@@ -266,6 +266,10 @@ def test_rates_rise_in_equal_ratios_from_the_first_layers_to_the_last() -> None:
     ratios = [later / earlier for earlier, later in pairwise(by_layer)]
     assert ratios == pytest.approx([100 ** (1 / 7)] * 7)
     assert all(rates[layer.weight] == rates[layer.bias] for layer in net)  # type: ignore[index]
+    few = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # of which the last layer is all that is trained
+    few[0].requires_grad_(False)
+    groups = parameter_groups(few, "adamw", 1e-2, weight_decay=0.1, input_lr=1e-4)
+    assert max(group["lr"] for group in groups) == pytest.approx(1e-2)
     assert {group["weight_decay"] for group in groups if group["role"] == "biases"} == {0.0}
     with pytest.raises(UsageError, match=r"model\.input_lr does not go with model\.optimizer muon"):
         ImageClassifier("shapenet", [3, 16, 16], optimizer="muon", input_lr=1e-4)

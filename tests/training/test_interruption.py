@@ -18,7 +18,7 @@ from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, sam
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Clock, Interrupted, OrderlyStop, RandomState
+from cifar_lit.training.callbacks import Clock, Interrupted, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
@@ -59,11 +59,13 @@ class Run(NamedTuple):
 class Training:
     """Trainings of three epochs with all callbacks of a run, which keep their checkpoints in one folder.
 
-    every: the interval of checkpoints within epochs; accumulate: batches an update.
+    every: the interval of checkpoints within epochs; accumulate: batches an update; limits: the Trainer's, for the epochs.
     """
 
-    def __init__(self, folder: Path, name: str, every: str | None = None, accumulate: int = 1) -> None:
-        self.folder, self.last = folder, folder / "last.ckpt"
+    def __init__(
+        self, folder: Path, name: str, every: str | None = None, accumulate: int = 1, limits: dict[str, int] | None = None
+    ) -> None:
+        self.folder, self.last, self.limits = folder, folder / "last.ckpt", limits or {"max_epochs": 3}
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
         self.rows = Rows()  # of the latest run, also where it did not end
 
@@ -76,8 +78,8 @@ class Training:
         for callback in regular:
             callback.dirpath = str(self.folder)
         self.rows = Rows()
-        options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, "max_epochs": 3}
-        callbacks = [*more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
+        options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, **self.limits}
+        callbacks = [NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
         done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
         epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # none where nothing was left to train
         return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))
@@ -265,6 +267,16 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint_as_if_it_had_not(
     assert read_checkpoint(training.last)["global_step"] == reached
     training.assert_goes_on_as(undisturbed("averaged", accumulate), every=every and "5")  # another interval will do
     assert not [warning for warning in recwarn if "callbacks used to create the checkpoint" in str(warning.message)]
+
+
+def test_a_training_of_a_number_of_steps_goes_on_from_an_epochs_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
+    limits = {"max_epochs": -1, "max_steps": 3 * BATCHES}
+    whole = Training(tmp_path / "whole", "averaged", limits=limits).run()
+    training = Training(tmp_path / "died", "averaged", limits=limits)
+    training.stop(At(11, pull_the_plug), RuntimeError)
+    assert read_checkpoint(training.last)["global_step"] == BATCHES
+    training.assert_goes_on_as(whole)
 
 
 @pytest.mark.parametrize(("gone", "left"), [(["last.ckpt"], "previous.ckpt"), (["last.ckpt", "previous.ckpt"], "best.ckpt")])

@@ -101,6 +101,14 @@ def test_in_a_fit_the_rate_spans_all_optimizer_steps_and_changes_at_each(accumul
     assert rows.of("lr") == pytest.approx(expected)
 
 
+def test_a_schedule_has_to_know_its_end_which_may_be_a_number_of_steps() -> None:
+    rows, model = Rows(), classifier(schedule="triangular", lr=0.1)
+    fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=-1, max_steps=10)
+    assert rows.of("lr") == pytest.approx({step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)})
+    with pytest.raises(UsageError, match="a schedule must know its end: set --epochs or "):
+        fitted(classifier(schedule="triangular", lr=0.1), shapes_data(), max_epochs=-1, max_time={"seconds": 60})
+
+
 def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
     used: list[float] = []
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
