@@ -27,6 +27,8 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
 
     previous: where the file that `path` was before is kept.
     """
+    if path.absolute().parent == Path("/dev"):  # with the rights for it, a device would be replaced
+        raise OSError(errno.EINVAL, "it is no place for files", str(path))
     partial = _new_name(path)
     partial.touch(exist_ok=False)
     mode = partial.stat().st_mode

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 100_000_000  # decoded as RGBA, as many take 0.4 GB, and for a moment about three times that
 EXPLAINED = "explained"
+MAX_STEM = 200  # bytes of a picture's name in those of its explanation: file systems take 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
 _VALUED = ("--top", "--sheet", "--max-pixels", "--device")
 
@@ -90,6 +91,9 @@ def _settings(argv: list[str]) -> Namespace:
         raise UsageError("--top and --max-pixels must be at least 1")
     if settings.csv == "-" and settings.jsonl == "-":
         raise UsageError("--csv and --jsonl cannot both go to standard output: name a file for one of them")
+    for name in ("csv", "jsonl", "sheet", "explain"):  # a shell expands no ~ behind =
+        if settings[name] not in (None, "-"):
+            settings[name] = str(Path(settings[name]).expanduser())
     return settings
 
 
@@ -117,9 +121,9 @@ def _sorted_argv(argv: list[str]) -> list[str]:
 
 def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
     """Refuses to write over one of the pictures that are to be classified, or into what is no picture."""
-    from PIL import Image
+    from cifar_lit.inference.classify import is_picture_name
 
-    if settings.sheet is not None and Path(settings.sheet).suffix.lower() not in Image.registered_extensions():
+    if settings.sheet is not None and not is_picture_name(Path(settings.sheet)):
         raise UsageError(f"--sheet {settings.sheet}: name a picture, such as sheet.png")
     for flag in ("csv", "jsonl", "sheet"):
         target = Path(settings[flag] or "-")
@@ -156,7 +160,8 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
             if settings.explain is not None and len(images):
                 readable = (row for row in rows if row.error is None)
                 for row, image, activation in zip(readable, images, activation_maps(classifier.net, images), strict=True):
-                    name = f"{row.index:05}-{Path(row.path or '').stem}.png"
+                    stem = Path(row.path or "").stem.encode(errors="ignore")[:MAX_STEM].decode(errors="ignore")
+                    name = f"{row.index:05}-{stem}.png"
                     save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
             sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
             failed += sum(row.error is not None for row in rows)

@@ -82,7 +82,7 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
     classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
     if len(classes) > 30:
-        classes.sort(key=lambda row: -row[1])
+        classes = sorted((row for row in classes if row[2]), key=lambda row: -row[1])
     rows = [(name, f"{accuracy:.4f}" if count else "no image", str(count)) for name, accuracy, count in classes]
     for row in rows if len(rows) <= 30 else [*rows[:10], ("…", "", ""), *rows[-10:]]:
         table.add_row(*row)
@@ -100,8 +100,8 @@ def figures_text(scores: Mapping[str, Any]) -> str:
     return " · ".join([*interval, *(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)])
 
 
-def small_set_text(scores: Mapping[str, Any]) -> str | None:
-    """How little a small test set tells; None of one that tells more.
+def small_set_text(scores: Mapping[str, Any], is_fold: bool = False) -> str | None:
+    """How little a small test set tells; None of one that tells more. is_fold: it is one of a cross-validation already.
 
     Two equally good runs differ by less with probability 0.95 if each is tested on as many images of its own: Newcombe, Interval
     Estimation for the Difference Between Independent Proportions, 1998, method 10. On the same images `compare` sees more.
@@ -112,7 +112,8 @@ def small_set_text(scores: Mapping[str, Any]) -> str | None:
     chance = math.hypot(accuracy - low, high - accuracy)
     which = f"{100 * accuracy:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, {scores['images']} images)"
     differences = f"differences between runs below {100 * chance:.1f} points may be chance"
-    return f"a small test set: accuracy {which}, and {differences}; --folds 5 tests on every image"
+    remedy = "" if is_fold else "; --folds 5 tests on every image"
+    return f"a small test set: accuracy {which}, and {differences}{remedy}"
 
 
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
@@ -123,7 +124,7 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
         for name, value in test.metrics.items():
             say(f"test {name} {value:.4f}")
-        say(f"test {figures_text(metrics['test'])}", *filter(None, [small_set_text(metrics["test"])]))
+        say(f"test {figures_text(metrics['test'])}", *filter(None, [small_set_text(metrics["test"], data.folds > 0)]))
         say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
     elif val := metrics["val"]:
         known = ("accuracy", "loss", "interval", *FIGURES)

@@ -81,7 +81,9 @@ def _list_parameters(settings: Namespace) -> None:
 
     from cifar_lit.hardware import choose_devices, detect_machine
     from cifar_lit.models.registry import build_net
+    from cifar_lit.plugins import allow_imports
 
+    allow_imports([settings.net])  # which was typed
     accelerator, _ = choose_devices(detect_machine(), settings.accelerator, 1)
     shape = {name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
     net = Fabric(accelerator=accelerator, devices=1).to_device(build_net(settings.net, **shape))

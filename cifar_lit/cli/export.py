@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.run_folder import display_path
+from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
 DESCRIPTION = (
@@ -50,8 +50,7 @@ def export(argv: list[str]) -> None:
 
     check_request(settings.to, settings.quantize)
     net = load_model_file(settings.run)
-    model = Path(settings.run).expanduser()
-    model = model / "model.safetensors" if model.is_dir() else model
+    model = weights_file(settings.run)
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
     if path.is_dir() or not path.absolute().parent.is_dir():
         place = "a folder" if path.is_dir() else "in no folder that exists"

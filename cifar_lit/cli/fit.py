@@ -21,6 +21,7 @@ from cifar_lit import hardware
 from cifar_lit.cli import trust
 from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
@@ -89,7 +90,7 @@ class TrainingCLI(LightningCLI):
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
         chosen = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
-        checkpoint = Path(chosen) if chosen else find_resumable(Path(command.logs or LOGS), command.resume or None)
+        checkpoint = Path(chosen) if chosen else find_resumable(logs_of(command), command.resume or None)
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
@@ -313,7 +314,7 @@ def program(script: str, command: str) -> str:
     """How this program was started, as one would type it again: by its script, console script or module."""
     path = Path(script)
     if path.suffix == ".py" and path.name != "__main__.py":
-        return f"python {script}"
+        return f"python {shlex.quote(script)}"
     return f"{'python -m cifar_lit' if path.suffix else path.name} {command}"
 
 

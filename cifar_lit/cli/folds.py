@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import LOGS, Command, check_one_device
+from cifar_lit.cli.flags import Command, check_one_device
+from cifar_lit.cli.launch import logs_of
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
@@ -39,15 +40,16 @@ def train_folds(command: Command) -> None:
         say("" if fold else f"{folds} trainings, each tested on a part that it was not trained on", f"fold {fold + 1} of {folds}")
         one = replace(command, folds=None, flags=[*command.flags, f"--data.folds={folds}", f"--data.fold={fold}"])
         cli = TrainingCLI(one)
-        data, predictions, path = cli.datamodule, cli.model.predictions, cli.run.folder.path
+        data, predictions = cli.datamodule, cli.model.predictions
         if predictions is None:
             raise Failure("a training of a cross-validation ended without a test: leave flags out that cut it short")
+        path = cli.run.folder.path
         parts.append({**predictions, "indices": data.fold_rows[predictions["indices"]]})
         runs.append((display_path(path), read_metrics(path)["test"]))
         recipe, images = cli.run.settings["recipe"] or "custom", data.train_images
         del cli, data
         gc.collect()  # net and Trainer refer to each other, and would keep the device's memory
-    folder = RunFolder(Path(command.logs or LOGS).expanduser(), f"{recipe}-folds", None, True)
+    folder = RunFolder(logs_of(command), f"{recipe}-folds", None, True)
     try:
         finish(folder.path, runs, parts, images)
     finally:

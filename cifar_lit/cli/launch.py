@@ -66,9 +66,9 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
         return
     first, run, note = is_first_process(environment), None, ""
     if command.resume is not None:
-        run = run_of(find_resumable(Path(command.logs or LOGS), command.resume or None)) if job.again else None
+        run = run_of(find_resumable(logs_of(command), command.resume or None)) if job.again else None
     else:
-        logs, line = _logs(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
+        logs, line = logs_of(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
         command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
         run = run_of_job(logs, job, line, environment) if job.again or job.named else None
         if run is not None:
@@ -98,7 +98,7 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
     command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
 
 
-def _logs(command: Command) -> Path:
+def logs_of(command: Command) -> Path:
     """The folder of runs that a new training of this line would use."""
     configs = (plain_values(Path(config).expanduser()) or {} for config in reversed(command.configs))
     return Path(command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)).expanduser()

@@ -22,7 +22,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import decode, image_size
 from cifar_lit.data.image_set import ImageSet, parse_image_size
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.inference.classify import ImageFile, find_images, save_picture
+from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import display_path
@@ -44,7 +44,7 @@ def preview(argv: list[str]) -> None:
         raise UsageError("there are no images among what is to be previewed")
     chosen = files[:: -(-len(files) // ROWS)]
     out = Path(settings.out).expanduser()
-    _check_target(out, chosen)
+    _check_target(out, files)
     data = _data(settings.data.as_dict(), chosen)
     count = len(chosen)
     plain = data.train_images.images.permute(0, 3, 1, 2)
@@ -85,7 +85,7 @@ def _settings(argv: list[str]) -> Namespace:
 
 def _check_target(out: Path, files: Sequence[ImageFile]) -> None:
     """Refuses to write into what is no picture, or over one of the images."""
-    if out.suffix.lower() not in Image.registered_extensions():
+    if not is_picture_name(out):
         raise UsageError(f"--out {out}: name a picture, such as preview.png")
     if out.is_file() and any(Path(file.path).is_file() and out.samefile(file.path) for file in files):
         raise UsageError(f"--out {out} is among the images: choose another file")

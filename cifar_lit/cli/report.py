@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 
 from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import load
@@ -37,8 +39,14 @@ def report(words: list[str]) -> None:
     run = Path(settings.run).expanduser()
     run = run if run.is_dir() else run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+        raise UsageError(f"{out} cannot be written: name a file in a folder that can be, with --out")
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
-    write_text(out, inspected_page(run, data, classifier.logits_and_embeddings, device))
+    page = inspected_page(run, data, classifier.logits_and_embeddings, device)
+    try:
+        write_text(out, page)
+    except OSError as error:
+        raise Failure(f"cannot write {out}: {error.strerror or error}. Choose another place with --out.") from None
     say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())

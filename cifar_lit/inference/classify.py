@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, decode_files
 from cifar_lit.errors import Failure
+from cifar_lit.files import atomic_write
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
 from cifar_lit.text import printable
@@ -163,12 +164,17 @@ def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) 
         ImageDraw.Draw(image).text(place, _shortened(text, width), fill=colour, font=_font())
 
 
+def is_picture_name(path: Path) -> bool:
+    """Whether pictures can be written to a file of this suffix."""
+    return Image.registered_extensions().get(path.suffix.lower()) in Image.SAVE
+
+
 def save_picture(image: Image.Image, path: Path) -> None:
     """Writes a picture in the format of its suffix; raises Failure where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # it may be a link, which would be written through
-        image.save(path)
+        with atomic_write(path) as partial:
+            image.save(partial, Image.registered_extensions()[path.suffix.lower()])
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
 

@@ -24,6 +24,7 @@ from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
 MIN_MAP_SIDE = 4  # of feature maps that show a place; later, smaller ones would say little more than the image as a whole
+MAX_DISTORTION = 2  # of a map's proportions against the image's
 SIDE = 256  # pixels of each of the two pictures
 
 
@@ -45,6 +46,10 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
 
     def keep_features(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
         if not isinstance(output, Tensor) or output.ndim != 4 or min(output.shape[2:]) < MIN_MAP_SIDE:
+            return None
+        (height, width), (whole_height, whole_width) = output.shape[2:], images.shape[2:]
+        sides = height * whole_width, width * whole_height
+        if max(sides) > MAX_DISTORTION * min(sides):  # of nets that have the channels last
             return None
         features[:] = [output if output.requires_grad else output.detach().requires_grad_()]
         return features[0].clone()  # the next layer may work in place

@@ -180,7 +180,7 @@ def runner_of(net: LoadedNet) -> Runner:
 def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
     """Writes a net in one of the formats; raises Failure for a net that it cannot express."""
     if to == "safetensors":  # as a run's own model.safetensors: what `cifar_lit.load` takes
-        save_weights(path, net.net.state_dict(), net.card)
+        save_weights(path, net.net.state_dict(), net.card, net.novelty)
     elif to == "torch-export":
         program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
         with silenced(), path.open("wb") as file:

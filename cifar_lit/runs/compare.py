@@ -187,6 +187,10 @@ def read_run(path: Path) -> RunRecord:
         note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
     elif (path / "metrics.json").exists():
         note = "damaged: metrics.json cannot be read"
+    elif (path / "folds.json").is_file():
+        note = "a cross-validation: compare its runs"
+    elif (path / "predictions.csv").is_file():
+        note = "predictions only"
     elif not settings:
         note = "broken: neither config.yaml nor metrics.json"
     else:  # a running process holds the lock, and one that was killed leaves it

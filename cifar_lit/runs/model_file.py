@@ -20,7 +20,7 @@ from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
-from cifar_lit.models.registry import build_net, build_on_meta_device
+from cifar_lit.models.registry import build_net, build_on_meta_device, with_versions
 from cifar_lit.plugins import UntrustedName
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
@@ -92,7 +92,7 @@ class LoadedNet(nn.Module):
 def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
     """The net of a card with a copy of its weights (a state dict), in evaluation mode on the CPU, as its file is loaded."""
     net = build_net(card.net, **card.net_settings)
-    net.load_state_dict(dict(weights))
+    net.load_state_dict(with_versions(net, weights))
     return LoadedNet(net, card, novelty).eval()
 
 
@@ -154,6 +154,8 @@ def load_model_file(path: str | Path) -> LoadedNet:
             raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
+    except PermissionError:
+        raise Failure(f"{file} may not be read by you: copy it with rights to read") from None
     except (InvalidFileError, SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: of torch, where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     return net

@@ -46,7 +46,7 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
 
     look: the run's net. device: where to compare the images' embeddings.
     """
-    metrics, train, test = read_metrics(run), data.train_images, data.test_images
+    metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
     same = recorded == fingerprint(test.images, test.labels)
     predictions = read_predictions(run / "predictions.csv", data.classes) if same else None
@@ -64,11 +64,29 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     with progress("comparing training images", len(train)) as advance:
         others = neighbours_of_all(known, advance)
     findings = Findings(
-        suspect_labels(train, with_votes(train_logits.softmax(1), others, train.labels), "Training", set(data.split[1].tolist())),
+        suspect_labels(train, with_votes(train_logits.softmax(1), others, train.labels), "Training", held_out),
         suspect_labels(test, with_votes(logits.softmax(1), nearest, train.labels), "Test"),
         *find_duplicates(train, test, nearest),
     )
     return render(run, metrics, data, predictions, findings)
+
+
+def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
+    """The training images, and the rows of those that were held out for validation.
+
+    Test images are among the images to train on in a cross-validation, and where val/ is the test set too: these are left out.
+    """
+    train, tested = data.train_images, set(data.test_images.names or ())
+    is_held_out, is_kept = (torch.zeros(len(train), dtype=torch.bool) for _ in range(2))
+    is_held_out[data.split[1]] = True
+    if data.folds:
+        is_kept[data.fold_rows] = True
+    elif train.names:
+        is_kept = torch.tensor([name in tested for name in train.names])
+    is_kept = ~is_kept
+    if not is_kept.all():
+        train = ImageSet(train.images[is_kept], train.labels[is_kept], train.classes)
+    return train, set(is_held_out[is_kept].nonzero()[:, 0].tolist())
 
 
 def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
 from cifar_lit.errors import Failure, UsageError, first_line
+from cifar_lit.plugins import allow_imports
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
@@ -31,6 +32,7 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     if data_dir:
         allow_choices({"root": data_dir})
     if dataset:
+        allow_imports([dataset])  # which was typed
         settings: Any = {"dataset": dataset}
         channels, height, width = card.input_shape
         if dataset in ("shapes", "folder"):

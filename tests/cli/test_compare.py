@@ -80,6 +80,9 @@ def test_broken_runs_are_rows_and_nothing_but_broken_ones_an_error(logs: Path) -
     answer = run_command("compare", "logs/small-1", "logs/broken-1")
     assert answer.code == 0
     assert "broken: neither config.yaml nor metrics.json" in answer.out
+    Path("logs/broken-1/folds.json").write_text("{}")
+    assert "a cross-validation: compare its runs" in run_command("compare", "logs/small-1", "logs/broken-1").out
+    Path("logs/broken-1/folds.json").unlink()
     assert "settings that differ" not in answer.out
     for line, code, part in (
         ("logs/broken-1", 2, "there is no run in logs/broken-1: "),

@@ -54,6 +54,16 @@ def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it
     assert len(suspects) == told["test"]["suspected_labels"] == 33 - right
 
 
+def test_the_folder_of_runs_is_that_of_a_configuration_file_for_all_that_belongs_to_it() -> None:
+    Path("place.yaml").write_text("logs: experiments\n")
+    line = (*SMALL, "--config", "place.yaml", "--epochs", "1")
+    assert run_command(*line, "--folds", "2").code == 0
+    assert sorted(path.name for path in Path("experiments").iterdir()) == ["small-1", "small-2", "small-folds-1"]
+    assert not Path("lightning_logs").exists()
+    answer = run_command("train", *line, "--resume")
+    assert answer.code == 2 and "is finished" in answer.err
+
+
 def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> None:
     draw_folder(Path("animals"), {f"{part}/{name}": 10 for part in ("train", "test") for name in ("cat", "dog")})
     lines = [f"train/{name}/{number}.png,{name},{number // 2}" for name in ("cat", "dog") for number in range(10)]

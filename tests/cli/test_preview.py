@@ -61,6 +61,13 @@ def test_the_sheet_of_the_recipe_for_photos_has_the_size_of_the_nets_pretraining
     assert tiles("preview.png", 256).shape[:2] == (2, 8)
 
 
+def test_no_photo_is_written_over_also_beyond_those_that_are_shown() -> None:
+    draw_folder(Path("many"), {"some": 30}, size=20)
+    for number in range(3):  # twelve of the thirty are shown
+        answer = run_command("preview", "many", "--out", f"many/some/{number}.png")
+        assert_refused(answer, 2, "is among the images: choose another file")
+
+
 def test_where_nothing_is_augmented_it_says_so() -> None:
     answer = run_command("preview", "photos")
     assert answer.code == 0 and "nothing is augmented by these settings" in answer.err

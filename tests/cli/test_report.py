@@ -103,6 +103,33 @@ def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) 
     )
 
 
+@pytest.mark.parametrize("layout", ["val", "folds"])
+def test_images_that_are_tested_on_are_not_looked_for_among_those_trained_on(model: Path, layout: str) -> None:
+    draw_images("images")
+    if layout == "val":  # which is the validation set and the test set
+        Path("images/test").rename("images/val")
+        settings = "{dataset: folder, root: images}"
+    else:
+        shutil.rmtree("images/test")
+        Path("images/train/a").rename("images/a")
+        Path("images/train/b").rename("images/b")
+        Path("images/train").rmdir()
+        settings = "{dataset: folder, root: images, folds: 5, fold: 1}"
+    Path("bare/config.yaml").write_text(f"data: {settings}")
+    assert run_command("report", "bare").code == 0
+    page = Path("bare/report.html").read_text()
+    assert re.search(r"\b0 of [2-5] test images\s+are a training image pixel by pixel", page)
+
+
+def test_where_the_page_cannot_be_written_is_said_before_the_work(model: Path) -> None:
+    draw_images("images")
+    words = ("report", "bare", "--dataset", "folder", "--data-dir", "images", "--out")
+    for place in ("nowhere/page.html", "images"):
+        answer = run_command(*words, place)
+        assert_refused(answer, 2, f"{place} cannot be written: name a file in a folder that can be, with --out")
+        assert "looking at" not in answer.err
+
+
 def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
     draw_images("others", "ac")
     draw_images("large", size=20)

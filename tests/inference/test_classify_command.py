@@ -149,6 +149,15 @@ def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, 
     assert explanation.getpixel((60, 60))[0] > 200 and explanation.width == 2 * 256 + 36  # type: ignore[index]
 
 
+def test_long_names_and_a_home_folder_are_taken(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
+    name = "ä" * 120 + ".png"
+    shutil.copy("pictures/2.png", name)
+    assert classify(capsys, run, name, "--explain=~/maps", "--csv=~/rows.csv")[0] == 0
+    assert [path.name for path in Path("home/maps").iterdir()] == ["00000-" + "ä" * 100 + ".png"]
+    assert Path("home/rows.csv").is_file() and not Path("~").exists()
+
+
 def test_a_sheet_shows_a_long_picture_whole(run: Path, capsys: Capture) -> None:
     long = Image.new("RGB", (300, 100), "red")
     long.paste((0, 0, 255), (250, 0, 300, 100))
@@ -179,6 +188,7 @@ def test_nets_without_maps_and_weights_that_are_not_finite_are_refused(tmp_path:
         ("pictures --csv --jsonl", "cannot both go to standard output"),
         ("pictures --csv=pictures/10.jpg", "would write rows into a picture"),
         ("pictures --sheet sheet.txt", "name a picture, such as sheet.png"),
+        ("pictures --sheet sheet.psd", "name a picture, such as sheet.png"),  # which Pillow only reads
         ("pictures --sheet pictures/2.png", "is among the pictures to classify"),
         ("pictures --device tpu", "this machine has no device 'tpu': it has cpu"),
         ("pictures --topp 2", "there is no flag --topp. Did you mean --top?"),
