@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -61,7 +62,9 @@ def run(settings: argparse.Namespace) -> None:
                 steps = max(1, round(images * (1 - VAL_SHARE)) // batch)
                 own = [*own, f"--batch-size={batch}", f"--epochs={round(SCRATCH_STEPS / steps)}"]
             flags = ["--dataset", FEW, "--devices", "1", *(["--data-dir", settings.root] if settings.root else []), *own]
-            done = run_once(recipe, [*flags, *settings.flags], seed, None, False, StepProgress(progress, number))
+            with tempfile.TemporaryDirectory() as cache_dir:  # so that each way computes its own features
+                flags += [f"--data.cache_dir={cache_dir}", *settings.flags]
+                done = run_once(recipe, flags, seed, None, False, StepProgress(progress, number))
             results.setdefault(f"{images:,} images, {way}", []).append(done)
             progress.advance(number + 1, f"{images:,} images, {way}: {100 * done['accuracy']:.2f} % in {done['seconds']:.0f} s")
     rows: list[Row] = []

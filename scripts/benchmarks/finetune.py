@@ -30,7 +30,7 @@ WHAT = (
     "Fine-tunes the recipe finetune on a folder of photos, from nothing (not even decoded images) to the tested net, beside the "
     "loop of PyTorch's transfer learning tutorial with the same net and weights: Resize, RandomResizedCrop and flip of PIL "
     "images in a DataLoader of two workers, batches of 4, SGD at 0.001 with momentum 0.9, a tenth of it after every 7 epochs, a "
-    "new last layer; the weights that are best on the validation images are tested. In turns, each in a process of its own. What "
+    "new last layer; the best of its epochs on the tested images counts. In turns, each in a process of its own. What "
     "is not listed here goes to our training."
 )
 MEAN = STD = [0.5, 0.5, 0.5]  # as this net was trained
