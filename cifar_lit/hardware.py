@@ -14,6 +14,7 @@ from cifar_lit.errors import UsageError, nearest
 if TYPE_CHECKING:
     import torch
 
+MAX_FLOATS = 1 << 28  # of images that something is computed of before a training, which may be large: a GB of float32
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
 DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands that compute without a Trainer
 MIN_BF16_GAIN = 0.9  # in the probe; where bf16 pays it is 1.5 and more, so that noise does not decide

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from itertools import takewhile
-from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from cifar_lit.cli.errors import is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import Machine, count_devices, free_memory, resolve_device
+from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
 from cifar_lit.training.classifier import ImageClassifier, images_to_whiten
@@ -32,7 +31,6 @@ RESERVE = 0.1  # of the free memory, for the images themselves and what else com
 MIN_EPOCH_STEPS = 20  # that the largest batch leaves an epoch, where the smallest does
 MIN_STEPS, MAX_STEPS = 60, 300  # of the range test
 MAX_IMAGES = 20_000  # of the range test, but for its fewest steps
-MAX_BYTES = 1 << 30  # of them as float32; beyond, they come several times
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e2  # of the configured rate, between which it looks
 PROBE_IMAGES = 512  # that the loss is taken on: the same ones after every step
 WINDOW = 0.25  # decades of the rate over which a fall is measured, to either side
@@ -171,9 +169,8 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
         say(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}")
         data.batch_size = size
     if "lr" in auto:
-        count = min(
-            count, max(MIN_STEPS * data.batch_size, MAX_IMAGES), max(PROBE_IMAGES, MAX_BYTES // (4 * prod(data.input_shape)))
-        )
+        room = MAX_FLOATS // math.prod(data.input_shape)  # what is more than that comes several times
+        count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES), max(PROBE_IMAGES, room))
         images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
         say(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest")

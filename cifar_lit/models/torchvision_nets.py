@@ -16,8 +16,8 @@ from cifar_lit.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
-INCEPTIONS = ("googlenet", "inception_v3")  # whose weights come from TensorFlow
 MAX_SMALL = 64  # pixels of the shorter side, up to which they have it; larger images would take 16 times the work
+INCEPTIONS = ("googlenet", "inception_v3")  # whose weights come from TensorFlow
 FIXED_SIZE = ("vit_", "maxvit_")  # begin the names of nets that take the size that they were built for
 MAXVIT_STEP = 224  # five halvings, then windows of 7×7
 MAX_TRIED_SIZE = 224  # every net of torchvision was made for images of about this size

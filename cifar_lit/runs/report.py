@@ -77,13 +77,12 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
     Test images are among the images to train on in a cross-validation, and where val/ is the test set too: these are left out.
     """
     train, tested = data.train_images, set(data.test_images.names or ())
-    is_held_out, is_kept = (torch.zeros(len(train), dtype=torch.bool) for _ in range(2))
+    is_held_out, is_kept = torch.zeros(len(train), dtype=torch.bool), torch.ones(len(train), dtype=torch.bool)
     is_held_out[data.split[1]] = True
     if data.folds:
-        is_kept[data.fold_rows] = True
+        is_kept[data.fold_rows] = False
     elif train.names:
-        is_kept = torch.tensor([name in tested for name in train.names])
-    is_kept = ~is_kept
+        is_kept = torch.tensor([name not in tested for name in train.names])
     if not is_kept.all():
         train = ImageSet(train.images[is_kept], train.labels[is_kept], train.classes)
     return train, set(is_held_out[is_kept].nonzero()[:, 0].tolist())

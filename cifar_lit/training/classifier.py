@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.hardware import keep_freed_memory, return_freed_memory
+from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import check_views, view_logits
 from cifar_lit.models.whitened import WhitenedNet
@@ -35,7 +35,6 @@ from cifar_lit.training.optimizers import (
 from cifar_lit.training.schedules import schedule_from
 
 WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
-MAX_WHITENING_VALUES = 1 << 28  # of these images, which may be large
 
 CLASS_WEIGHTS = ("none", "balanced", "effective")
 BETA = 0.999  # of the effective number of samples, as its authors take it for ImageNet and iNaturalist
@@ -54,7 +53,7 @@ def class_weights(counts: Tensor, kind: str) -> list[float]:
 
 def images_to_whiten(data: Any) -> Tensor:
     """The training images that a whitening layer is computed from, as they are; no more than a GB of float32 holds."""
-    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_WHITENING_VALUES // math.prod(data.input_shape))))
+    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
 
 
 def _schedule_kind(h: Mapping[str, Any]) -> tuple[object, ...]:

@@ -276,10 +276,9 @@ class HeadFit(Callback):
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         (train, val), labels, classes = data.split, data.train_images.labels, model.hparams["num_classes"]
-        body = model.net.state_dict()
-        for part in net_head(model.net).state_dict(prefix=f"{_head_path(model.net)}."):  # drawn by seed, and behind the features
-            del body[part]
-        net = digest(*body.values(), model.hparams["net"], model.hparams["net_options"], str(trainer.precision))
+        head_path = _head_path(model.net)  # of what is drawn by seed, and comes after the features
+        body = [tensor for path, tensor in model.net.state_dict().items() if not path.startswith(f"{head_path}.")]
+        net = digest(*body, model.hparams["net"], model.hparams["net_options"], str(trainer.precision))
         features = self._features(trainer, model, net, train, self._views)
         val_features = self._features(trainer, model, net, val, 1) if len(val) else None
         fitted = None

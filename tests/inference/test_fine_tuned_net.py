@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "lightning_logs/finetune-1"
 
 
-def test_its_report_names_files_and_finds_images_that_are_in_both_sets(run: Path) -> None:
+def test_its_report_is_made_anew_with_a_look_at_the_training_images(run: Path) -> None:
     answer = run_command("report", run)
     assert answer.code == 0, answer.err
     page = (run / "report.html").read_text()
