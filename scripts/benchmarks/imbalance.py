@@ -22,8 +22,8 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
-    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), as it is, with "
-    "class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, of which each class has as "
+    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), drawn anew for each "
+    "seed, as it is, with class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, of which each class has as "
     "many. What is not listed here goes to the training."
 )
 LONG_TAILED = "cifar10_long_tailed"
@@ -52,7 +52,6 @@ def run(settings: argparse.Namespace) -> None:
     if settings.runs < 1 or settings.ratio < 1 or not settings.ratio <= settings.images <= 5000:
         raise UsageError("--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has")
     sizes = class_sizes(settings.images, settings.ratio)
-    SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=cache(partial(drawn, sizes=sizes)))
     flags = ["--dataset", LONG_TAILED, "--epochs", str(settings.epochs), "--devices", "1", "--data.val_size", "0"]
     flags += [*(["--data-dir", settings.root] if settings.root else []), *settings.flags]
     plans = list(product(range(settings.runs), WAYS))
@@ -60,6 +59,7 @@ def run(settings: argparse.Namespace) -> None:
     progress = Progress(len(plans), "training")
     with suppress(Interrupted):
         for number, (seed, way) in enumerate(plans):
+            SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=cache(partial(drawn, sizes=sizes, seed=seed)))
             done = run_once(settings.recipe, [*flags, *WAYS[way]], seed, None, False, StepProgress(progress, number))
             results[way].append(done)
             progress.advance(number + 1, f"{way} {100 * done['balanced_accuracy']:.2f} %")
@@ -80,7 +80,7 @@ def class_sizes(images: int, ratio: float) -> list[int]:
     return [int(images * ratio ** (-place / 9)) for place in range(10)]
 
 
-def drawn(settings: SourceSettings, train: bool, sizes: Sequence[int], seed: int = 0) -> ImageSet:
+def drawn(settings: SourceSettings, train: bool, sizes: Sequence[int], seed: int) -> ImageSet:
     """CIFAR-10 with `sizes` training images of its classes, drawn by seed; its test images are as they are."""
     whole = SOURCES["cifar10"].load(settings, train)
     if not train:
