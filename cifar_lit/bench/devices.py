@@ -74,7 +74,8 @@ def run(settings: argparse.Namespace) -> None:
                 if name == "cpu":
                     cpu_speeds = speeds
                 elif cpu_speeds:
-                    ratio = spread(speed / cpu for speed, cpu in zip(speeds, cpu_speeds, strict=True))
+                    pairs = zip(speeds, cpu_speeds, strict=False)  # slow devices have fewer rounds
+                    ratio = spread(speed / cpu for speed, cpu in pairs)
                     rows.append((f"{where}, against the CPU", ratio, "× as fast"))
                 progress.advance(number * len(devices) + place + 1, where)
     if not rows:

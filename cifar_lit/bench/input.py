@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
-    if settings.rounds < 2 or (settings.batches is not None and settings.batches < 1):
-        raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
     size = settings.batch_size
+    if settings.rounds < 2 or size < 1 or (settings.batches is not None and settings.batches < 1):
+        raise UsageError("a measurement takes at least --rounds 2 of --batches 1 and --batch-size 1")
     own = {"batch_size": size, "val_size": 0, "crop": PADDING, "flip": "random", "count": settings.count}
     data = ImageData(settings.dataset, root=settings.root, **own)
     most = len(data.train_images) // size - 1

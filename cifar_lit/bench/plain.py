@@ -114,14 +114,17 @@ class BareLoop:
     in copies of their own. net: the copy that is trained. average: of its weights, where the model's settings ask for one.
 
     Raises:
-        UsageError: a precision that it does not know.
+        UsageError: a precision that it does not know, or weights of classes.
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
+        if model.hparams["class_weights"] != "none":
+            raise UsageError("the bare loop weighs all images alike: set --recipe to one without model.class_weights")
         if trainer.precision not in AUTOCAST:
             raise UsageError(f"the bare loop computes in {' or '.join(AUTOCAST)}, not in {trainer.precision}: set --precision")
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
-        self.net = twin.net = deepcopy(model.net).train()
+        self.net = twin.net = deepcopy(model.net)
+        twin.train()
         if model.hparams["compile"]:
             self.net.compile(dynamic=False)
         twin.trainer = trainer  # which tells the schedule how long the training is

@@ -61,8 +61,12 @@ def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: Non
         if process.returncode:
             errors.seek(0)
             raise as_error(process.returncode, errors.read(), "the training")
-        (metrics,) = Path(logs).glob("*/metrics.json")
-        return FinishedTraining(json.loads(metrics.read_text()), seconds, lines)
+        metrics = [*Path(logs).glob("*/metrics.json")]
+        if len(metrics) != 1:
+            raise Failure(
+                f"the training left {len(metrics)} results in place of one: take out --folds, and flags that cut it short"
+            )
+        return FinishedTraining(json.loads(metrics[0].read_text()), seconds, lines)
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:

@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -28,7 +27,7 @@ from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress, StepProgress
 from cifar_lit.bench.report import FEW, environment, figures_of, print_table, spread, spread_text, write_figures
 from cifar_lit.cli.fit import TrainingCLI, program
-from cifar_lit.cli.flags import OWN, SHORT, Command, check_one_device, parse, recipe_path, recipe_settings
+from cifar_lit.cli.flags import OWN, SHORT, check_one_device, parse, recipe_path, recipe_settings
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.compare import mean_interval
@@ -40,8 +39,8 @@ WHAT = (
     "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "
     "goes on when the same line is typed again. What is not listed here goes to the training."
 )
-NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
-CODE = ("data", "models", "training")  # the folders that a result depends on
+NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds")  # flags of training
+CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")  # what results depend on
 LEGEND = (
     f"± is the standard deviation over n seeds; behind n, from n = {FEW} on, the 95 % interval of the mean (Student's t)",
     "training is the whole fit with its validations: median and quartiles, of n < 4 the range, warm if any is",
@@ -114,21 +113,6 @@ def run(settings: argparse.Namespace) -> None:
         say(f"written: {display_path(file)}")
 
 
-class MeasuredCLI(TrainingCLI):
-    """A training with one more callback, which its config.yaml does not name."""
-
-    def __init__(self, command: Command, callback: Callback | None) -> None:
-        self._callback = callback
-        super().__init__(command)
-
-    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """The Trainer with it."""
-        trainer = super().instantiate_trainer(**kwargs)
-        if self._callback:
-            trainer.callbacks.append(self._callback)  # type: ignore[attr-defined]
-        return trainer
-
-
 def check(settings: argparse.Namespace) -> dict[str, Path]:
     """The recipes' files by name; raises UsageError for what cannot be meant."""
     known = ["runs", "seed0", "json", *SHORT, *OWN]
@@ -157,7 +141,7 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
 def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
     """What runs must have in common to count as one measurement: a digest for each kind of thing."""
     command, where = parse("train", list(flags)), environment()
-    code = [path for folder in CODE for path in sorted((Path(cifar_lit.__file__).parent / folder).rglob("*.py"))]
+    code = [path for pattern in CODE for path in sorted(Path(cifar_lit.__file__).parent.glob(pattern))]
     parts = {
         "recipe": [repr(recipe_settings(recipe))],  # not its header, which these very figures are written into
         "flags": [*command.flags, *(Path(path).expanduser().read_text() for path in command.configs)],
@@ -187,16 +171,14 @@ def read_runs(file: Path | None, conditions: Mapping[str, Mapping[str, str]]) ->
     return {name: {run["seed"]: run for run in entry["runs"]} for name, entry in figures["recipes"].items()}
 
 
-def run_once(
-    recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool, callback: Callback | None = None
-) -> dict[str, Any]:
+def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool, *callbacks: Callback) -> dict[str, Any]:
     """Trains and tests a recipe with one seed, as `train` does in this process; what it prints is not shown.
 
     Args:
         flags: further ones of training.
         logs: folder for run folders, None for one that is deleted.
         cold: whether this is the process's first run, of which the time since the process started is of interest.
-        callback: of the Trainer, beside the run's own.
+        callbacks: of the Trainer, beside the run's own.
 
     Returns:
         What `metrics.json` says of it, by plain names, and seconds from the process's start to the tested net (None if not
@@ -211,7 +193,7 @@ def run_once(
         folder = Path(name).expanduser()
         before = set(folder.glob("*"))
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-            MeasuredCLI(parse("train", ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]), callback)
+            TrainingCLI(parse("train", ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]), *callbacks)
         age = process_age() if cold else None
         every = map(read_metrics, set(folder.glob("*")) - before)
         metrics = next((one for one in every if one.get("seed") == seed and one.get("test") and one.get("train_seconds")), None)
@@ -222,6 +204,7 @@ def run_once(
     on_gpu = torch.cuda.is_available() and metrics["accelerator"] == "gpu"
     return {
         "seed": seed,
+        "date": time.strftime("%Y-%m-%d"),
         **{name: metrics[name] for name in ("dataset", "accelerator", "precision", "parameters", "images_per_second")},
         **{name: metrics["test"][name] for name in ("accuracy", "loss", "balanced_accuracy", "macro_f1")},
         "views": metrics["test"].get("tta"),

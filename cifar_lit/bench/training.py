@@ -7,8 +7,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stdout
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,19 +63,24 @@ def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = No
     parser.add_argument("--threads", type=int, help="of torch; as many as it takes if not given")
 
 
-def subject_from(settings: argparse.Namespace) -> Subject:
+def subject_from(settings: argparse.Namespace, absent: Collection[str] = ()) -> Subject:
     """The training that the flags of `add_training_arguments` choose; writes what they left open into `settings`.
 
     Model and data are as in the recipe, its rate and schedule too; of its Trainer only precision and logging interval
     are taken. Without a recipe: plain SGD on raw images.
 
     Raises:
-        UsageError: names or settings that do not exist.
+        UsageError: names or settings that do not exist, or a recipe that sets one of `absent`, which the loop that it is to be
+            compared with does not have.
     """
     recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
     data |= {name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None}
+    defaults = {**signature(ImageClassifier).parameters, **signature(ImageData).parameters}
+    for name, value in [*model.items(), *data.items()]:
+        if name in absent and value != defaults[name].default:
+            raise UsageError(f"the loop beside it has no {name}: name a --recipe without it, as tudui and lenet are")
     if data.get("dataset") == "shapes":
         data["count"] = settings.count
     machine = detect_machine()

@@ -30,6 +30,12 @@ WHAT = (
     "with its validation."
 )
 
+# Settings that this loop does not have: where a recipe's differ from their defaults, both would not train the same.
+ABSENT = (
+    *("optimizer", "nesterov", "weight_decay", "schedule", "warmup_epochs", "label_smoothing", "class_weights", "ema_decay"),
+    *("fixed_norms", "shuffle", "sampling", "crop", "flip", "cutout", "augment"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
@@ -42,7 +48,7 @@ def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.epochs < 0 or settings.rounds < 2 or (settings.steps is not None and settings.steps < 1):
         raise UsageError("a measurement takes at least --rounds 2 of --steps 1, or --epochs 1")
-    subject = subject_from(settings)
+    subject = subject_from(settings, ABSENT)
     data, hparams, by_epoch = subject.data, subject.model.hparams, settings.epochs > 0
     if by_epoch and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: this recipe's data.val_size is 0")

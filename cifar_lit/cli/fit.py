@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse.typing import PositiveFloat
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
@@ -26,8 +27,8 @@ from cifar_lit.cli.tuner import device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
-from cifar_lit.distributed.progress import RankProgress
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
+from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import UsageError
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
@@ -54,14 +55,47 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
+class RankProgress(Callback):
+    """Tells the watch how far this rank is, so that one that hangs is told from those that wait for it.
+
+    All go through the same positions: fits and evaluations, epoch, part, step.
+    """
+
+    def __init__(self, watch: RankWatch) -> None:
+        self._watch = watch
+        self._stages = 0
+
+    def _move(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
+        self._watch.position = [self._stages, trainer.current_epoch, part, step]
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """A fit, or an evaluation of its own, begins."""
+        self._stages += 1
+        self._move(trainer, 0)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """A step begins, in which the ranks share their gradients."""
+        self._move(trainer, 0, batch_idx + 1)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Each rank looks at its own images."""
+        self._move(trainer, 1)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The ranks' predictions are put together."""
+        self._move(trainer, 2)
+
+    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
+
+
 class TrainingCLI(LightningCLI):
     """LightningCLI with one sub-command, our arguments and our run around the Trainer; making one runs the command."""
 
     model: ImageClassifier
     datamodule: ImageData
 
-    def __init__(self, command: Command) -> None:
-        self.command = command
+    def __init__(self, command: Command, *further: Callback) -> None:
+        self.command, self.further = command, further  # callbacks that config.yaml does not name
         self.name = "fit" if command.name == "train" else command.name
         self.first = is_first_process(os.environ)
         self.checkpoint = self._resumed_checkpoint()
@@ -174,16 +208,7 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, trainer.accelerator)
         check_settings(self.settings)
-        data, model = self.settings.data, self.settings.model
-        if model.weights and (pretraining := preprocessing(model.net)):
-            source = SOURCES.get(data.dataset)
-            grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
-            for name in ("mean", "std"):  # which the net was trained with, rather than this data's
-                if getattr(data, name) is None:
-                    channels = getattr(pretraining, name)
-                    setattr(data, name, [sum(channels) / len(channels)] if grey else channels)
-            if data.dataset == "folder" and data.image_size is None:
-                data.image_size = list(pretraining.image_size)
+        follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """The Trainer with our callbacks and loggers beside the configured ones."""
@@ -200,7 +225,7 @@ class TrainingCLI(LightningCLI):
         if "training" in auto:
             kwargs["max_epochs"] = self._choose_training()
         if auto - {"training"}:  # what it finds is recorded as if it had been typed
-            device = device_of(self.machine, trainer.accelerator, trainer.devices)
+            device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
             search(auto, self.model, self.datamodule, device, str(trainer.precision))
             self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
@@ -213,7 +238,7 @@ class TrainingCLI(LightningCLI):
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *watched],
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
             enable_progress_bar=bar,
@@ -308,6 +333,20 @@ def check_settings(settings: Any) -> None:
         raise UsageError(f"{both} would make up for unequal classes twice: set one of them to none")
     if data.resolutions and not net_spec(settings.model.net).any_size:
         raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
+
+
+def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
+    """Sets what `data`'s settings leave open of mean, std and own images' size to what the pretrained net was trained with."""
+    if not weights or not (pretraining := preprocessing(net)):
+        return
+    source = SOURCES.get(data.dataset)
+    grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
+    for name in ("mean", "std"):  # rather than this data's
+        if getattr(data, name) is None:
+            channels = getattr(pretraining, name)
+            setattr(data, name, [sum(channels) / len(channels)] if grey else channels)
+    if data.dataset == "folder" and data.image_size is None:
+        data.image_size = list(pretraining.image_size)
 
 
 def program(script: str, command: str) -> str:

@@ -15,6 +15,7 @@ from PIL import Image
 from torchvision.utils import make_grid
 
 from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.cli.fit import follow_pretraining
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
@@ -23,7 +24,6 @@ from cifar_lit.data.decode import decode, image_size
 from cifar_lit.data.image_set import ImageSet, parse_image_size
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
-from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, say
@@ -78,8 +78,8 @@ def _settings(argv: list[str]) -> Namespace:
                 raise UsageError(f"no setting is called data.{name}.{nearest(str(name), settings.data.keys())}")
         parser.set_defaults({f"data.{name}": value for name, value in recipe.items()})
         settings = parsed(parser, argv)
-    if settings.data.image_size is None and model.get("weights") and (pretraining := preprocessing(model.get("net", ""))):
-        settings.data.image_size = list(pretraining.image_size)
+    settings.data.dataset = "folder"
+    follow_pretraining(model.get("net", ""), model.get("weights"), settings.data)
     return settings
 
 

@@ -39,9 +39,9 @@ BLOWN_UP = 4.0  # times the lowest loss: the test ends
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def device_of(machine: Machine, accelerator: str, devices: Any) -> torch.device:
-    """The one device that the Trainer would take; raises UsageError for several."""
-    if count_devices(machine, accelerator, devices) > 1:
+def device_of(machine: Machine, accelerator: str, devices: Any, nodes: int) -> torch.device:
+    """The one device that the Trainer would take; raises UsageError for several, also of several machines."""
+    if count_devices(machine, accelerator, devices) * nodes > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
     return torch.device(resolve_device(f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator, machine))
 

@@ -135,6 +135,7 @@ class ImageData(pl.LightningDataModule):
             raise UsageError(f"data.fold {fold} of data.folds {folds} cannot be: folds are 2 or more, and counted from 0")
         self.folds, self.fold = folds, fold
         drawn = None if folds else test_size  # with folds every image is tested on in its turn
+        image_size = tuple(image_size) if isinstance(image_size, list) else image_size  # settings can be looked up by
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, drawn, split_seed, skip_bad, cache_dir, labels, resize, group
         )

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import GAP, LINE_HEIGHT, draw_caption
+from cifar_lit.inference.load import batches_of
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
@@ -35,13 +36,17 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
     without what is negative, scaled to the image and to a maximum of 1.
 
     Args:
-        images: uint8 (B, C, H, W).
+        images: uint8 (B, C, H, W), B above 0.
 
     Returns:
         float32 (B, H, W) in 0 … 1, on the CPU; 0 throughout where nothing speaks for the class.
 
     Raises UsageError when the net has no such feature maps.
     """
+    return torch.cat([_maps_at_once(net, batch) for batch in batches_of(images)])
+
+
+def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:
     features: list[Tensor] = []
 
     def keep_features(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:

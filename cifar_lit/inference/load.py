@@ -32,6 +32,11 @@ class Prediction:
     unlike: bool | None = None  # whether it is more so than 95 % of the validation images; None where there were none
 
 
+def batches_of(images: Tensor) -> Sequence[Tensor]:
+    """Images (B, C, H, W), B above 0, in parts that are computed at once."""
+    return images.split(max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel())))
+
+
 class Classifier:
     """A trained net with its class names, in the order of its logits; it computes on `device`, wherever images lie."""
 
@@ -50,8 +55,7 @@ class Classifier:
         if not len(images):
             return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
         device = self.net.mean.device
-        count = max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
-        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(count)]
+        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in batches_of(images)]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
+from cifar_lit.files import read_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
@@ -113,7 +115,9 @@ def render(
     matrix_uri = None
     if len(classes) > MAX_TABLE_CLASSES:
         matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
-    config = run / "config.yaml"
+    config, config_text = run / "config.yaml", ""
+    with suppress(OSError, UnicodeDecodeError):  # there is none, or a stranger's that is no text
+        config_text = read_text(config)
     again = {
         "The training and its test": ("train --config", [config]),
         "The test alone": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
@@ -127,7 +131,7 @@ def render(
                        finalize=_shown, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config=config_text,
         commands=commands,
         metrics=metrics,
         classes=classes,

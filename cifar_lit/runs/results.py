@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from cifar_lit import __version__
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
@@ -104,13 +105,8 @@ def calibration_of(predictions: Predictions, temperature: float | None) -> dict[
 
 def versions() -> dict[str, str]:
     """Versions of what the result depends on."""
-    numbers = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "lightning", "torchmetrics", "cifar-lit"):
-        try:
-            numbers[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            numbers[package] = "unknown"
-    return numbers
+    packages = {package: version(package) for package in ("torch", "torchvision", "lightning", "torchmetrics")}
+    return {"python": platform.python_version(), **packages, "cifar-lit": __version__}
 
 
 def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:

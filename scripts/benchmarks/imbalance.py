@@ -22,9 +22,9 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
-    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), drawn anew for each "
-    "seed, as it is, with class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, of which each class has as "
-    "many. What is not listed here goes to the training."
+    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), drawn anew for "
+    "each seed, as it is, with class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, "
+    "of which each class has as many. What is not listed here goes to the training."
 )
 LONG_TAILED = "cifar10_long_tailed"
 WAYS = {

@@ -30,7 +30,7 @@ from torchvision.models import resnet18
 from torchvision.transforms import Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
 from cifar_lit.bench.input import leave_signals
-from cifar_lit.bench.plain import ArrayImages, TutorialLoop
+from cifar_lit.bench.plain import ArrayImages, TutorialLoop, lay_out_plainly
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, make_parent, publish, spread
 from cifar_lit.bench.training import Subject, build, fit
@@ -210,6 +210,8 @@ def tutorial(settings: argparse.Namespace, start: Start) -> None:
     recipe: dict[str, Any] = recipe_settings(recipe_path("tudui"))
     own = {"dataset": settings.dataset, "root": settings.root, "val_size": 0}
     data, model = build(recipe["model"], {**recipe["data"], **own})
+    lay_out_plainly(model.net)
+    torch.manual_seed(settings.seed)  # of the order; `build` sets one for the net
     loop = TutorialLoop(data.train_images, data.split, model.net, data.batch_size, recipe["model"]["lr"])
     turns = start(tester(model.net, data))
     for _ in loop.steps(torch.device("cpu")):

@@ -108,6 +108,8 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
         ("step --recipe odd.yaml --count 60", "rate"),
         ("step --dataset shapes --count 90 --precision 64-true --accelerator cpu", "set --precision"),
         ("tutorial --epochs -1", "--epochs 1"),
+        ("tutorial --recipe laptop", "no optimizer"),
+        ("step --recipe weighted.yaml --count 90 --accelerator cpu", "without model.class_weights"),
         ("input --dataset shapes --count 90 --batches 50", "lower --batches"),
         ("devices --batch-sizes 4;8", "numbers with commas"),
         ("devices --warmup 0", "--warmup 1"),
@@ -118,6 +120,7 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
 )
 def test_what_cannot_be_measured_is_refused(line: str, answer: str) -> None:
     Path("odd.yaml").write_text("data: {dataset: shapes, count: 60}\nmodel: {net: lenet, rate: 1}\n")
+    Path("weighted.yaml").write_text("data: {dataset: shapes}\nmodel: {net: lenet, class_weights: balanced}\n")
     with pytest.raises(UsageError, match=answer):
         bench(line.split())
 

@@ -183,7 +183,7 @@ def test_unequal_classes_are_made_of_cifar_10_and_each_way_is_trained(monkeypatc
     monkeypatch.setitem(SOURCES, imbalance.LONG_TAILED, SOURCES["shapes"])  # taken away at the end
     settings = SourceSettings(image_size=16, count=400)
     counts = [
-        imbalance.drawn(settings, train, imbalance.class_sizes(20, 5)).labels.bincount().tolist() for train in (True, False)
+        imbalance.drawn(settings, train, imbalance.class_sizes(20, 5), 0).labels.bincount().tolist() for train in (True, False)
     ]
     assert counts[0] == imbalance.class_sizes(20, 5) and sum(counts[1]) == 80
     line = "--recipe small.yaml --images 20 --ratio 5 --epochs 1 --runs 1 --json f.json"

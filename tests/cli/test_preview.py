@@ -54,11 +54,14 @@ def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
     assert Path("some/sheet.png").read_bytes() == first
 
 
-def test_the_sheet_of_the_recipe_for_photos_has_the_size_of_the_nets_pretraining() -> None:
+def test_the_sheet_of_the_recipe_for_photos_has_the_size_and_the_mean_colour_of_the_nets_pretraining() -> None:
     pytest.importorskip("timm")
-    answer = run_command("preview", "photos", "--recipe", "finetune")
+    answer = run_command("preview", "photos", "--recipe", "finetune", "--data.augment.erasing", "1")
     assert (answer.code, answer.err) == (0, "")
-    assert tiles("preview.png", 256).shape[:2] == (2, 8)
+    images = tiles("preview.png", 256)
+    assert images.shape[:2] == (2, 8)
+    for row in images:
+        assert all((image == 128).all(2).any() for image in row[1:])  # erased with 0.5, not with the photos' own mean
 
 
 def test_no_photo_is_written_over_also_beyond_those_that_are_shown() -> None:

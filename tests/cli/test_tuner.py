@@ -102,7 +102,7 @@ def test_a_search_looks_on_the_one_device_that_is_used() -> None:
     for gpus, accelerator, devices, expected in (
         (0, "auto", "auto", "cpu"), (1, "auto", "auto", "cuda"), (2, "cpu", 1, "cpu"), (2, "gpu", [1], "cuda:1"),
     ):  # fmt: skip
-        assert str(device_of(machine(gpus), accelerator, devices)) == expected
-    for gpus, accelerator, devices in ((2, "auto", "auto"), (0, "cpu", 2)):
+        assert str(device_of(machine(gpus), accelerator, devices, 1)) == expected
+    for gpus, accelerator, devices, nodes in ((2, "auto", "auto", 1), (0, "cpu", 2, 1), (1, "auto", 1, 2)):
         with pytest.raises(UsageError, match="find the values with --devices 1"):
-            device_of(machine(gpus), accelerator, devices)
+            device_of(machine(gpus), accelerator, devices, nodes)
