@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cifar_lit.errors import Failure
+
 PART = ".cifar-lit-part"  # ends the name of what is being written; no other program gives it, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; of 100,000 classes a metrics.json has 5 MiB
 
@@ -50,6 +52,20 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
+    """`atomic_write`, with the folder made first if `parents`; raises Failure with a remedy where the disk does not take it."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            yield partial
+    except BrokenPipeError:  # of standard output, which is written to meanwhile
+        raise
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror or error}. {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:

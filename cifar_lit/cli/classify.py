@@ -18,8 +18,8 @@ from rich.text import Text
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import atomic_write
+from cifar_lit.errors import UsageError
+from cifar_lit.files import writing
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, printable
@@ -183,14 +183,8 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
         yield kind(sys.stdout, top).write
         return
     path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            yield kind(file, top).write
-    except BrokenPipeError:  # of other rows, on standard output
-        raise
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
+    with writing(path, "Choose another place.", parents=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        yield kind(file, top).write
     note(f"{count:,} rows in {display_path(path)}")
 
 

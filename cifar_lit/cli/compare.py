@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from rich.table import Table
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import atomic_write
+from cifar_lit.files import writing
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import csv_cell, say
 
@@ -151,19 +150,10 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
         label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
     try:
-        with _writing("--plot", name) as partial:
+        with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
             plot_curves(runs, list(labels.values()), partial)
     except ValueError as error:
         raise Failure(f"{error}: leave --plot out") from None
-
-
-@contextmanager
-def _writing(flag: str, name: str) -> Iterator[Path]:
-    try:
-        with atomic_write(Path(name).expanduser()) as partial:
-            yield partial
-    except OSError as error:
-        raise Failure(f"cannot write {name}: {error.strerror}. Choose another place with {flag}.") from None
 
 
 def _write(flag: str, name: str, text: str) -> None:
@@ -171,7 +161,7 @@ def _write(flag: str, name: str, text: str) -> None:
     if name == "-":
         say(*text.splitlines())
         return
-    with _writing(flag, name) as partial:
+    with writing(Path(name).expanduser(), f"Choose another place with {flag}.") as partial:
         partial.write_text(text, encoding="utf-8")
 
 

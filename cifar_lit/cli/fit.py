@@ -23,7 +23,7 @@ from cifar_lit.cli import trust
 from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.tuner import device_of, search
+from cifar_lit.cli.tuner import RATES, device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
@@ -135,8 +135,8 @@ class TrainingCLI(LightningCLI):
             if recipe_path(command.recipe).stem != settings.get("recipe"):
                 raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
             command.recipe = None
-        for name, flag in (("batch", "data.batch_size"), ("lr", "model.lr")):
-            if name in command.auto:
+        for name, flags in (("batch", ["data.batch_size"]), ("lr", [f"model.{rate}" for rate in RATES])):
+            for flag in flags if name in command.auto else ():
                 command.flags = command.without(flag)
         command.auto = set()
         return checkpoint
@@ -222,12 +222,15 @@ class TrainingCLI(LightningCLI):
         if auto and self.name != "fit":
             flag = next(flag for flag, what in AUTO.items() if what in auto)
             raise UsageError(f"--{flag} is for new trainings: leave it out")
-        if "training" in auto:
-            kwargs["max_epochs"] = self._choose_training()
-        if auto - {"training"}:  # what it finds is recorded as if it had been typed
-            device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
-            search(auto, self.model, self.datamodule, device, str(trainer.precision))
-            self.settings.data.batch_size, self.settings.model.lr = self.datamodule.batch_size, self.model.hparams["lr"]
+        for part in ("batch", "training", "lr"):  # each after what it depends on
+            if part == "training" and part in auto:
+                kwargs["max_epochs"] = self._choose_training()
+            elif part in auto:
+                device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
+                search({part}, self.model, self.datamodule, device, str(trainer.precision))
+                self.settings.data.batch_size = self.datamodule.batch_size  # recorded as if it had been typed
+                for name in RATES:
+                    self.settings.model[name] = self.model.hparams[name]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         configured = self.config_init[self.name].trainer

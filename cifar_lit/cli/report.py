@@ -7,8 +7,8 @@ import webbrowser
 from pathlib import Path
 
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import write_text
+from cifar_lit.errors import UsageError
+from cifar_lit.files import writing
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import load
 from cifar_lit.runs.report import inspected_page
@@ -43,10 +43,8 @@ def report(words: list[str]) -> None:
         raise UsageError(f"{out} cannot be written: name a file in a folder that can be, with --out")
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
     page = inspected_page(run, data, classifier.logits_and_embeddings, device)
-    try:
-        write_text(out, page)
-    except OSError as error:
-        raise Failure(f"cannot write {out}: {error.strerror or error}. Choose another place with --out.") from None
+    with writing(out, "Choose another place with --out.") as partial:
+        partial.write_text(page, encoding="utf-8")
     say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())

@@ -8,6 +8,7 @@ thousandfold, and judges it by the loss of the batch just trained on, whose chan
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import takewhile
 from typing import Any
@@ -19,15 +20,17 @@ from torch.optim import Optimizer
 
 from cifar_lit.cli.errors import is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
-from cifar_lit.training.classifier import ImageClassifier, images_to_whiten
+from cifar_lit.training.classifier import ImageClassifier, hold_norms, images_to_whiten
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 
 SIZES = [2**power for power in range(4, 13)]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
-RESERVE = 0.1  # of the free memory, for the images themselves and what else comes
+RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # settings of a model that the range test changes by one factor
+RESERVE = 0.1  # of the free memory, for what else comes
 MIN_EPOCH_STEPS = 20  # that the largest batch leaves an epoch, where the smallest does
 MIN_STEPS, MAX_STEPS = 60, 300  # of the range test
 MAX_IMAGES = 20_000  # of the range test, but for its fewest steps
@@ -52,6 +55,8 @@ class Trial:
     def __init__(self, model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
         self.net = deepcopy(model.net).to(device).train()
+        if model.hparams["fixed_norms"]:
+            hold_norms(self.net)
         if isinstance(self.net, WhitenedNet):
             self.net.initialise(images_to_whiten(data).to(device))
             self.net.whitened.fill_(True)
@@ -72,15 +77,18 @@ class Trial:
         self.optimizer.step()
 
 
-def largest_batch(trial: Trial, shape: list[int], limit: int) -> int:
+def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[int], int] = lambda free: 0) -> int:
     """The largest of SIZES, but for the smallest no larger than `limit`, whose images (C, H, W) a step has memory for.
+
+    placed: how many bytes a data set will take of so many free ones on a GPU.
 
     A GPU is tried until it refuses. Of a CPU the memory is reckoned from what a small batch keeps for the backward pass.
     Raises Failure when not even the smallest fits.
     """
     sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
     if trial.device.type == "cuda":
-        reserve = torch.empty(int(torch.cuda.mem_get_info(trial.device)[0] * RESERVE), dtype=torch.uint8, device=trial.device)
+        free = torch.cuda.mem_get_info(trial.device)[0]
+        reserve = torch.empty(int(free * RESERVE) + placed(free), dtype=torch.uint8, device=trial.device)
         fitting = list(takewhile(lambda size: _fits(trial, shape, size), sizes))
         del reserve
     else:
@@ -162,16 +170,20 @@ def steepest(losses: list[float], reach: int) -> int | None:
 
 
 def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
-    """Sets the batch size of `data` ("batch" in auto) and the learning rate of `model` ("lr"), and prints both."""
+    """Sets the batch size of `data` ("batch" in auto) and the learning rates of `model` ("lr"), and prints them."""
     count, lr = len(data.split[0]), model.hparams["lr"]
     if "batch" in auto:
-        size = largest_batch(Trial(model, data, device, precision), data.input_shape, count // MIN_EPOCH_STEPS)
-        say(f"--auto-batch: {size} images ({data.batch_size} were set); --lr stays {lr:g}")
+        limit = count // MIN_EPOCH_STEPS
+        size = largest_batch(Trial(model, data, device, precision), data.input_shape, limit, data.bytes_on_device)
+        say(f"--auto-batch: {size} images ({data.batch_size} were set)")
         data.batch_size = size
     if "lr" in auto:
         room = MAX_FLOATS // math.prod(data.input_shape)  # what is more than that comes several times
         count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES), max(PROBE_IMAGES, room))
-        images, labels = data.plain_images(count), data.train_images.labels[data.split[0][:count]]
+        rows = spread_rows(data.split[0], count)
+        images, labels = data.plain_images(count), data.train_images.labels[rows]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-        say(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest")
-        model.hparams["lr"] = rate
+        say(f"--auto-lr: {rate:g} ({lr:g} was set), where the loss falls fastest; all rates change by this factor")
+        for name in RATES:
+            if (value := model.hparams[name]) is not None:
+                model.hparams[name] = float(f"{value * rate / lr:.2g}")

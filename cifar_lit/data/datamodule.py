@@ -17,13 +17,14 @@ from torch import Tensor
 from cifar_lit.data.augment import Augmentation, normalise
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.device_augment import DeviceAugmentation
-from cifar_lit.data.image_set import ImageSet, channel_statistics
+from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
+from cifar_lit.text import note
 
 PLACEMENTS = ("auto", "device", "host")
 SAMPLINGS = ("none", "balanced")
@@ -176,6 +177,8 @@ class ImageData(pl.LightningDataModule):
             groups = None if images.groups is None else images.groups[rows]
             train, val = split_validation(images.labels[rows], self.val_size, self.split_seed, groups)
             return rows[train], rows[val]
+        if images.val_rows is not None and self.val_size == 0:
+            note("data.val_size 0 is left aside: these images name their own validation images, which are not trained on")
         if images.val_rows is None:
             return split_validation(images.labels, self.val_size, self.split_seed, images.groups)
         is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))
@@ -238,15 +241,23 @@ class ImageData(pl.LightningDataModule):
         key = (part, self.device)
         if key not in self._placed:
             images: ImageSet = getattr(self, f"{part}_images")
-            where, free = self.placement, free_memory(self.device)  # None where nobody knows: they are few
-            if where == "auto":
-                where = "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
+            where = self._place_of(images, free_memory(self.device))
             if where == "device":
                 images.announce()  # once, rather than each batch's
                 pixels, labels = (tensor.to(self.device) for tensor in (images.images, images.labels))
                 images = replace(images, images=pixels, labels=labels, mapped=False)
             self._placed[key] = images, where
         return self._placed[key]
+
+    def _place_of(self, images: ImageSet, free: int | None) -> str:
+        """Where images are to be. free: bytes of the device's memory, None where nobody knows: images are few there."""
+        if self.placement != "auto":
+            return self.placement
+        return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
+
+    def bytes_on_device(self, free: int) -> int:
+        """What the training images will take of a device with so many free bytes."""
+        return self.train_images.images.nbytes if self._place_of(self.train_images, free) == "device" else 0
 
     @property
     def reads_ahead(self) -> bool:
@@ -296,8 +307,15 @@ class ImageData(pl.LightningDataModule):
 
     def side(self, epoch: int) -> int | None:
         """The side that training images are scaled to in an epoch, None for their own size."""
-        epochs = self.trainer.max_epochs if self.trainer else None
-        return side_at(self.resolutions, epoch, epochs) if self.resolutions and epochs and epochs > 0 else None
+        trainer = self.trainer
+        if not trainer or not self.resolutions:
+            return None
+        epochs = trainer.max_epochs or -1
+        if trainer.max_steps > 0:
+            batches = count_batches(len(self.split[0]), self.batch_size)
+            epochs_of_steps = -(-trainer.max_steps * trainer.accumulate_grad_batches // batches)
+            epochs = min(epochs, epochs_of_steps) if epochs > 0 else epochs_of_steps
+        return side_at(self.resolutions, epoch, epochs) if epochs > 0 else None
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""
@@ -350,9 +368,9 @@ class ImageData(pl.LightningDataModule):
         return normalise(images, *self._constants_on(images.device))
 
     def plain_images(self, count: int) -> Tensor:
-        """The first training images as they are, normalised: float32 (B, C, H, W)."""
+        """So many training images as they are, from all over the set, normalised: float32 (B, C, H, W)."""
         images, _ = self.placed("train")
-        return self._normalised(images.take(self.split[0][:count].to(images.images.device)))
+        return self._normalised(images.take(spread_rows(self.split[0], count).to(images.images.device)))
 
     def batches_of_view(self, rows: Tensor, view: int) -> Iterator[Tensor]:
         """Training images of int64 rows in batches, normalised, where they are trained on: as they are (view 0), or augmented.

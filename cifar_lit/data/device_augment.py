@@ -121,6 +121,8 @@ class DeviceAugmentation:
             if not pair or not 0 < value[0] <= value[1] <= most:
                 rule = "two rising shares of the area, above 0 and up to 1" if name == "scale" else "two rising numbers above 0"
                 raise UsageError(f"data.augment.{name} must be {rule}, such as [0.35, 1], not {value!r}")
+        if self.ratio and not self.scale:
+            raise UsageError("data.augment.ratio is of the random crop: set data.augment.scale too, such as [0.35, 1]")
 
     @property
     def mixes(self) -> bool:

@@ -93,7 +93,8 @@ def parse_image_size(value: ImageSize) -> tuple[int, int]:
         height, width = map(int, sides if len(sides) > 1 else (*sides, *sides))
     except ValueError:
         form = "a number of pixels for squares, or height x width, such as 96x128"
-        raise UsageError(f"--data.image_size must be {form}, not {str(value)[:40]!r}") from None
+        shown = str(list(value) if isinstance(value, tuple) else value)[:40]
+        raise UsageError(f"--data.image_size must be {form}, not {shown!r}") from None
     if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE:
         raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,} pixels a side, not {height}×{width}")
     return height, width
@@ -109,14 +110,21 @@ def check_class_names(names: Sequence[object], of: str = "the data set's class")
         raise UsageError(f"{len(names)} classes have {len(set(names))} names only: give each its own")
 
 
+def spread_rows(rows: Tensor, most: int) -> Tensor:
+    """At most so many of int64 rows (N,), at equal distances: the first ones of own images would all be of one class."""
+    count = min(len(rows), most)
+    return rows[torch.arange(count) * len(rows) // max(1, count)]
+
+
 def channel_statistics(images: Tensor, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel over the chosen images, in [0, 1] units, rounded to 4 digits.
 
-    images: uint8 (N, H, W, C); at most the first `most` chosen ones are read.
+    images: uint8 (N, H, W, C); at most `most` of the chosen ones are read.
     """
-    channels, pixels = images.shape[3], images[0].numel() // images.shape[3] * len(rows[:most])
+    rows = spread_rows(rows, most)
+    channels, pixels = images.shape[3], images[0].numel() // images.shape[3] * len(rows)
     total, squares = torch.zeros(2, channels, dtype=torch.float64)
-    for part in rows[:most].split(max(1, min(2048, STATISTICS_BYTES // images[0].numel()))):
+    for part in rows.split(max(1, min(2048, STATISTICS_BYTES // images[0].numel()))):
         values = images.index_select(0, part).view(-1, channels).float() / 255.0
         total += values.sum(0)
         squares += values.square().sum(0)

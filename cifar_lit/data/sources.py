@@ -10,7 +10,7 @@ import pickle
 import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
     images = source.load(settings, train)
     if not isinstance(images, ImageSet):
         raise UsageError(f"{dataset} must return a cifar_lit.data.image_set.ImageSet, not a {type(images).__name__}")
-    return images
+    return images if images.images.is_contiguous() else replace(images, images=images.images.contiguous())
 
 
 def at_hand(dataset: str, settings: SourceSettings) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, decode_files
 from cifar_lit.errors import Failure
-from cifar_lit.files import atomic_write
+from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
 from cifar_lit.text import printable
@@ -171,12 +171,8 @@ def is_picture_name(path: Path) -> bool:
 
 def save_picture(image: Image.Image, path: Path) -> None:
     """Writes a picture in the format of its suffix; raises Failure where that cannot be done."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial:
-            image.save(partial, Image.registered_extensions()[path.suffix.lower()])
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place.") from None
+    with writing(path, "Choose another place.", parents=True) as partial:
+        image.save(partial, Image.registered_extensions()[path.suffix.lower()])
 
 
 def _thumbnail(row: Row) -> Image.Image:

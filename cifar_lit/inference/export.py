@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
-from cifar_lit.files import atomic_write
+from cifar_lit.files import writing
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 
@@ -95,14 +95,11 @@ def export(
     Raises:
         Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
     """
-    try:
-        with atomic_write(path) as part:
-            write(net, to, part, calibration)
-            runners = runner_of(net), open_file(part, to)
-            result = check(*runners, sample.images, sample.labels)
-            refuse_disagreement(result, int8=calibration is not None)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}. Choose another place with --out.") from error
+    with writing(path, "Choose another place with --out.") as part:
+        write(net, to, part, calibration)
+        runners = runner_of(net), open_file(part, to)
+        result = check(*runners, sample.images, sample.labels)
+        refuse_disagreement(result, int8=calibration is not None)
     seconds = {}
     for batch in TIMED_BATCHES:
         images = sample.images[torch.arange(batch) % len(sample.images)]

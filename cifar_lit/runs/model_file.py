@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import atomic_write
+from cifar_lit.files import writing
 from cifar_lit.models.registry import build_net, build_on_meta_device, with_versions
 from cifar_lit.plugins import UntrustedName
 from cifar_lit.runs.run_folder import weights_file
@@ -110,11 +110,8 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, nov
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of eight bytes
-    try:
-        with atomic_write(path) as partial, partial.open("wb") as file:
-            file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error}. Free some space; the checkpoints are intact.") from None
+    with writing(path, "Free some space; the checkpoints are intact.") as partial, partial.open("wb") as file:
+        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
 
 
 def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from cifar_lit import __version__
+import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
@@ -106,7 +106,7 @@ def calibration_of(predictions: Predictions, temperature: float | None) -> dict[
 def versions() -> dict[str, str]:
     """Versions of what the result depends on."""
     packages = {package: version(package) for package in ("torch", "torchvision", "lightning", "torchmetrics")}
-    return {"python": platform.python_version(), **packages, "cifar-lit": __version__}
+    return {"python": platform.python_version(), **packages, "cifar-lit": cifar_lit.__version__}
 
 
 def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:

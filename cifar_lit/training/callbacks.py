@@ -213,6 +213,12 @@ def within_epoch(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
 
 
+def validates_next(trainer: pl.Trainer) -> bool:
+    """Whether a validation is due right after this batch: a checkpoint of before it would lose it. All devices say the same."""
+    loop: Any = trainer.fit_loop
+    return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
 class OrderlyStop(Checkpoint):
     """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
 
@@ -261,8 +267,10 @@ class OrderlyStop(Checkpoint):
         return int(received)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
-        if (self._received or trainer.world_size > 1) and within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
+        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway, and after a validation a step."""
+        if not (self._received or trainer.world_size > 1) or not within_epoch(trainer) or validates_next(trainer):
+            return
+        if number := self._agreed(trainer, pl_module):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
             raise self._interrupted(number)
 

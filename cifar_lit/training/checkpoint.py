@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write
-from cifar_lit.training.callbacks import within_epoch
+from cifar_lit.training.callbacks import validates_next, within_epoch
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -137,8 +137,13 @@ class RegularCheckpoint(RunCheckpoint):
                 callback.asked_for = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves every so many steps or minutes, as Lightning does; an epoch's end saves anyway."""
-        if within_epoch(trainer):
+        """Saves every so many steps or minutes, as Lightning does, but after a validation that is due; epochs' ends save too."""
+        if not within_epoch(trainer):
+            return
+        if validates_next(trainer):
+            every = self._every_n_train_steps
+            self._defer_save_until_validation = every > 0 and trainer.global_step % every == 0
+        else:
             ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
 
 

@@ -51,6 +51,13 @@ def class_weights(counts: Tensor, kind: str) -> list[float]:
     return (weights * (counts.sum() / (weights * counts).sum())).tolist()
 
 
+def hold_norms(net: nn.Module) -> None:
+    """Has batch norms normalise by their running statistics, and leave these as they are, while the rest is trained."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
 def images_to_whiten(data: Any) -> Tensor:
     """The training images that a whitening layer is computed from, as they are; no more than a GB of float32 holds."""
     return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
@@ -245,6 +252,8 @@ class ImageClassifier(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
         self.on_fit_end()  # which a fit that failed has not come to
+        if self.hparams["fixed_norms"]:
+            hold_norms(self)  # the Trainer calls `train` in no fit
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
@@ -292,9 +301,7 @@ class ImageClassifier(pl.LightningModule):
         """Training mode, in which `fixed_norms` leaves batch norms as they are in evaluation."""
         super().train(mode)
         if mode and self.hparams["fixed_norms"]:
-            for module in self.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+            hold_norms(self)
         return self
 
     def on_train_start(self) -> None:
@@ -353,7 +360,9 @@ class ImageClassifier(pl.LightningModule):
         self.running.start_row()
         self.logged_step = self.global_step
         self.progress.update(loss=loss / images, accuracy=hits / images)
-        rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        group, lr = self.trainer.optimizers[0].param_groups[0], self.hparams["lr"]
+        # what model.lr has become; layers near the input, which are the first group with input_lr, have less
+        rate = float(group["lr"]) * (lr / float(group.get("initial_lr", group["lr"])))
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
@@ -55,7 +55,8 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
         UsageError: for a file that is not there, or weights of another net.
         Failure: when they cannot be downloaded, or a file is damaged or would execute code.
     """
-    given, own = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser()), net.state_dict()
+    own = net.state_dict()
+    given = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), own)
     head = _head_path(net)
     known = {path: _for_channels(tensor, own[path]) for path, tensor in given.items() if path in own}
     fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
@@ -92,11 +93,17 @@ def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
     return tensor.sum(1, keepdim=True) if grey else tensor
 
 
-def _from_file(path: Path) -> Mapping[str, Tensor]:
+def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
+    """The tensors of a file by their names in the net, which has `own`: without what runs and other programs put before them."""
     if not path.is_file():
         raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
     tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
-    return {name.removeprefix("module.").removeprefix("net."): tensor for name, tensor in tensors.items()}
+
+    def own_name(name: str) -> str:
+        inner = name.removeprefix("module.")
+        return next((form for form in (name, inner) if form in own), inner.removeprefix("net."))
+
+    return {own_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _from_safetensors(path: Path) -> dict[str, Tensor]:
@@ -194,6 +201,7 @@ STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # of the penalty on weights of
 ITERATIONS = 60  # of L-BFGS for each, from the solution of the one before
 FOLDS = 5
 MAX_FOLDED = 2000  # rows of features; of more, one part in five is held out once
+MAX_FITTED = 100_000  # rows of features: more take memory without end, and change little
 
 
 class Head(NamedTuple):
@@ -213,15 +221,19 @@ def fit_head(features: Tensor, labels: Tensor, num_classes: int, views: int, cla
         class_weights: float32 (classes,), of the images' losses.
     """
     begun = time.perf_counter()
-    features, targets = features.float(), labels.repeat(views)
-    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
-    rows = (features - mean) / std
+    targets = labels.repeat(views)
     generator = torch.Generator().manual_seed(0)
     fold = torch.empty_like(labels)
     for label in range(num_classes):
         own = (labels == label).nonzero().flatten()
         fold[own[torch.randperm(len(own), generator=generator)]] = torch.arange(len(own)) % FOLDS
     fold = fold.repeat(views)
+    if len(targets) > MAX_FITTED:
+        some = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
+        features, targets, fold = features[some], targets[some], fold[some]
+    features = features.float()
+    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
+    rows = (features - mean) / std
     losses = torch.zeros(len(STRENGTHS))
     for part in range(min(FOLDS, int(fold.max()) + 1) if len(rows) <= MAX_FOLDED else 1):
         held_out = fold == part
@@ -295,9 +307,9 @@ class HeadFit(Callback):
         text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
-            if val_features is not None:  # the first device counts for all
-                scored = (F.linear(val_features.float(), weight, bias), labels[val])
-                model.evaluation.update(*move_data_to_device(scored, model.device))
+            # the first device counts for all; the others have to know the shapes of what metrics put together
+            logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
+            model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
             scalars = model.score.scalars("val")
             text += f" · validation accuracy {model.score.accuracy:.4f}"

@@ -154,8 +154,14 @@ class Evaluation(nn.Module):
         self.confusion.update(logits, labels)
         if self.top5 is not None:
             self.top5.update(logits.float(), labels)
-        if len(self.metrics) and bool(counted.all()):  # padding comes in whole batches
+        if not len(self.metrics):
+            return
+        if len(labels) and bool(counted.all()):  # padding comes in whole batches
             self.metrics.update(logits, labels)
+            return
+        for metric in self.metrics.values():
+            if any(isinstance(state, list) for state in metric._defaults.values()):  # whose shape all devices have to know
+                metric.update(logits[:0], labels[:0])
 
     def compute(self) -> Score:
         """The score over all devices."""

@@ -73,6 +73,10 @@ def test_auto_chooses_by_the_number_of_images_what_the_line_does_not_say() -> No
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-2"))
     assert (config["trainer"]["max_epochs"], config["model"]["lr"]) == (1, 0.001)
+    answer = run_command(*SMALL, *SHAPENET[:-2], "--auto", "--auto-batch", "--epochs", "1", "--batch-size", "64")
+    assert answer.code == 0, answer.err
+    config = config_of(Path("lightning_logs/small-3"))
+    assert (config["data"]["batch_size"], config["model"]["lr"]) == (16, choose_training(160, 16).lr)
     again = run_command(*SMALL, *SHAPENET, "--auto", "--resume", "lightning_logs/small-2")
     assert again.code == 2 and "is finished" in again.err
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cifar_lit.cli import tuner
-from cifar_lit.cli.tuner import Trial, device_of, largest_batch, learning_rate, search, steepest
+from cifar_lit.cli.tuner import RATES, Trial, device_of, largest_batch, learning_rate, search, steepest
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
 from cifar_lit.training.classifier import ImageClassifier
@@ -21,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def images(data: ImageData) -> tuple[Tensor, Tensor]:
     """Training images, normalised, and their labels."""
-    return data.plain_images(160), data.train_images.labels[data.split[0][:160]]
+    return data.plain_images(160), data.train_images.labels[spread_rows(data.split[0], 160)]
 
 
 def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet", **settings: float) -> Trial:
@@ -33,6 +35,37 @@ def test_a_search_does_not_change_the_weights_that_training_starts_from(data: Im
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     search({"batch", "lr"}, model, own, CPU, "32-true")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_search_for_the_rate_changes_all_rates_alike_and_holds_norms(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Trial] = []
+
+    def found(some: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
+        tried.append(some)
+        return 0.5 * lr
+
+    monkeypatch.setattr(tuner, "learning_rate", found)
+    settings: dict[str, Any] = {"optimizer": "adamw", "lr": 0.02, "input_lr": 0.004, "fixed_norms": True}
+    model = ImageClassifier("shapenet", [3, 16, 16], 4, **settings)
+    search({"lr"}, model, copy(data), CPU, "32-true")
+    assert [model.hparams[name] for name in RATES] == [0.01, None, None, 0.002]
+    norms = [module for module in tried[0].net.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms and not any(norm.training for norm in norms) and tried[0].net.training
+
+
+def test_a_search_looks_at_images_of_all_classes_where_they_lie_class_by_class(
+    data: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, seen = copy(data), list[int]()
+    own.split = data.train_images.labels.argsort(), own.split[1]
+    monkeypatch.setattr(tuner, "learning_rate", lambda some, images, labels, *_: seen.extend(labels.tolist()) or 0.1)
+    monkeypatch.setattr(tuner, "MAX_FLOATS", 1)
+    monkeypatch.setattr(tuner, "PROBE_IMAGES", 40)
+    for name in ("MIN_STEPS", "MAX_IMAGES"):
+        monkeypatch.setattr(tuner, name, 1)
+    own.batch_size = 40
+    search({"lr"}, ImageClassifier("shapenet", [3, 16, 16], 4), own, CPU, "32-true")
+    assert 0 < len(seen) < len(own.split[0]) and set(seen) == set(range(4))
 
 
 def test_on_a_cpu_the_largest_batch_follows_from_the_memory_that_is_free(

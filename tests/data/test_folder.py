@@ -118,7 +118,9 @@ def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shap
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
 @pytest.mark.parametrize("test", [True, False])
-def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(root: Path, name: str, test: bool) -> None:
+def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(
+    root: Path, name: str, test: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
     damage(save(root / name / "dog/1.png"))
     if not test:
@@ -129,6 +131,7 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [0, 1]
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
+    assert "data.val_size 0 is left aside" in capsys.readouterr().err
 
 
 def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,6 +269,9 @@ def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
     settings = SourceSettings(count=12)
     monkeypatch.setitem(SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9)))
     assert at_hand("mine", settings) and load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
+    view = replace(shapes(True, count=12, image_size=9), images=torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1))
+    monkeypatch.setitem(SOURCES, "view", Source(lambda settings, train: view))
+    assert load_images("view", settings, train=True).images.is_contiguous()
     monkeypatch.setitem(SOURCES, "bad", Source(lambda settings, train: "images"))  # type: ignore[arg-type,return-value]
     with pytest.raises(UsageError, match=r"bad must return a cifar_lit.data.image_set.ImageSet, not a str"):
         load_images("bad", settings, train=True)

@@ -68,6 +68,26 @@ def test_a_net_takes_pretrained_weights_all_but_a_head_for_other_classes(file: s
     assert same(weights(again), weights(pretrained))
 
 
+class Wrapped(nn.Module):
+    """A net of one's own that calls its layers `net`, as runs do."""
+
+    def __init__(self, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+def test_layers_of_ones_own_may_be_called_as_what_runs_put_before_names(tmp_path: Path) -> None:
+    first, *others = (Wrapped(3, (16, 16), 10, 1.0) for _ in range(3))
+    save_file(first.state_dict(), tmp_path / "own.safetensors")
+    torch.save({"state_dict": {f"net.{name}": value for name, value in first.state_dict().items()}}, tmp_path / "run.pth")
+    for other, name in zip(others, ("own.safetensors", "run.pth"), strict=True):
+        load_pretrained(other, "own.Wrapped", str(tmp_path / name))
+        assert same(weights(other), weights(first))
+
+
 def test_grey_images_are_seen_as_colour_images_of_that_grey(file: str) -> None:
     colour, grey, images = shapenet(), shapenet(channels=1), torch.rand(2, 1, 16, 16)
     load_pretrained(colour, "shapenet", file)
@@ -133,6 +153,19 @@ def test_features_without_a_pattern_have_the_strongest_penalty() -> None:
     labels = torch.arange(100) % 2
     pattern = fit_head(torch.randn(100, 300) + 6.0 * labels[:, None] * (torch.arange(300) < 3), labels, 2, views=1).weight
     assert noise.norm() < pattern.norm()
+
+
+def test_of_very_many_features_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(3000) % 2
+    features = torch.randn(6000, 4) + labels.repeat(2)[:, None]
+    seen: list[int] = []
+    solve = finetune._solve
+    monkeypatch.setattr(finetune, "_solve", lambda rows, *more: seen.append(len(rows)) or solve(rows, *more))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(finetune, "MAX_FITTED", 2500)
+    head = fit_head(features, labels, 2, views=2)
+    assert max(seen) == 2500
+    assert ((features @ head.weight.T + head.bias).argmax(1) == labels.repeat(2)).float().mean() > 0.8
 
 
 def test_rare_classes_have_their_share_by_class_weights() -> None:
@@ -232,23 +265,26 @@ def test_training_all_weights_has_to_be_better_than_the_head_alone(
     assert saved["cifar_lit"]["score"]["accuracy"] == pytest.approx(float(best.best_model_score))  # type: ignore[arg-type]
 
 
-def test_a_resumed_fine_tuning_goes_on_from_its_weights_and_fits_no_head(file: str, data: ImageData, tmp_path: Path) -> None:
-    whole = model(file)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_resumed_fine_tuning_goes_on_from_its_weights_and_fits_no_head(
+    fixed: bool, file: str, data: ImageData, tmp_path: Path
+) -> None:
+    whole = model(file, fixed_norms=fixed)
     fitted(whole, data, *best_and_last(tmp_path / "a"))
 
     def stop(trainer: Any, _: Any) -> None:
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
         trainer.should_stop = True
 
-    fitted(model(file), shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), At(4, stop, after=True))
-    resumed = model(file)
+    stopped, resumed = model(file, fixed_norms=fixed), model(file, fixed_norms=fixed)
+    fitted(stopped, shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), At(4, stop, after=True))
     fitted(resumed, shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), resume=tmp_path / "stopped.ckpt")
     assert same(weights(whole), weights(resumed))
 
 
 def test_fixed_norms_keep_their_statistics_while_their_scales_are_trained(file: str, data: ImageData) -> None:
-    for fixed in (True, False):
-        tuned = model(file, fixed_norms=fixed)
+    for fixed, views in ((True, 1), (True, 0), (False, 1)):
+        tuned = model(file, fixed_norms=fixed, head_views=views)
         before = weights(tuned.net)
         fitted(tuned, data, max_epochs=1)
         after = weights(tuned.net)

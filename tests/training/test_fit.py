@@ -281,6 +281,12 @@ def test_images_that_stay_on_the_host_train_the_same_net_at_the_same_sizes() -> 
     assert same(*ends)
 
 
+def test_the_rate_that_is_logged_is_that_of_the_last_layers() -> None:
+    rows = Rows()
+    fitted(classifier(optimizer="adamw", lr=0.01, input_lr=1e-4), shapes_data(), logger=rows, max_epochs=1)
+    assert set(rows.of("lr").values()) == {0.01}
+
+
 def test_a_checkpoint_is_loaded_as_lightning_users_do(tmp_path: Path) -> None:
     model = classifier(optimizer="adamw", lr=0.01)
     done = fitted(model, shapes_data(), max_epochs=1)

@@ -10,7 +10,7 @@ from real_runs import SETTINGS, here, only_run
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import prediction_table, write_predictions
@@ -93,6 +93,19 @@ def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
     for _ in range(50):
         metric.update(torch.tensor(losses), torch.tensor(counted))
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
+
+
+def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_together() -> None:
+    evaluation = Evaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
+    evaluation.update(LOGITS[:5], torch.full((5,), -1))
+    (auroc, micro) = (evaluation.metrics[name] for name in ("auroc", "micro"))
+    assert [(tensor.shape, tensor.dtype) for tensor in (*auroc.preds, *auroc.target)] == [
+        ((0, 7), torch.float32),
+        ((0,), torch.int64),
+    ]
+    assert not micro.update_called
+    evaluation.update(LOGITS, LABELS)
+    assert evaluation.compute().metrics["auroc"] == pytest.approx(float(MulticlassAUROC(7)(LOGITS, LABELS)), abs=1e-6)
 
 
 def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None:
