@@ -372,7 +372,8 @@ class ImageClassifier(pl.LightningModule):
         """Loss, hits and images of each device since the last row, (devices, 3); raises NotFiniteLoss where a loss was not."""
         rows = gather_rows(self.trainer, self, self.running.sums()).cpu()
         if rows[:, 3].any():
-            raise self._not_finite("not finite", self.logged_step + int(self.running.finite_steps))
+            steps = int(self.running.finite_steps) // self.trainer.accumulate_grad_batches  # batches were counted
+            raise self._not_finite("not finite", self.logged_step + steps)
         return rows[:, :3]
 
     def _not_finite(self, what: str, step: int) -> NotFiniteLoss:

@@ -194,7 +194,7 @@ class RunningMetrics:
     """Loss and accuracy of the training steps since the last logged row, summed on the device without waiting for it.
 
     loss, hits: float32 scalars. images: their number, counted by the host. non_finite: 1 once a loss was NaN or infinite;
-    finite_steps: how many steps came before that one. epoch: loss, hits and images of all devices in the rows of this epoch.
+    finite_steps: how many batches came before that one. epoch: loss, hits and images of all devices in the rows of this epoch.
     batches: how many there were since that row, the same on every device, also where one had no image of a batch.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_several_alike_are_one_group_and_their_order_makes_no_difference() -> No
     order = np.random.default_rng(0).permutation(len(pictures))
     groups = near_duplicates(stack(pictures)[order])
     assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
+
+
+def test_the_search_takes_little_memory_beyond_a_thumbnail_of_each_picture() -> None:
+    """Of a million thumbnails in 1.5 GB, twice as much had the process killed."""
+    count = 20_000
+    images = np.random.default_rng(0).integers(0, 256, (count, 9, 9, 3), np.uint8)
+    tracemalloc.start()
+    try:
+        near_duplicates(images)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 81 * 3 * count < peak < 450 * count
 
 
 def test_plain_pictures_are_not_alike() -> None:

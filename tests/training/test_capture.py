@@ -241,6 +241,13 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_states_as_they_were_and_na
     assert all(math.isfinite(loss) for loss in rows.of("train/loss").values())
 
 
+def test_a_loss_that_is_read_late_is_named_by_its_update_where_batches_are_gathered() -> None:
+    late = LambdaCallback(on_train_start=lambda trainer, model: setattr(model, "_reads_losses", False))
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 100}
+    with pytest.raises(NotFiniteLoss, match="the loss is not finite at step 2 of epoch 0$"):
+        fitted(classifier(), broken_data(5), late, **settings)
+
+
 def test_a_step_that_is_not_captured_does_not_wait_for_another_device_than_a_cpu() -> None:
     """Tensors without content refuse every question about their values."""
     used, model = trainer(), classifier(**{**WHITENED, "schedule": "constant"}).to("meta")
