@@ -39,7 +39,7 @@ WHAT = (
     "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "
     "goes on when the same line is typed again. What is not listed here goes to the training."
 )
-NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds")  # flags of training
+NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
 CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")  # what results depend on
 LEGEND = (
     f"± is the standard deviation over n seeds; behind n, from n = {FEW} on, the 95 % interval of the mean (Student's t)",
@@ -118,6 +118,8 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
     known = ["runs", "seed0", "json", *SHORT, *OWN]
     for word in (word for word in settings.flags if word.startswith("--")):
         flag = word.removeprefix("--").partition("=")[0]
+        if flag == "folds":
+            raise UsageError("bench recipe takes no --folds: it measures one training for each seed")
         if flag in NOT_TAKEN:
             advice = "recipes stand first on the line, and each run starts anew, from the seeds that --seed0 and --runs choose"
             raise UsageError(f"bench recipe takes no --{flag}: {advice}")

@@ -80,7 +80,7 @@ def subject_from(settings: argparse.Namespace, absent: Collection[str] = ()) -> 
     defaults = {**signature(ImageClassifier).parameters, **signature(ImageData).parameters}
     for name, value in [*model.items(), *data.items()]:
         if name in absent and value != defaults[name].default:
-            raise UsageError(f"the loop beside it has no {name}: name a --recipe without it, as tudui and lenet are")
+            raise UsageError(f"the loop beside it does not know {name} {value!r}: name a --recipe without it, such as tudui")
     if data.get("dataset") == "shapes":
         data["count"] = settings.count
     machine = detect_machine()

@@ -33,7 +33,7 @@ WHAT = (
 # Settings that this loop does not have: where a recipe's differ from their defaults, both would not train the same.
 ABSENT = (
     *("optimizer", "nesterov", "weight_decay", "schedule", "warmup_epochs", "label_smoothing", "class_weights", "ema_decay"),
-    *("fixed_norms", "shuffle", "sampling", "crop", "flip", "cutout", "augment"),
+    *("fixed_norms", "weights", "frozen", "input_lr", "shuffle", "sampling", "crop", "flip", "cutout", "resolutions", "augment"),
 )
 
 

@@ -222,7 +222,9 @@ class TrainingCLI(LightningCLI):
         if auto and self.name != "fit":
             flag = next(flag for flag, what in AUTO.items() if what in auto)
             raise UsageError(f"--{flag} is for new trainings: leave it out")
-        for part in ("batch", "training", "lr"):  # each after what it depends on
+        if "training" in auto and not (self.settings.model.weights and self.settings.model.head_views):
+            raise UsageError("--auto is for pretrained nets: use --recipe finetune, or set model.weights and model.head_views")
+        for part in ("batch", "training", "lr"):  # --auto takes its rates from the batch size, --auto-lr starts from those
             if part == "training" and part in auto:
                 kwargs["max_epochs"] = self._choose_training()
             elif part in auto:
@@ -256,8 +258,6 @@ class TrainingCLI(LightningCLI):
     def _choose_training(self) -> int:
         """Sets what `--auto` chooses and is not typed, as if it had been; the number of epochs."""
         settings, images = self.settings, len(self.datamodule.split[0])
-        if not settings.model.weights or not settings.model.head_views:
-            raise UsageError("--auto is for pretrained nets: use --recipe finetune, or set model.weights and model.head_views")
         choice = choose_training(images, self.datamodule.batch_size)
         for name in ("unfreeze", "lr", "input_lr"):
             if self.command.value(f"model.{name}") is None:

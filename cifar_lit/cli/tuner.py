@@ -80,7 +80,7 @@ class Trial:
 def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[int], int] = lambda free: 0) -> int:
     """The largest of SIZES, but for the smallest no larger than `limit`, whose images (C, H, W) a step has memory for.
 
-    placed: how many bytes a data set will take of so many free ones on a GPU.
+    placed: given a GPU's free bytes, how many of them the training images will occupy.
 
     A GPU is tried until it refuses. Of a CPU the memory is reckoned from what a small batch keeps for the backward pass.
     Raises Failure when not even the smallest fits.
@@ -88,9 +88,13 @@ def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[
     sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
     if trial.device.type == "cuda":
         free = torch.cuda.mem_get_info(trial.device)[0]
-        reserve = torch.empty(int(free * RESERVE) + placed(free), dtype=torch.uint8, device=trial.device)
+        wanted = int(free * RESERVE) + placed(free)
+        if wanted >= free:
+            raise Failure("the images leave no memory for a step: set --data.placement host")
+        reserve = torch.empty(wanted, dtype=torch.uint8, device=trial.device)
         fitting = list(takewhile(lambda size: _fits(trial, shape, size), sizes))
         del reserve
+        torch.cuda.empty_cache()  # what torch only keeps does not count as free where images are placed
     else:
         bytes_per_image = 2 * _kept_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
         fitting = [size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)]

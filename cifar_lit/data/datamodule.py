@@ -19,12 +19,12 @@ from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
+from cifar_lit.data.progress import note_once
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import free_memory
-from cifar_lit.text import note
 
 PLACEMENTS = ("auto", "device", "host")
 SAMPLINGS = ("none", "balanced")
@@ -40,7 +40,8 @@ class ImageData(pl.LightningDataModule):
             .jsonl).
         batch_size: images a training step takes over all devices together.
         eval_batch_size: images a device takes at once in validation, test and prediction.
-        val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all.
+        val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all, but for validation
+            images that the set itself names.
         test_size: fraction that becomes the test set where a folder or table of own images names none.
         split_seed: seed of these splits and of drawn images; apart from `seed`, so that runs with other seeds are
             validated and tested on the same images.
@@ -136,7 +137,7 @@ class ImageData(pl.LightningDataModule):
             raise UsageError(f"data.fold {fold} of data.folds {folds} cannot be: folds are 2 or more, and counted from 0")
         self.folds, self.fold = folds, fold
         drawn = None if folds else test_size  # with folds every image is tested on in its turn
-        image_size = tuple(image_size) if isinstance(image_size, list) else image_size  # settings can be looked up by
+        image_size = tuple(image_size) if isinstance(image_size, list) else image_size  # hashable: sources may be cached by it
         self.settings = SourceSettings(
             root, url, image_size, channels, num_classes, count, drawn, split_seed, skip_bad, cache_dir, labels, resize, group
         )
@@ -178,7 +179,8 @@ class ImageData(pl.LightningDataModule):
             train, val = split_validation(images.labels[rows], self.val_size, self.split_seed, groups)
             return rows[train], rows[val]
         if images.val_rows is not None and self.val_size == 0:
-            note("data.val_size 0 is left aside: these images name their own validation images, which are not trained on")
+            of = self.settings.root or self.dataset
+            note_once(f"{of}: data.val_size 0 is left aside, as there are validation images, which are not trained on")
         if images.val_rows is None:
             return split_validation(images.labels, self.val_size, self.split_seed, images.groups)
         is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))
@@ -209,7 +211,7 @@ class ImageData(pl.LightningDataModule):
         """Mean and standard deviation of each channel that images are normalised with."""
         channels, mean, std = self.input_shape[0], self._mean, self._std
         if mean is None or std is None:
-            measured = channel_statistics(self.train_images.images, self.split[0])
+            measured = channel_statistics(self.train_images, self.split[0])
             mean, std = measured[0] if mean is None else mean, measured[1] if std is None else std
         mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
@@ -250,7 +252,7 @@ class ImageData(pl.LightningDataModule):
         return self._placed[key]
 
     def _place_of(self, images: ImageSet, free: int | None) -> str:
-        """Where images are to be. free: bytes of the device's memory, None where nobody knows: images are few there."""
+        """Where images are to be. free: bytes of the device's memory, None where the system does not tell."""
         if self.placement != "auto":
             return self.placement
         return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
@@ -307,15 +309,19 @@ class ImageData(pl.LightningDataModule):
 
     def side(self, epoch: int) -> int | None:
         """The side that training images are scaled to in an epoch, None for their own size."""
+        return side_at(self.resolutions, epoch, self.epochs) if self.resolutions and self.epochs else None
+
+    @property
+    def epochs(self) -> int | None:
+        """How many epochs the training has, by its epochs or its steps; None where it has no end."""
         trainer = self.trainer
-        if not trainer or not self.resolutions:
+        if not trainer:
             return None
-        epochs = trainer.max_epochs or -1
+        ends = [trainer.max_epochs or -1]
         if trainer.max_steps > 0:
-            batches = count_batches(len(self.split[0]), self.batch_size)
-            epochs_of_steps = -(-trainer.max_steps * trainer.accumulate_grad_batches // batches)
-            epochs = min(epochs, epochs_of_steps) if epochs > 0 else epochs_of_steps
-        return side_at(self.resolutions, epoch, epochs) if epochs > 0 else None
+            batches = min(count_batches(len(self.split[0]), self.batch_size), trainer.num_training_batches)
+            ends.append(-(-trainer.max_steps // max(1, -(-int(batches) // trainer.accumulate_grad_batches))))
+        return min((end for end in ends if end > 0), default=None)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""

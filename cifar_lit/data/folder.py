@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import torch
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.data.image_set import ImageSet, ImageSize, check_class_names, parse_image_size
+from cifar_lit.data.progress import note_once
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.text import note
 
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
@@ -120,7 +119,7 @@ def folder(
         labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
         if left_out and part in chosen:
             of = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            _note(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+            note_once(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
     chosen_labels = torch.tensor([label for part in chosen for label in labels[part]], dtype=torch.int64)
     count = len(chosen_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
@@ -172,10 +171,10 @@ def _tell_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: s
     kind = "near-duplicates (the same but for scaling, encoding, a slight crop or brightness)"
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"
-        _note(f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good")
+        note_once(f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good")
     else:
         of = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
-        _note(f"{of} are {kind} of each other: such are kept on one side of a split")
+        note_once(f"{of} are {kind} of each other: such are kept on one side of a split")
 
 
 def scan(root: Path) -> Listing:
@@ -196,7 +195,7 @@ def scan(root: Path) -> Listing:
             raise UsageError(f"{root} has {named[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
         names: list[str] = ["train", *val, *named[1:]]
         if others:
-            _note(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
+            note_once(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
         parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
         for name in names[1:]:
             only = {part: sorted(parts[part].keys() - parts[other].keys()) for part, other in (("train", name), (name, "train"))}
@@ -206,7 +205,7 @@ def scan(root: Path) -> Listing:
     else:
         parts = {"all": _tree(root, "", ignored)}
     if ignored:
-        _note(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
+        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
     return Listing(parts)
 
 
@@ -254,7 +253,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         lost = f"{len(missing):,} of {len(files):,} images of {table} are not there: {_listed(path[:200] for path in missing)}"
         raise UsageError(f"{lost}; their paths count from {table.parent}/. To go on without them: --data.skip_bad true")
     if repeated:
-        _note(f"{table}: {repeated:,} rows repeat one above, and count once")
+        note_once(f"{table}: {repeated:,} rows repeat one above, and count once")
     classes = sorted({label for label, _, _ in rows.values()})
     check_class_names(classes, f"in {table}, the class")
     if all(re.fullmatch(r"-?[0-9]+", name) for name in classes):
@@ -339,10 +338,3 @@ def _listed(names: Iterable[str] | Mapping[str, str]) -> str:
     texts = [f"{name} ({reason})" for name, reason in names.items()] if isinstance(names, Mapping) else list(names)
     more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more
-
-
-@cache
-def _note(line: str) -> None:
-    """Prints a note once a process, and in one process a machine: a run opens its data several times."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        note(line)

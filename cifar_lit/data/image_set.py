@@ -116,16 +116,17 @@ def spread_rows(rows: Tensor, most: int) -> Tensor:
     return rows[torch.arange(count) * len(rows) // max(1, count)]
 
 
-def channel_statistics(images: Tensor, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
+def channel_statistics(images: ImageSet, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel over the chosen images, in [0, 1] units, rounded to 4 digits.
 
-    images: uint8 (N, H, W, C); at most `most` of the chosen ones are read.
+    At most `most` of the chosen ones are read.
     """
     rows = spread_rows(rows, most)
-    channels, pixels = images.shape[3], images[0].numel() // images.shape[3] * len(rows)
+    channels, height, width = images.input_shape
+    pixels = height * width * len(rows)
     total, squares = torch.zeros(2, channels, dtype=torch.float64)
-    for part in rows.split(max(1, min(2048, STATISTICS_BYTES // images[0].numel()))):
-        values = images.index_select(0, part).view(-1, channels).float() / 255.0
+    for part in rows.split(max(1, min(2048, STATISTICS_BYTES // (channels * height * width)))):
+        values = images.take(part).view(-1, channels).float() / 255.0
         total += values.sum(0)
         squares += values.square().sum(0)
     mean = total / pixels

@@ -7,10 +7,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 
 from cifar_lit.text import note, printable
 
 SECONDS_BETWEEN_LINES = 10.0
+
+
+@cache
+def note_once(line: str) -> None:
+    """Prints a note once a process, and in one process a machine: a run opens its data several times."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        note(line)
 
 
 @contextmanager

@@ -222,6 +222,8 @@ def validates_next(trainer: pl.Trainer) -> bool:
 class OrderlyStop(Checkpoint):
     """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
 
+    Where a validation is due right after the step, it is made first.
+
     During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second signal stops
     at once. It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
     """
@@ -267,10 +269,17 @@ class OrderlyStop(Checkpoint):
         return int(received)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway, and after a validation a step."""
-        if not (self._received or trainer.world_size > 1) or not within_epoch(trainer) or validates_next(trainer):
-            return
-        if number := self._agreed(trainer, pl_module):
+        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
+        if not validates_next(trainer):
+            self._stop_within_epoch(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops after a validation in the middle of an epoch."""
+        if trainer.state.fn == "fit":
+            self._stop_within_epoch(trainer, pl_module)
+
+    def _stop_within_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (self._received or trainer.world_size > 1) and within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
             raise self._interrupted(number)
 

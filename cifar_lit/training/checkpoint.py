@@ -137,12 +137,16 @@ class RegularCheckpoint(RunCheckpoint):
                 callback.asked_for = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves every so many steps or minutes, as Lightning does, but after a validation that is due; epochs' ends save too."""
+        """Saves every so many steps or minutes, as Lightning does; where a validation is due, after it. Epochs' ends save too."""
         if not within_epoch(trainer):
             return
         if validates_next(trainer):
-            every = self._every_n_train_steps
-            self._defer_save_until_validation = every > 0 and trainer.global_step % every == 0
+            every, interval, now = self._every_n_train_steps, self._train_time_interval, time.monotonic()
+            due = every > 0 and trainer.global_step % every == 0
+            if interval is not None:  # the first device's clock counts for all
+                due = trainer.strategy.broadcast(now - (self._last_time_checked or now) >= interval.total_seconds())
+                self._last_time_checked = now if due else self._last_time_checked
+            self._defer_save_until_validation = due
         else:
             ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
 

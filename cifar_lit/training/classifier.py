@@ -253,7 +253,7 @@ class ImageClassifier(pl.LightningModule):
         """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
         self.on_fit_end()  # which a fit that failed has not come to
         if self.hparams["fixed_norms"]:
-            hold_norms(self)  # the Trainer calls `train` in no fit
+            hold_norms(self)  # the Trainer does not call `train()` at a fit's start
         running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
         self.running.epoch, self.running.batches = running.epoch, running.batches
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
@@ -285,10 +285,11 @@ class ImageClassifier(pl.LightningModule):
     def _example_batches(self) -> Iterator[Any]:
         """Batches of all shapes that the fit will meet, the largest first; the net meanwhile is as it will be then."""
         net: Any = self.net
-        data, epochs = self.trainer.datamodule, self.trainer.max_epochs or 1  # type: ignore[attr-defined]
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
         ends = self.hparams["whiten_epochs"] if self._whitening_schedule else math.inf
         if hasattr(data, "example_batches"):
-            kinds = {(data.side(epoch), final) for epoch in range(max(1, epochs)) for final in (epoch >= ends, epoch + 1 > ends)}
+            epochs = range(data.epochs or 1)
+            kinds = {(data.side(epoch), final) for epoch in epochs for final in (epoch >= ends, epoch + 1 > ends)}
             for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
                 yield from data.example_batches(side)
             net.bias_is_final = False
@@ -360,9 +361,10 @@ class ImageClassifier(pl.LightningModule):
         self.running.start_row()
         self.logged_step = self.global_step
         self.progress.update(loss=loss / images, accuracy=hits / images)
-        group, lr = self.trainer.optimizers[0].param_groups[0], self.hparams["lr"]
-        # what model.lr has become; layers near the input, which are the first group with input_lr, have less
-        rate = float(group["lr"]) * (lr / float(group.get("initial_lr", group["lr"])))
+        group = self.trainer.optimizers[0].param_groups[0]
+        rate = float(group["lr"])
+        if self.hparams["input_lr"] is not None:  # this group is of the first layers: model.lr is that of the last ones
+            rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))

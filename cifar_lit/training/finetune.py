@@ -201,7 +201,7 @@ STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # of the penalty on weights of
 ITERATIONS = 60  # of L-BFGS for each, from the solution of the one before
 FOLDS = 5
 MAX_FOLDED = 2000  # rows of features; of more, one part in five is held out once
-MAX_FITTED = 100_000  # rows of features: more take memory without end, and change little
+MAX_FITTED = 100_000  # rows of features: beyond that memory grows, and accuracy hardly
 
 
 class Head(NamedTuple):

@@ -160,7 +160,8 @@ class Evaluation(nn.Module):
             self.metrics.update(logits, labels)
             return
         for metric in self.metrics.values():
-            if any(isinstance(state, list) for state in metric._defaults.values()):  # whose shape all devices have to know
+            if any(isinstance(state, list) for state in metric._defaults.values()):
+                # torchmetrics gathers lists, and needs one of the same rank and dtype from each device
                 metric.update(logits[:0], labels[:0])
 
     def compute(self) -> Score:

@@ -37,8 +37,8 @@ WHAT = (
     '{"narrow": {"model": {"net_options": {"widths": [32, 128, 128]}}}}, each in a process of one thread, two of them at a time, '
     "until each has had the same seconds of a processor, which other work does not shorten; rates and sizes of images follow the "
     "share of it that is spent. The 10,000 training images that they are compared on are left out; the test set is left alone. "
-    'A change may have one thing that no recipe has: {"skip": [0.3, 0.4]} leaves out of each epoch the 30 % of the images whose '
-    "loss was least when they were last trained on, after 40 % of the time."
+    'Beside settings of a recipe, a change may name "skip": {"skip": [0.3, 0.4]} leaves out of each epoch, from 40 % of the time '
+    "on, the 30 % of the images whose loss was least when they were last trained on."
 )
 HELD_OUT = 10_000
 PARTS = 1000  # of a training, in which the sizes of its images change

@@ -108,7 +108,7 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
         ("step --recipe odd.yaml --count 60", "rate"),
         ("step --dataset shapes --count 90 --precision 64-true --accelerator cpu", "set --precision"),
         ("tutorial --epochs -1", "--epochs 1"),
-        ("tutorial --recipe laptop", "no optimizer"),
+        ("tutorial --recipe laptop", "does not know optimizer 'muon'"),
         ("step --recipe weighted.yaml --count 90 --accelerator cpu", "without model.class_weights"),
         ("input --dataset shapes --count 90 --batches 50", "lower --batches"),
         ("devices --batch-sizes 4;8", "numbers with commas"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,11 +154,14 @@ def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path:
 # ---- smaller images first
 
 
-def trainer_at(epoch: int, epochs: int | None, training: bool = True, global_rank: int = 0, max_steps: int = -1) -> Any:
+def trainer_at(
+    epoch: int, epochs: int | None, training: bool = True, global_rank: int = 0, max_steps: int = -1, accumulate: int = 1
+) -> Any:
     """A Trainer of two devices that is in an epoch."""
     device = SimpleNamespace(root_device=torch.device("cpu"))
     rank = {"global_rank": global_rank, "world_size": 2, "strategy": device, "overfit_batches": 0.0}
-    length = {"max_epochs": epochs, "max_steps": max_steps, "accumulate_grad_batches": 1}
+    length = {"max_epochs": epochs, "max_steps": max_steps}
+    length |= {"accumulate_grad_batches": accumulate, "num_training_batches": math.inf}
     return SimpleNamespace(current_epoch=epoch, training=training, **length, **rank)
 
 
@@ -176,10 +180,10 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
     assert small.is_contiguous(memory_format=torch.channels_last)
     for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):  # two without an end
         assert prepared(epoch, epochs, training).shape[2:] == (12, 12)
-    steps = len(data.train_dataloader())
-    for epochs in (-1, 100):  # the steps are those of four
+    batches = len(data.train_dataloader())
+    for epochs, gathered in ((-1, 1), (100, 1), (100, batches - 1)):  # the steps are those of four epochs
         for epoch, side in ((1, 8), (2, 12)):
-            data.trainer = trainer_at(epoch, epochs, max_steps=4 * steps)
+            data.trainer = trainer_at(epoch, epochs, max_steps=4 * -(-batches // gathered), accumulate=gathered)
             assert data.on_after_batch_transfer(Batch(*batch), 0).images.shape[2] == side
     with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()

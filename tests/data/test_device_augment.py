@@ -208,6 +208,7 @@ def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
             "current_epoch": epoch,
             "max_epochs": 4,
             "max_steps": -1,
+            "num_training_batches": 4,
             "training": training,
             "strategy": SimpleNamespace(root_device=torch.device("cpu")),
         },

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.data.image_set import channel_statistics
+from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.splits import connect, fold_rows, split_validation
 from cifar_lit.errors import UsageError
 
@@ -140,17 +140,22 @@ def test_connected_rows_have_the_first_of_them_in_common_however_long_the_chain(
         assert (firsts[:1000] == 0).all() and firsts[1000:].tolist() == [1000, 1001, 1002, 1003, 1002]
 
 
+def as_set(images: torch.Tensor) -> ImageSet:
+    return ImageSet(images, torch.zeros(len(images), dtype=torch.int64), ("all",))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_channel_statistics_are_numpys_over_the_chosen_images(channels: int) -> None:
     rng = np.random.default_rng(0)
     images = (rng.random((3000, 5, 4, channels)) * np.linspace(80, 255, channels)).astype(np.uint8)
     chosen = np.flatnonzero(rng.random(3000) < 0.8)
-    mean, std = channel_statistics(torch.from_numpy(images), torch.from_numpy(chosen))
+    whole = as_set(torch.from_numpy(images))
+    mean, std = channel_statistics(whole, torch.from_numpy(chosen))
     expected = images[chosen].reshape(-1, channels) / 255
     np.testing.assert_allclose(mean, expected.mean(0), atol=6e-5)
     np.testing.assert_allclose(std, expected.std(0), atol=6e-5)
     assert [round(x, 4) for x in (*mean, *std)] == [*mean, *std]
-    few = channel_statistics(torch.from_numpy(images), torch.from_numpy(chosen), most=6)[0]
+    few = channel_statistics(whole, torch.from_numpy(chosen), most=6)[0]
     spread = chosen[np.arange(6) * len(chosen) // 6]  # own images lie class by class
     np.testing.assert_allclose(few, (images[spread] / 255).mean((0, 1, 2)), atol=6e-5)
-    assert min(channel_statistics(torch.full((10, 2, 2, 3), 77, dtype=torch.uint8), torch.arange(10))[1]) > 0
+    assert min(channel_statistics(as_set(torch.full((10, 2, 2, 3), 77, dtype=torch.uint8)), torch.arange(10))[1]) > 0

@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_states_as_they_were_and_na
 def test_a_loss_that_is_read_late_is_named_by_its_update_where_batches_are_gathered() -> None:
     late = LambdaCallback(on_train_start=lambda trainer, model: setattr(model, "_reads_losses", False))
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 100}
-    with pytest.raises(NotFiniteLoss, match="the loss is not finite at step 2 of epoch 0$"):
+    with pytest.raises(NotFiniteLoss, match=r"the loss is not finite at step 2 of epoch 0$"):
         fitted(classifier(), broken_data(5), late, **settings)
 
 
