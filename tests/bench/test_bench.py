@@ -111,6 +111,8 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
         ("tutorial --recipe laptop", "does not know optimizer 'muon'"),
         ("step --recipe weighted.yaml --count 90 --accelerator cpu", "without model.class_weights"),
         ("input --dataset shapes --count 90 --batches 50", "lower --batches"),
+        ("input --dataset shapes --batch-size 0", "--batch-size 1"),
+        ("recipe quickstart --folds 5", "takes no --folds"),
         ("devices --batch-sizes 4;8", "numbers with commas"),
         ("devices --warmup 0", "--warmup 1"),
         ("scaling --devices 1,1", "different numbers"),

@@ -57,8 +57,9 @@ def interleaved(subject: Subject) -> tuple[BareLoop, Weights, Stopwatch]:
         {**NESTEROV, "precision": "bf16-mixed"},
         {**ADAMW, "schedule_every": "epoch", "ema_decay": 0.5},
         {"batch_size": 10, "momentum": 0.9},  # at a constant rate
+        {**ADAMW, "fixed_norms": True},
     ],
-    ids=["sgd", "bf16", "adamw", "plain"],
+    ids=["sgd", "bf16", "adamw", "plain", "fixed norms"],
 )
 def test_the_bare_loop_comes_to_the_weights_of_the_trainer(settings: dict[str, Any], small_subject: Make) -> None:
     subject = small_subject(**settings)

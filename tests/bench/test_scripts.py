@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import imbalance
 import pytest
 import table
 import torch
+import variants
 from cold import seconds_of
 from curves import VARIABLE, AccuracyCurve, first_pass, line_of, undisturbed
 from lightning.pytorch.callbacks import Callback
@@ -19,6 +21,7 @@ from profile_step import covered
 from cifar_lit.bench.commands import run_module
 from cifar_lit.bench.process import FinishedTraining
 from cifar_lit.bench.training import fit
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.errors import Failure, UsageError
 
@@ -175,6 +178,15 @@ def test_looking_draws_no_number_and_turns_nothing_on() -> None:
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), before)
     assert [module.training for module in model] == [True, False]
+
+
+def test_a_variant_trains_in_each_epoch_on_the_images_that_are_chosen_as_it_begins() -> None:
+    data = ImageData("shapes", count=40, image_size=8, val_size=0, batch_size=10)
+    rows = data.split[0]
+    choices = iter((rows, rows[:20], rows[5:15]))
+    seen = torch.cat([batch[2] for batch in islice(variants.batches(data, lambda: next(choices)), 4 + 2 + 1)])
+    epochs = seen.split([40, 20, 10])
+    assert all(torch.equal(one.sort().values, part) for one, part in zip(epochs, (rows, rows[:20], rows[5:15]), strict=True))
 
 
 def test_unequal_classes_are_made_of_cifar_10_and_each_way_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
