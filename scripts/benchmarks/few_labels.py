@@ -7,6 +7,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from inspect import signature
 
 from imbalance import drawn
 from script import run_script
@@ -15,6 +16,7 @@ from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress, StepProgress
 from cifar_lit.bench.recipe import run_once
 from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Interrupted
@@ -34,7 +36,7 @@ WAYS = {
     "from scratch": ("folder", []),
 }
 SCRATCH_STEPS = 600
-VAL_SHARE = 0.1  # that the data module leaves out of training
+VAL_SHARE = signature(ImageData).parameters["val_size"].default  # that is left out of training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
