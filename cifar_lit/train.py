@@ -19,6 +19,7 @@ from torchvision.utils import make_grid
 
 from cifar_lit.cli.console import print_results, print_start_card
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
@@ -38,6 +39,7 @@ from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
 
 IMAGES_AT_ONCE = 2048  # in memory beside the set, which may be mapped from a file
+MAX_DESCRIBED = 10_000  # validation images that the temperature and what is unlike rest on
 
 
 class Run(Callback):
@@ -196,6 +198,7 @@ def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, 
     called unlike.
     """
     card, (train, val) = model_card(model, data), data.split
+    val = spread_rows(val, MAX_DESCRIBED)
     images = data.train_images
     # the net as it will be used, in float32
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))

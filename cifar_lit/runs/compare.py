@@ -267,7 +267,7 @@ def _right_answers(run: RunRecord) -> list[bool] | None:
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
     """McNemar's test of tested runs that saw the same test images, and one line for each reason why others are left out.
 
-    Every two of up to five runs; of more, each against the one with the best accuracy, which is named first.
+    Of each set of test images every two of up to five runs; of more, each against the one with the best accuracy, named first.
     """
     tested = [run for run in runs if run.test]
     if len(tested) < 2:
@@ -277,18 +277,23 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     if missing := [run.name for run in tested if run.name not in answers]:
         reasons.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
     usable = [run for run in tested if run.name in answers]
-    if len({run.test["fingerprint"] for run in usable}) > 1:
+    sets: dict[str, list[RunRecord]] = {}
+    for run in usable:
+        sets.setdefault(run.test["fingerprint"], []).append(run)
+    if len(sets) > 1:
         reasons.append("runs that were tested on other images than each other are not tested against each other")
-    chosen = list(combinations(usable, 2))
-    if len(usable) > 5:
-        best = max(usable, key=lambda run: run.test["accuracy"])
-        chosen = [(best, run) for run in usable if run is not best]
+    chosen: list[tuple[RunRecord, RunRecord]] = []
+    for same in sets.values():
+        if len(same) <= 5:
+            chosen += combinations(same, 2)
+            continue
+        best = max(same, key=lambda run: run.test["accuracy"])
+        chosen += [(best, run) for run in same if run is not best]
         reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
     tests = []
     for first, second in chosen:
-        if first.test["fingerprint"] == second.test["fingerprint"]:
-            counts = Counter(zip(answers[first.name], answers[second.name], strict=False))
-            tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
+        counts = Counter(zip(answers[first.name], answers[second.name], strict=False))
+        tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, reasons
 
 
@@ -299,6 +304,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 GREY = "#666666"
 STYLES = ("-", "--", ":", "-.")  # one for each time the colours have been gone through
 SIDE, ROW = 4.6, 3.1  # inches of one panel
+
+
+def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
+    """How many epochs had been made at a row of the curves. ends: the last row's step of each epoch."""
+    begin, end = ends.get(row["epoch"] - 1, 0.0), ends[row["epoch"]]
+    return row["epoch"] + (row.get("step", end) - begin) / max(end - begin, 1.0)
 
 
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
@@ -323,7 +334,8 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     lines: dict[str, Any] = {}
     for row, name, scale in zip(grid, (f"{parts[0]}/accuracy", "train/loss"), (100.0, 1.0), strict=True):
         for rows, label, seconds in zip(curves, labels, times, strict=True):
-            points = [(values["epoch"] + 1, scale * values[name]) for values in rows if name in values]  # epochs that have ended
+            ends = {values["epoch"]: values.get("step", 0.0) for values in rows}  # the step of an epoch's last row
+            points = [(epochs_done(values, ends), scale * values[name]) for values in rows if name in values]
             style, colour = styles[label]
             for axes, unit in zip(row, (1.0, seconds), strict=False):
                 if unit and points:

@@ -144,7 +144,9 @@ def find_duplicates(train: ImageSet, test: ImageSet, nearest: Neighbours) -> tup
 
     nearest: of the test images, as `find_neighbours` gives them.
     """
-    first = {_digest(image): row for row, image in reversed(list(enumerate(train.images)))}
+    first: dict[bytes, int] = {}
+    for number in range(len(train)):
+        first.setdefault(_digest(train.images[number]), number)
     twins = torch.tensor([first.get(_digest(image), -1) for image in test.images])
     repeated, cosines, rows = twins >= 0, nearest[0][:, 0], nearest[1][:, 0]
     others = min(int((~repeated).sum()), GALLERY_SIZE)

@@ -33,7 +33,7 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
         allow_choices({"root": data_dir})
     if dataset:
         allow_imports([dataset])  # which was typed
-        settings: Any = {"dataset": dataset}
+        settings: Any = {"dataset": dataset, "val_size": 0}  # nobody knows which images were held out
         channels, height, width = card.input_shape
         if dataset in ("shapes", "folder"):
             settings |= {"image_size": [height, width], "channels": channels}

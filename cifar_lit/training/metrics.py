@@ -149,11 +149,11 @@ class Evaluation(nn.Module):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Counts logits (B, classes) against int64 labels (B,); labels of -1 are padding and do not count."""
-        counted = labels >= 0
-        self.loss.update(F.cross_entropy(logits.float(), labels.clamp_min(0), reduction="none"), counted)
+        counted, logits = labels >= 0, logits.float()  # probabilities of bfloat16 would be ties
+        self.loss.update(F.cross_entropy(logits, labels.clamp_min(0), reduction="none"), counted)
         self.confusion.update(logits, labels)
         if self.top5 is not None:
-            self.top5.update(logits.float(), labels)
+            self.top5.update(logits, labels)
         if not len(self.metrics):
             return
         if len(labels) and bool(counted.all()):  # padding comes in whole batches

@@ -16,15 +16,17 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
 
-def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_exported_file_is_used_with_the_steps_that_it_names(channels: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
     run = Path("lightning_logs/folder-1")
     run.mkdir(parents=True)
-    card = ModelCard("lenet", 1.0, [3, 24, 40], ["cat", "dog"], [0.5] * 3, [0.25] * 3, resize="letterbox")
+    statistics = [0.5] * channels, [0.25] * channels
+    card = ModelCard("lenet", 1.0, [channels, 24, 40], ["cat", "dog"], *statistics, resize="letterbox")
     torch.manual_seed(0)
     save_weights(run / "model.safetensors", build_net("lenet", **card.net_settings).state_dict(), card)
-    noise = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)
-    Image.fromarray(noise).save("cat.jpg")
+    noise = np.random.default_rng(0).integers(0, 256, (50, 60, 4), dtype=np.uint8)
+    Image.fromarray(noise).save("cat.jpg", "PNG")  # with transparent parts
     answer = run_command("export", run, "--to", "onnx", "--images", "4")
     assert answer.code == 0, answer.err
     (block,) = [block for block in Page("use-a-trained-net.md").section("Export") if block.kind == "python"]

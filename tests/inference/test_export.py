@@ -146,6 +146,15 @@ def test_the_check_sees_a_single_batch_size_that_comes_out_wrong_and_counts_deci
     for size in (1, 7, 256):
         result = check(right, lambda batch, size=size: right(batch) + 0.5 * (len(batch) == size), images, None)
         assert result.difference == pytest.approx(0.5, abs=1e-5), size
+    sizes: list[int] = []
+    large = torch.zeros(20, 3, 256, 256, dtype=torch.uint8)
+    check(
+        lambda batch: torch.zeros(len(batch), 2),
+        lambda batch: sizes.append(len(batch)) or torch.zeros(len(batch), 2),
+        large,
+        None,
+    )
+    assert max(sizes) == 16  # as many as `classify` computes at once
     assert check(right, right, images, None) == Check(30, pytest.approx(0, abs=1e-6), 30, None)
     assert check(right, lambda batch: right(batch)[:, :3], images, None).difference == float("inf")
     assert check(right, lambda batch: right(batch) * float("nan"), images, None).difference == float("inf")

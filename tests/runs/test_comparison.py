@@ -135,6 +135,9 @@ def test_many_runs_are_each_tested_against_the_best() -> None:
     tests, (line,) = pairs(runs)
     assert [first for first, _, _ in tests] == ["small-7"] * 6
     assert line.startswith("small-7 was chosen as the best on these same images")
+    best_of_others = made_run("other", [True] * 10, fingerprint="f2")
+    with_others, lines = pairs([*runs, best_of_others])
+    assert with_others == tests and lines[1:] == [line] and "tested on other images" in lines[0]
 
 
 # ---- intervals and tests, against values worked by hand or counted out
@@ -186,6 +189,11 @@ def test_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: pyte
     assert list(figures[0].axes[1].get_lines()[0].get_xdata()) == [5, 10]  # seconds
     assert figures[0].axes[0].get_ylabel() == "validation accuracy, %"
     assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["one", "other"]
+
+    within = runs[0]
+    (within.path / "metrics.csv").write_text("epoch,step,train/loss,val/accuracy\n0,5,3,\n0,10,2,0.4\n1,15,1.5,\n1,20,1,0.5\n")
+    plot_curves([within], ["a"], Path("a.png"))
+    assert list(figures.pop().axes[2].get_lines()[0].get_xdata()) == [0.5, 1, 1.5, 2]  # rows within epochs lie there
 
     untimed = RunRecord(Path("b"), "b")
     Path("b").mkdir()

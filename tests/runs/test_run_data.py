@@ -32,6 +32,7 @@ def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch
     assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
     for data in (named, run_image_data(tmp_path, CARD)):
         assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
+    assert [len(data.split[1]) for data in (named, run_image_data(tmp_path, CARD))] == [0, 10]  # no config, no held-out images
 
 
 def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(

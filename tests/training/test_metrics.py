@@ -95,6 +95,13 @@ def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
 
 
+def test_further_metrics_look_at_probabilities_of_float32() -> None:
+    evaluation, logits = Evaluation(7, {"auroc": MulticlassAUROC(7)}), (10 * LOGITS).bfloat16()
+    evaluation.update(logits, LABELS)
+    exact, rounded = (float(MulticlassAUROC(7)(given, LABELS)) for given in (logits.float(), logits))
+    assert evaluation.compute().metrics["auroc"] == exact != rounded
+
+
 def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_together() -> None:
     evaluation = Evaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
     evaluation.update(LOGITS[:5], torch.full((5,), -1))
