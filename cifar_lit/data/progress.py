@@ -17,8 +17,13 @@ SECONDS_BETWEEN_LINES = 10.0
 @cache
 def note_once(line: str) -> None:
     """Prints a note once a process, and in one process a machine: a run opens its data several times."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if not _is_silent():
         note(line)
+
+
+def _is_silent() -> bool:
+    """The first of a machine's processes speaks for all."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 @contextmanager
@@ -31,7 +36,7 @@ def progress(
     """
     started = last_line = time.monotonic()
     done, bar = 0, None
-    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # the first of several processes speaks for all
+    silent = _is_silent()
     if sys.stderr.isatty() and not silent:
         from rich.console import Console
         from rich.markup import escape

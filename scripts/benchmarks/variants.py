@@ -112,7 +112,7 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     ends = [hparams[setting] / epochs if hparams[setting] else hparams[setting] for setting in ("warmup_epochs", "whiten_epochs")]
     schedule = Schedule(optimizer, hparams["schedule"], 1.0, ends[0], hparams["final_lr"], ends[1])
     constants = torch.tensor(data.statistics)
-    images, epoch_images, rows = 0, len(data.split[0]), data.split[0]
+    images, rows = 0, data.split[0]
     skipped, after = settings.get("skip", (0.0, 1.0))
     losses = torch.full((len(data.train_images),), float("inf"))  # when last trained on
     begun = time.process_time()
@@ -121,8 +121,9 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
         return (time.process_time() - begun) / seconds
 
     def chosen() -> Tensor:
-        hardest = losses[rows].argsort(descending=True)[: round((1 - skipped) * epoch_images)]
-        return rows[hardest] if spent_share() >= after else rows
+        if spent_share() < after:
+            return rows
+        return rows[losses[rows].argsort(descending=True)[: round((1 - skipped) * len(rows))]]
 
     for pixels, labels, trained_on in batches(data, chosen):
         spent = spent_share()
@@ -146,7 +147,7 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hits += torch.stack([(view_logits(net, pixels, views).argmax(1) == labels).sum() for views in ("none", "mirror")])
     plain, mirror = (hits / len(data.split[1])).tolist()
-    return name, (plain, mirror, images / epoch_images)
+    return name, (plain, mirror, images / len(rows))
 
 
 def batches(data: ImageData, chosen: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
