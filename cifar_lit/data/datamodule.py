@@ -309,7 +309,7 @@ class ImageData(pl.LightningDataModule):
 
     def side(self, epoch: int) -> int | None:
         """The side that training images are scaled to in an epoch, None for their own size."""
-        return side_at(self.resolutions, epoch, self.epochs) if self.resolutions and self.epochs else None
+        return side_at(self.resolutions, epoch, epochs) if self.resolutions and (epochs := self.epochs) else None
 
     @property
     def epochs(self) -> int | None:

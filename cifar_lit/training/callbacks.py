@@ -270,7 +270,7 @@ class OrderlyStop(Checkpoint):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
-        if not validates_next(trainer):
+        if (self._received or trainer.world_size > 1) and not validates_next(trainer):
             self._stop_within_epoch(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -279,7 +279,7 @@ class OrderlyStop(Checkpoint):
             self._stop_within_epoch(trainer, pl_module)
 
     def _stop_within_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (self._received or trainer.world_size > 1) and within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
+        if within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
             raise self._interrupted(number)
 
