@@ -38,6 +38,12 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {options[close[0]]}?" if close else ""
 
 
+def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
+    """Raises UsageError unless `value` is one of the choices that a setting has."""
+    if value not in (names := tuple(choices)):
+        raise UsageError(f"{setting} must be one of {', '.join(names)}, not {value!r}.{nearest(str(value), names)}")
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says first, or its name where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

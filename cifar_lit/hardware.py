@@ -59,6 +59,11 @@ class Machine:
         return "cpu" if accelerator == "auto" else accelerator
 
 
+def core_count() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def detect_machine() -> Machine:
     """This machine, as torch sees it."""
     import platform
@@ -73,7 +78,7 @@ def detect_machine() -> Machine:
     gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return Machine(
         cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a program
-        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=core_count(),
         bf16=any(supported is not None and supported() for supported in instructions),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
         gpu_bf16=bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
@@ -139,7 +144,7 @@ def _parse_devices(devices: Any) -> Any:
     if re.fullmatch(r"-1|[1-9]\d*", text):
         return int(text)
     ids = [int(part) for part in re.findall(r"\d+", text)]
-    if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,?)*", text) and len(set(ids)) == len(ids):
+    if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,)*\d*", text) and len(set(ids)) == len(ids):
         return ids
     raise UsageError(f"--devices {devices} names no device, or one twice: use a number (2), ids (0,1) or auto")
 

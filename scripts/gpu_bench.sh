@@ -20,7 +20,7 @@ if [ -n "${TINY:-}" ]; then
     : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
     : "${INPUT:=--batch-size 50 --batches 2 --rounds 2}" "${PROFILE:=--warmup 2 --steps 3}"
-    : "${DEVICES:=--batch-sizes 4 --widths 1 --warmup 2 --steps 3 --rounds 2}"
+    : "${PADDED=}" "${DEVICES:=--batch-sizes 4 --widths 1 --warmup 2 --steps 3 --rounds 2}"
     : "${EXTRA:=--epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1}"
 fi
 accelerator=${ACCELERATOR:-gpu} limit=${LIMIT:-500}
@@ -70,6 +70,8 @@ for part in "${parts[@]}"; do
             seeds fast-compile "$fast" "${RUNS_FASTER:-3}" --model.compile true
             seeds fast-eager "$fast" "${RUNS_FASTER:-3}" --model.capture false
             seeds fast-benchmark "$fast" "${RUNS_FASTER:-3}" --trainer.benchmark true
+            # shellcheck disable=SC2086
+            seeds fast-padded "$fast" "${RUNS_FASTER:-3}" ${PADDED---model.net_options.pad_input true}
             ;;
         rest)
             for recipe in $faster; do seeds "$recipe" "$recipe" "${RUNS_FASTER:-3}"; done

@@ -74,7 +74,7 @@ NONE = "{} names no device, or one twice: use a number (2), ids (0,1) or auto"
         *((TWO, "gpu", devices, MORE.format(f"--devices {devices}")) for devices in ("3", "[2]", "0,2")),
         *(
             (TWO, "auto", devices, NONE.format(f"--devices {devices}"))
-            for devices in ("0", "-2", "two", "0;1", "1,1", "[]", "0,-1", "", "01x")
+            for devices in ("0", "-2", "two", "0;1", "1,1", "[]", "0,-1", "", "01x", "0," + "1" * 40 + "x")
         ),
     ],
 )

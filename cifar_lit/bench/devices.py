@@ -54,7 +54,8 @@ def run(settings: argparse.Namespace) -> None:
         raise UsageError("a measurement takes at least --warmup 1, --rounds 1 of --steps 1, and batches of 1")
     machine = detect_machine()
     every = devices_of(machine)
-    devices = {name: one for name, one in every.items() if settings.accelerator in ("auto", one["accelerator"])}
+    kind = machine.kind(settings.accelerator)
+    devices = {name: one for name, one in every.items() if settings.accelerator == "auto" or one["accelerator"] == kind}
     if not devices:
         raise UsageError(f"this machine has {machine}: leave --accelerator out")
     cells = list(product(batch_sizes, widths))

@@ -75,6 +75,8 @@ def subject_from(settings: argparse.Namespace, absent: Collection[str] = ()) -> 
     """
     recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
+    for name in ("metrics", "monitor"):  # what a validation counts
+        model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
     data |= {name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None}
     defaults = {**signature(ImageClassifier).parameters, **signature(ImageData).parameters}

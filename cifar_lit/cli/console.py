@@ -53,6 +53,8 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     least, most = data.class_counts.aminmax()
     settings = {"class weights": h["class_weights"], "sampling": data.sampling}
     unequal = "".join(f" · {name} {value}" for name, value in settings.items() if value != "none")
+    steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
+    epochs = f"{data.epochs} epochs" if data.epochs else "no last epoch"
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
         "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
@@ -61,8 +63,8 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         "trains": notes.get("trains", ""),
         "devices": f"{world} × {device}",
         "precision": str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else ""),
-        "batch": f"{batch_size} {exact} {world} × {share} · {trainer.num_training_batches:,} steps an epoch",
-        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {trainer.max_epochs} epochs · seed {data.seed}",
+        "batch": f"{batch_size} {exact} {world} × {share} · {steps:,} steps an epoch",
+        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
         "resumes": resumed if "resume" in notes else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }

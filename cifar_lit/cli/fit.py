@@ -58,24 +58,25 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 class RankProgress(Callback):
     """Tells the watch how far this rank is, so that one that hangs is told from those that wait for it.
 
-    All go through the same positions: fits and evaluations, epoch, part, step.
+    All go through the same positions: fits and evaluations, epoch, step, part.
     """
 
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
-        self._stages = 0
+        self._stages = self._step = 0
 
-    def _move(self, trainer: pl.Trainer, part: int, step: int = 0) -> None:
-        self._watch.position = [self._stages, trainer.current_epoch, part, step]
+    def _move(self, trainer: pl.Trainer, part: int) -> None:
+        self._watch.position = [self._stages, trainer.current_epoch, self._step, part]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """A fit, or an evaluation of its own, begins."""
-        self._stages += 1
+        self._stages, self._step = self._stages + 1, 0
         self._move(trainer, 0)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins, in which the ranks share their gradients."""
-        self._move(trainer, 0, batch_idx + 1)
+        self._step = batch_idx + 1
+        self._move(trainer, 0)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Each rank looks at its own images."""

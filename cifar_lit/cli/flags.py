@@ -10,9 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.runs.config_file import plain_values
 
 # Short flags: the long one that LightningCLI knows, and a value for the example that a missing one is answered with.
 _SHORT = {
@@ -178,7 +177,9 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     line = [subcommand]
     if base:
         config = str(base) if command.recipe else _run_config(base)
-        line += ["--config", config, f"--logs={LOGS}"]  # a run's configuration names the folder of that time
+        line += ["--config", config]
+        if not command.recipe:
+            line.append(f"--logs={LOGS}")  # a run's configuration names the folder of that time
     for config in command.configs:
         line += ["--config", config]
     if command.recipe:
@@ -195,5 +196,4 @@ def _run_config(config: Path) -> str:
 
 def recipe_settings(path: Path) -> dict[str, object]:
     """The settings of a recipe as nested plain values."""
-    settings = yaml.safe_load(path.read_text())
-    return settings if isinstance(settings, dict) else {}
+    return plain_values(path) or {}

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from cifar_lit import text
-from cifar_lit.cli.flags import LOGS, SHORT, Command
+from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
 from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
 from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
@@ -100,5 +100,6 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
 
 def logs_of(command: Command) -> Path:
     """The folder of runs that a new training of this line would use."""
-    configs = (plain_values(Path(config).expanduser()) or {} for config in reversed(command.configs))
+    files = [*map(Path, reversed(command.configs)), *([recipe_path(command.recipe)] if command.recipe else [])]
+    configs = (plain_values(file.expanduser()) or {} for file in files)
     return Path(command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)).expanduser()

@@ -53,7 +53,7 @@ CLASSES = {
     ("data", "dataset"),
 }
 OWN = ("net", "optimizer", "dataset")  # that our registries import
-_PLAIN_NAME = re.compile(r"[\w-]+")  # of what comes with the package or with torchvision
+_PLAIN_NAME = re.compile(r"[\w-]+|timm/[\w.-]+")  # of what comes with the package, torchvision or timm
 
 _allowed_before: set[str] = set()
 

@@ -46,7 +46,8 @@ def device_of(machine: Machine, accelerator: str, devices: Any, nodes: int) -> t
     """The one device that the Trainer would take; raises UsageError for several, also of several machines."""
     if count_devices(machine, accelerator, devices) * nodes > 1:
         raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
-    return torch.device(resolve_device(f"cuda:{devices[0]}" if isinstance(devices, list) else accelerator, machine))
+    by_id = isinstance(devices, list) and machine.kind(accelerator) == "gpu"
+    return torch.device(resolve_device(f"cuda:{devices[0]}" if by_id else accelerator, machine))
 
 
 class Trial:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice
 
 FLIPS = ("none", "random", "alternating")
 
@@ -57,8 +57,7 @@ class Augmentation:
     cutout: int = 0
 
     def __post_init__(self) -> None:
-        if self.flip not in FLIPS:
-            raise UsageError(f"data.flip must be one of {', '.join(FLIPS)}, not {self.flip!r}.{nearest(self.flip, FLIPS)}")
+        check_choice("data.flip", self.flip, FLIPS)
         if self.crop < 0 or self.cutout < 0:
             raise UsageError("data.crop and data.cutout are numbers of pixels, 0 or more")
 

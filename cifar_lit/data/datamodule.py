@@ -23,7 +23,7 @@ from cifar_lit.data.progress import note_once
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
@@ -120,12 +120,8 @@ class ImageData(pl.LightningDataModule):
         self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
         self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
         self.augmentation = Augmentation(crop, flip, cutout)
-        if placement not in PLACEMENTS:
-            hint = nearest(placement, PLACEMENTS)
-            raise UsageError(f"data.placement must be one of {', '.join(PLACEMENTS)}, not {placement!r}.{hint}")
-        if sampling not in SAMPLINGS:
-            hint = nearest(sampling, SAMPLINGS)
-            raise UsageError(f"data.sampling must be one of {', '.join(SAMPLINGS)}, not {sampling!r}.{hint}")
+        check_choice("data.placement", placement, PLACEMENTS)
+        check_choice("data.sampling", sampling, SAMPLINGS)
         if sampling == "balanced" and not shuffle:
             raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
         if workers < 1:

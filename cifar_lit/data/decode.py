@@ -22,6 +22,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
+from cifar_lit.hardware import core_count
 from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
@@ -144,7 +145,7 @@ def decode_files(
 
 def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool) -> Iterator[Pixels]:
     """`work` (a `decode_files` with its settings) of each chunk of paths in order, with `all_cores` in a process a core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     if not all_cores or cores == 1:
         yield from map(work, chunks)
         return

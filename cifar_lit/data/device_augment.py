@@ -36,7 +36,7 @@ from cifar_lit.data.transforms import (
     warp,
     within,
 )
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice, nearest
 
 POLICIES = ("none", "trivial", "randaugment")
 TRIES = 10  # boxes that are drawn until one fits, as torchvision does
@@ -110,9 +110,7 @@ class DeviceAugmentation:
             if not _is_number(value) or not least <= value <= most or (name in WHOLE and value != int(value)):
                 kind = "a whole number" if name in WHOLE else "a number"
                 raise UsageError(f"data.augment.{name} must be {kind} from {least:g} to {most:g}, not {value!r}")
-        if self.policy not in POLICIES:
-            hint = nearest(str(self.policy), POLICIES)
-            raise UsageError(f"data.augment.policy must be one of {', '.join(POLICIES)}, not {self.policy!r}.{hint}")
+        check_choice("data.augment.policy", self.policy, POLICIES)
         for name, most in (("scale", 1.0), ("ratio", math.inf)):
             value = getattr(self, name)
             if value is None:

@@ -21,7 +21,7 @@ import torch
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet, ImageSize
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.plugins import import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
@@ -188,9 +188,7 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
-    if settings.resize not in RESIZES:
-        hint = nearest(settings.resize, RESIZES)
-        raise UsageError(f"data.resize must be one of {', '.join(RESIZES)}, not {settings.resize!r}.{hint}")
+    check_choice("data.resize", settings.resize, RESIZES)
     if settings.resize != "crop" and "image_size" in source.fixed:
         raise UsageError(f"the images of {dataset} have one size: leave data.resize out")
     fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError, nearest
-
 VIEWS = ("none", "mirror", "full")
-
-
-def check_views(views: str) -> None:
-    """Raises UsageError for what is none of `VIEWS`."""
-    if views not in VIEWS:
-        raise UsageError(f"model.tta must be one of {', '.join(VIEWS)}, not {views!r}.{nearest(str(views), VIEWS)}")
 
 
 def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:

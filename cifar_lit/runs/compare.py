@@ -130,8 +130,7 @@ class RunRecord:
 
         low, high: the 95 % interval of the accuracy, for tests that say of how many images.
         """
-        test, val, images = self.test, self.metrics.get("val"), self.test.get("images")
-        val = val if isinstance(val, dict) else {}
+        test, val, images = self.test, self.metrics.get("val") or {}, self.test.get("images")
         low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
         figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
         figures["val_accuracy"] = val.get("accuracy")
@@ -171,7 +170,7 @@ def _is_run(path: Path) -> bool:
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Sorts laptop-2 before laptop-10."""
     head, _, number = path.name.rpartition("-")
-    return [(0, head), (int(number), "")] if number.isdigit() else [(0, path.name)]
+    return [(0, head), (int(number), "")] if number.isdecimal() else [(0, path.name)]
 
 
 def read_run(path: Path) -> RunRecord:

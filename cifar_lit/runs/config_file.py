@@ -5,7 +5,6 @@ And what such a file may choose: see `check_choices`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import core_count
 
 MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
@@ -76,7 +76,7 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
 
 # ---- What a file may choose of places that are read, written and fetched from, and of processes.
 
-MAX_PROCESSES = max(8, os.cpu_count() or 1)
+MAX_PROCESSES = max(8, core_count())
 _COUNTS = {"devices", "workers"}
 _NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
 _NAMED = {"recipe", "filename", "name"}

@@ -20,8 +20,9 @@ from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import writing
-from cifar_lit.models.registry import build_net, build_on_meta_device, with_versions
-from cifar_lit.plugins import UntrustedName
+from cifar_lit.models.pretrained import TIMM
+from cifar_lit.models.registry import build_net, build_on_meta_device, net_spec, with_versions
+from cifar_lit.plugins import UntrustedName, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
 
@@ -140,15 +141,21 @@ def load_model_file(path: str | Path) -> LoadedNet:
             if metadata.get("format") != FORMAT:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
+            if card.net.startswith(TIMM) or is_import_path(card.net):
+                net_spec(card.net)  # a package or module that is not here is no damage
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
             weights = {name: opened.get_tensor(name) for name in slices}
         if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(metadata["card"], weights):
             raise InvalidFileError("it is not as it was written: its checksum differs")
         novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
+        if novelty and card.novelty and not _is_sample(novelty.get("known"), card.novelty.get("neighbour")):
+            raise InvalidFileError("its embeddings are not a sample of its training images")
         net = build_loaded_net(card, weights, novelty)
         if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
             raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
+    except Failure:
+        raise
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except PermissionError:
@@ -223,6 +230,10 @@ def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: Model
 def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
     right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
     return right and tuple(tensor.shape) == shape
+
+
+def _is_sample(known: Tensor | None, neighbour: Any) -> bool:
+    return known is not None and known.ndim == 2 and type(neighbour) is int and 1 <= neighbour <= len(known)
 
 
 def _number(value: Any) -> bool:

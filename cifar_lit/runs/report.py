@@ -94,9 +94,9 @@ def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]
     """float32 logits (N, classes) and embeddings (N, features) of a set, on the CPU."""
     parts = []
     with progress(f"looking at the {what}", len(images)) as advance:
-        for part in images.images.split(IMAGES_AT_ONCE):
-            parts.append(look(part.permute(0, 3, 1, 2)))
-            advance(len(part))
+        for rows in torch.arange(len(images)).split(IMAGES_AT_ONCE):
+            parts.append(look(images.take(rows).permute(0, 3, 1, 2)))
+            advance(len(rows))
     logits, embeddings = zip(*parts, strict=True)
     return torch.cat(logits), torch.cat(embeddings)
 

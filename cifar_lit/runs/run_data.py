@@ -10,6 +10,7 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor
 
+from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
 from cifar_lit.errors import Failure, UsageError, first_line
@@ -130,10 +131,10 @@ class RunData:
             source = load_images(self.dataset, self.settings, train)
             rows = torch.arange(len(source))
         _check_fit(self.card, source.classes, source.input_shape)
-        count = min(count or len(rows), len(rows))
-        places = rows[torch.arange(count) * len(rows) // count]
-        what = f"{count:,} {'training' if train else 'test'} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
-        return RunImages(source.images[places].permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
+        places = spread_rows(rows, count or len(rows))
+        which = "training" if train else "test"
+        what = f"{len(places):,} {which} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
+        return RunImages(source.take(places).permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
 
     def load_or_draw(self, count: int) -> RunImages:
         """Test images as `load` gives them; where there are none, drawn figures, and in `what` the reason.

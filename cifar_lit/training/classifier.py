@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
-from cifar_lit.models.tta import check_views, view_logits
+from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
@@ -156,14 +156,12 @@ class ImageClassifier(pl.LightningModule):
         input_shape = list(input_shape or (3, 32, 32))
         self.save_hyperparameters(ignore=["metrics"])
         check_settings(self.hparams)
-        check_views(tta)
+        check_choice("model.tta", tta, VIEWS)
+        check_choice("model.class_weights", class_weights, CLASS_WEIGHTS)
         if head_views < 0 or not (unfreeze or (weights and head_views)):
             raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
         if frozen and not weights:
             raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
-        if class_weights not in CLASS_WEIGHTS:
-            hint = nearest(class_weights, CLASS_WEIGHTS)
-            raise UsageError(f"model.class_weights must be one of {', '.join(CLASS_WEIGHTS)}, not {class_weights!r}.{hint}")
         channels, *size = input_shape
         shape: dict[str, Any] = {"channels": channels, "image_size": tuple(size), "num_classes": num_classes}
         self.net: nn.Module = build_net(net, **shape, width=width, options=net_options)
@@ -179,8 +177,7 @@ class ImageClassifier(pl.LightningModule):
         self.running = RunningMetrics(self.device)  # of this device's training steps
         self.logged_step = 0
         self.evaluation, self.views = Evaluation(num_classes, metrics), Evaluation(num_classes)
-        if monitor not in (names := self.evaluation.names):
-            raise UsageError(f"model.monitor must be one of {', '.join(names)}, not {monitor!r}.{nearest(monitor, names)}")
+        check_choice("model.monitor", monitor, self.evaluation.names)
         self._collector = PredictionCollector()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
@@ -459,7 +456,7 @@ class ImageClassifier(pl.LightningModule):
             "device_sums": self._device_sums().tolist(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.logged_step,
-            "score": self.score._asdict() if self.score else None,
+            "score": {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)} if self.score else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -62,7 +62,9 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
     if any(f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")):  # of other classes
         fitting = {path: tensor for path, tensor in fitting.items() if not path.startswith(f"{head}.")}
-    missing = [path for path in own if path not in fitting and not path.startswith(head) and "num_batches_tracked" not in path]
+    missing = [
+        path for path in own if path not in fitting and not path.startswith(f"{head}.") and "num_batches_tracked" not in path
+    ]
     if missing:
         remedy = "name their net with --net"
         if name in SMALL_STEM and weights == IMAGENET:
@@ -84,7 +86,8 @@ def net_head(net: nn.Module) -> nn.Linear:
 
 def _head_path(net: nn.Module) -> str:
     """The name of `net_head` within the net."""
-    return next(path for path, module in net.named_modules() if module is net_head(net))
+    head = net_head(net)
+    return next(path for path, module in net.named_modules() if module is head)
 
 
 def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Score(NamedTuple):
         """A score out of a checkpoint, of this version, an older or a newer one; None where none of so many classes is whole."""
         try:
             known = dict(values or {})
-            matrix = torch.tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
+            matrix = torch.as_tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
             per_class = torch.tensor(known["per_class"], dtype=torch.float64).view(num_classes)
             metrics = {str(name): float(value) for name, value in known.get("metrics", {}).items()}
             accuracy, loss, counted = float(known["accuracy"]), float(known["loss"]), int(known["images"])

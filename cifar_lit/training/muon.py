@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Muon(Optimizer):
         rescale: before each update, bring a parameter's norm to √rows; leaves weight decay nothing to do.
         steps: Newton-Schulz iterations: 5 give singular values of about 0.7 … 1.2, 3 suffice for small nets.
         products: dtype of the iteration's products, bfloat16 or float32.
+        branches: make the filters of each shape orthogonal in a stream of their own, which a captured step replays side by side.
 
     Raises ValueError for a vector in a group with `orthogonal`.
     """
@@ -64,7 +66,10 @@ class Muon(Optimizer):
         rescale: bool = False,
         steps: int = 5,
         products: str = "bfloat16",
+        branches: bool = False,
     ) -> None:
+        self._branches = branches
+        self._streams: dict[tuple[int, int], Any] = {}  # by shape
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "orthogonal": orthogonal}
         super().__init__(params, {**settings, "rescale": rescale, "steps": steps, "products": products})
 
@@ -109,7 +114,7 @@ class Muon(Optimizer):
         torch._foreach_add_(buffers, grads)
         updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"])) if group["nesterov"] else buffers
         if group["orthogonal"]:
-            updates = _orthogonal_updates(updates, group["steps"], PRODUCTS[group["products"]])
+            updates = self._orthogonal_updates(updates, group["steps"], PRODUCTS[group["products"]])
         if group["orthogonal"] and group["rescale"]:
             factors = torch._foreach_reciprocal(torch._foreach_clamp_min(torch._foreach_norm(parameters), EPS))
             torch._foreach_mul_(factors, [len(parameter) ** 0.5 for parameter in parameters])
@@ -120,6 +125,40 @@ class Muon(Optimizer):
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, torch._foreach_mul(updates, -rate))
+
+    def _orthogonal_updates(self, updates: list[Tensor], steps: int, products: torch.dtype) -> list[Tensor]:
+        """`updates` made orthogonal, in their own shapes and dtypes, with one batch for each shape of matrix."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for index, update in enumerate(updates):
+            by_shape.setdefault((len(update), update.numel() // len(update)), []).append(index)
+        made = list(updates)
+        for shape, members in by_shape.items():
+            chosen = [updates[index] for index in members]
+            with self._branch(shape, chosen[0].device):
+                batch = chosen[0].new_empty((len(members), *shape), dtype=products)
+                torch._foreach_copy_([matrix.view(update.shape) for matrix, update in zip(batch, chosen, strict=True)], chosen)
+                # back in the updates' dtype before the rate is multiplied in, which bfloat16 would round
+                matrices = orthogonalized(batch, steps).to(chosen[0].dtype)
+                for index, matrix in zip(members, matrices, strict=True):
+                    made[index] = matrix.reshape(updates[index].shape)
+        for stream in self._streams.values():
+            torch.get_device_module(updates[0].device).current_stream().wait_stream(stream)
+        return made
+
+    def _branch(self, shape: tuple[int, int], device: torch.device) -> AbstractContextManager[None]:
+        """A context in which the device works beside its current stream, once that has come here; nothing without `branches`.
+
+        What is made in it is freed by the current stream's work, for which the branch waits in the next step before it uses the
+        memory again.
+        """
+        if not self._branches:
+            return nullcontext()
+        module = torch.get_device_module(device)
+        if shape not in self._streams:
+            self._streams[shape] = module.Stream()
+        stream = self._streams[shape]
+        stream.wait_stream(module.current_stream())
+        return module.stream(stream)
 
 
 def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -137,20 +176,3 @@ def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _orthogonal_updates(updates: list[Tensor], steps: int, products: torch.dtype) -> list[Tensor]:
-    """`updates` made orthogonal, in their own shapes and dtypes, with one batch for each shape of matrix."""
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for index, update in enumerate(updates):
-        by_shape.setdefault((len(update), update.numel() // len(update)), []).append(index)
-    made = list(updates)
-    for shape, members in by_shape.items():
-        chosen = [updates[index] for index in members]
-        batch = chosen[0].new_empty((len(members), *shape), dtype=products)
-        torch._foreach_copy_([matrix.view(update.shape) for matrix, update in zip(batch, chosen, strict=True)], chosen)
-        # back in the updates' dtype before the rate is multiplied in, which bfloat16 would round
-        matrices = orthogonalized(batch, steps).to(chosen[0].dtype)
-        for index, matrix in zip(members, matrices, strict=True):
-            made[index] = matrix.reshape(updates[index].shape)
-    return made

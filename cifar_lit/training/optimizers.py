@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.plugins import import_callable
 from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import SCHEDULES
@@ -101,7 +101,9 @@ GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 
 # Which values of a setting can be meant, and how others are answered; null is always one of them.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    **dict.fromkeys(("momentum", "rest_momentum"), (lambda value: 0 <= value < 1, "must be 0 or more and below 1")),
+    **dict.fromkeys(
+        ("momentum", "rest_momentum", "label_smoothing"), (lambda value: 0 <= value < 1, "must be 0 or more and below 1")
+    ),
     **dict.fromkeys(
         ("bias_lr", "head_lr", "whiten_epochs", "input_lr"),
         (lambda value: value > 0, "must be above 0, or null for none of its own"),
@@ -109,7 +111,6 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
     "frozen": (lambda value: 0 <= value < 1, "is a share of the net's parameters, from 0 to below 1"),
-    "label_smoothing": (lambda value: 0 <= value < 1, "must be in 0 … 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
 }
 # What other optimizers than muon leave at these values.
@@ -119,10 +120,9 @@ _MUON_ONLY = {"bias_lr": None, "head_lr": None, "whiten_epochs": None, "rest_mom
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises UsageError when these settings of ImageClassifier cannot be meant, or not together."""
     optimizer, decay = settings["optimizer"], settings["weight_decay"]
-    for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-        own = name == "optimizer" and "." in settings[name]  # by import path
-        if (value := settings[name]) not in choices and not own:
-            raise UsageError(f"model.{name} must be one of {', '.join(choices)}, not {value!r}.{nearest(value, choices)}")
+    if "." not in optimizer:  # else an import path
+        check_choice("model.optimizer", optimizer, OPTIMIZERS)
+    check_choice("model.schedule", settings["schedule"], SCHEDULES)
     if not settings["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {settings['lr']:g}: set --lr")
     for name, (fits, range_text) in _RANGES.items():
@@ -169,7 +169,7 @@ def build_optimizer(
     built: Optimizer
     if optimizer == "muon":
         products = "float32" if first.device.type == "cpu" and "bf16" not in precision else "bfloat16"
-        built = Muon(groups, lr, steps=3, products=products)
+        built = Muon(groups, lr, steps=3, products=products, branches=capturable)
     elif optimizer == "adamw":
         built = AdamW(groups, lr, fused=True, capturable=capturable)
     elif optimizer == "sgd":

@@ -142,8 +142,8 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
         images += len(labels)
     net.eval()
     hits = torch.zeros(2, dtype=torch.long)
-    for rows in data.split[1].split(500):
-        pixels, labels = normalise(data.train_images.images[rows], *constants), data.train_images.labels[rows]
+    for held_out in data.split[1].split(500):
+        pixels, labels = normalise(data.train_images.images[held_out], *constants), data.train_images.labels[held_out]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hits += torch.stack([(view_logits(net, pixels, views).argmax(1) == labels).sum() for views in ("none", "mirror")])
     plain, mirror = (hits / len(data.split[1])).tolist()

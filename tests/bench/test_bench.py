@@ -110,6 +110,7 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
         ("tutorial --epochs -1", "--epochs 1"),
         ("tutorial --recipe laptop", "does not know optimizer 'muon'"),
         ("step --recipe weighted.yaml --count 90 --accelerator cpu", "without model.class_weights"),
+        ("step --recipe broken.yaml", "not valid YAML at line 2"),
         ("input --dataset shapes --count 90 --batches 50", "lower --batches"),
         ("input --dataset shapes --batch-size 0", "--batch-size 1"),
         ("recipe quickstart --folds 5", "takes no --folds"),
@@ -123,8 +124,16 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
 def test_what_cannot_be_measured_is_refused(line: str, answer: str) -> None:
     Path("odd.yaml").write_text("data: {dataset: shapes, count: 60}\nmodel: {net: lenet, rate: 1}\n")
     Path("weighted.yaml").write_text("data: {dataset: shapes}\nmodel: {net: lenet, class_weights: balanced}\n")
+    Path("broken.yaml").write_text("model: [1\n")
     with pytest.raises(UsageError, match=answer):
         bench(line.split())
+
+
+def test_a_step_is_measured_without_the_metrics_of_a_recipe() -> None:
+    metric = "{class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 10}}"
+    model = f"{{net: lenet, metrics: {{recall: {metric}}}, monitor: recall}}"
+    Path("own.yaml").write_text(f"model: {model}\ndata: {{dataset: shapes}}\n")
+    assert measured(["step", "--recipe", "own.yaml", "--data.count", "90", "--accelerator", "cpu", *TURNS])
 
 
 # ---- what measurements make of their numbers

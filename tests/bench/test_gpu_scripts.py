@@ -116,7 +116,7 @@ def test_the_scripts_run_whole_on_a_cpu_though_one_recipe_is_none(tools: Path, t
     code, said = run("gpu_bench.sh", tools, [data, str(out)], TINY="1", FASTER="nonsense tudui")
     assert (code, said.splitlines()[-1]) == (1, "failed: fast-compile nonsense"), said  # no compiler is among the tools
     figures = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
-    named = {"eager", "captured", "first", "profile", "step", "fast-eager", "fast-benchmark", "tudui"}
+    named = {"eager", "captured", "first", "profile", "step", "fast-eager", "fast-benchmark", "fast-padded", "tudui"}
     assert named | {"tutorial", "cold", "input", "devices", "lenet"} == figures.keys()
     few = {"EPOCHS": "1", "EPOCHS_RESNET": "1", "EXTRA": "--trainer.limit_train_batches 3 --trainer.limit_val_batches 1"}
     code, said = run("gpu_check.sh", tools, [data, str(tmp_path / "check")], ACCELERATOR="cpu", **few)

@@ -29,7 +29,7 @@ def test_recipe_is_weaker_than_configs_and_these_than_flags_wherever_they_stand(
     orders = [order for order in itertools.permutations(pieces) if order.index(pieces[1]) < order.index(pieces[2])]
     (only,) = {tuple(line(*itertools.chain(*order), base=recipe_path("small.yaml"))) for order in orders}
     assert only == (
-        *("fit", "--config", "small.yaml", "--logs=lightning_logs", "--config", "a.yaml", "--config", "b.yaml"),
+        *("fit", "--config", "small.yaml", "--config", "a.yaml", "--config", "b.yaml"),
         *("--recipe=small", "--model.lr=1", "--logs=there"),
     )
     assert line("--config=small.yaml") == ["fit", "--config", "small.yaml"]  # which may name the logs, without a base

@@ -14,7 +14,7 @@ import pytest
 from contract.command_line import SMALL, Answer, assert_refused, config_of, metrics_of, run_command
 
 from cifar_lit.cli.flags import Command, parse
-from cifar_lit.cli.launch import apply_launcher, continue_job
+from cifar_lit.cli.launch import apply_launcher, continue_job, logs_of
 from cifar_lit.distributed.job import JOB_RUN, Job, job_of
 from cifar_lit.distributed.rank_info import is_first_process
 from cifar_lit.errors import Failure, UsageError
@@ -178,6 +178,13 @@ def test_configurations_of_the_first_start_are_not_read_again() -> None:
     run = leave(start(words, SLURM), logs="runs")
     command = start(words, AGAIN)
     assert (command.resume, command.configs) == (str(run), [])
+
+
+def test_a_recipe_of_ones_own_may_say_where_runs_go() -> None:
+    Path("own.yaml").write_text("logs: runs")
+    Path("stronger.yaml").write_text("logs: other")
+    for words, logs in (([], "runs"), (["--config", "stronger.yaml"], "other"), (["--logs", "typed"], "typed")):
+        assert logs_of(parse("fit", ["--recipe", "own.yaml", *words])) == Path(logs)
 
 
 def test_every_process_goes_on_with_the_same_run_and_the_first_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:

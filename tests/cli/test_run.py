@@ -128,6 +128,13 @@ def test_unequal_classes_are_told_on_the_start_card_when_something_makes_up_for_
     assert re.search(r"val loss \S+ accuracy \S+ macro_f1 0\.\d{4} · ", answer.out)
 
 
+def test_the_start_card_counts_steps_of_the_optimizer_and_epochs_up_to_the_end() -> None:
+    words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
+    answer = run_command("fit", *SMALL, *words)
+    assert answer.code == 0
+    assert " · 3 steps an epoch" in answer.out and " · 3 epochs · " in answer.out
+
+
 def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error(working_folder: Path) -> None:
     answer = run_process([sys.executable, "-W", "error", "-m", "cifar_lit", "train", *ONE_EPOCH], working_folder)
     assert (answer.code, answer.err) == (0, "")

@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank, start_ranks
 
+from cifar_lit.cli.fit import RankProgress
 from cifar_lit.distributed import rank_watch
 from cifar_lit.distributed.rank_info import RankInfo
 from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
@@ -159,6 +162,26 @@ def test_a_rank_hangs_that_keeps_the_others_waiting_but_not_one_that_moves_or_is
     assert faults[0] is None
     what = "has kept the others waiting for 2 s: it hangs, in a file system, a driver or a deadlock"
     assert faults[-1] == Fault(1, "stuck", what)
+
+
+def test_a_rank_is_further_with_each_part_of_a_training_validations_within_an_epoch_among_them() -> None:
+    watch, trainer = SimpleNamespace(position=[]), SimpleNamespace(current_epoch=0)
+    progress, positions = RankProgress(watch), []  # type: ignore[arg-type]
+
+    def move(hook: str, *values: Any) -> None:
+        getattr(progress, hook)(trainer, None, *values)
+        positions.append(watch.position)
+
+    move("setup", "fit")
+    for trainer.current_epoch in range(2):
+        for step in range(4):
+            move("on_train_batch_start", None, step)
+            if step in (1, 3):
+                move("on_validation_epoch_start")
+                move("on_validation_epoch_end")
+    move("setup", "test")
+    move("on_test_epoch_start")
+    assert positions == sorted(positions) and len({tuple(position) for position in positions}) == len(positions)
 
 
 @pytest.mark.parametrize("sooner", ["first", "second"])

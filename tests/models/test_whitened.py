@@ -106,6 +106,18 @@ def test_a_group_can_be_narrower_inside_with_kernels_of_its_own() -> None:
     assert [conv.weight.shape[0] for conv in made(widths=[8], depth=3, inner=[4], width=0.5).groups[0].convs] == [4, 2, 4]
 
 
+@pytest.mark.parametrize(("channels", "further"), [(3, 1), (1, 3), (4, 0)])
+def test_channels_of_zeros_change_neither_logits_nor_gradients(channels: int, further: int) -> None:
+    outcomes = []
+    for padded in (False, True):
+        net = made(**TINY, channels=channels, pad_input=padded).double()
+        logits = net(some_images(channels=channels).double())
+        logits.square().sum().backward()
+        outcomes.append((logits.detach(), [parameter.grad for parameter in net.parameters() if parameter.requires_grad]))
+    torch.testing.assert_close(*outcomes)
+    assert net.further_channels == further
+
+
 @pytest.mark.parametrize(("patch", "stride", "first"), [(2, 2, 16), (3, 1, 32), (3, 2, 16), (4, 2, 16), (4, 4, 8), (1, 1, 32)])
 def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stride: int, first: int) -> None:
     net = made(size=32, widths=[8], patch=patch, stride=stride)
@@ -273,6 +285,7 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
         ({"residual": True, "depth": [[3], 1, 1]}, "residual goes around the second convolution"),
         ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
         ({"residual": True, "depth": 1}, "residual goes around the second convolution and those after: set depth above 1"),
+        ({"pad_input": 4}, "pad_input must be true or false, not 4"),
         ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
         ({"stride": 3}, "stride must be from 1 to 2 (patch) pixels, not 3"),
         ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),

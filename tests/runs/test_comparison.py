@@ -70,6 +70,12 @@ def test_runs_are_found_by_folder_pattern_and_logs_each_once_in_order_of_number(
             find_runs([name])
 
 
+def test_a_folder_may_end_in_a_digit_that_is_no_number() -> None:
+    for name in ("logs/a-10", "logs/a-9", "logs/a-²"):
+        made_run(name)
+    assert [run.name for run in find_runs(["logs"])] == ["a-9", "a-10", "a-²"]
+
+
 def test_only_settings_that_differ_are_named_without_those_of_places() -> None:
     runs = [made_run(f"{place}/small-1", lr=lr, widths=[8, 16]) for place, lr in (("a", 0.1), ("b", 0.2))]
     assert differing(runs) == {"model.lr": ["0.1", "0.2"]}

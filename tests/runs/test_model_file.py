@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import cifar_lit
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
 from cifar_lit.models.registry import NETS, build_net
+from cifar_lit.plugins import all_imports_allowed
 from cifar_lit.runs.model_file import (
     FORMAT,
     MAX_EXTRA,
@@ -189,6 +190,26 @@ def test_tensors_that_are_not_finite_not_the_nets_or_too_many_beside_it_are_refu
         next(iter(weights.values())).view(-1)[0] = value
         save_weights(path, weights, CARD)
         refused(path, "its weights are not finite numbers: the training diverged")
+
+
+@pytest.mark.parametrize(("neighbour", "fits"), [(1, True), (4, True), (5, False), (0, False), (2.0, False), (None, False)])
+def test_a_neighbour_that_the_sample_of_the_training_images_does_not_have_is_refused(
+    path: Path, neighbour: Any, fits: bool
+) -> None:
+    save_weights(path, net_of(CARD).state_dict(), replace(CARD, novelty={"neighbour": neighbour}), NOVEL)
+    if fits:
+        load_model_file(path)
+    else:
+        refused(path, "its embeddings are not a sample of its training images")
+
+
+def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with all_imports_allowed():
+        for name, line in (("timm/resnet18", "timm's, which is not installed"), ("absent.Net", "there is no module 'absent'")):
+            save_weights(path, {}, replace(CARD, net=name))
+            with pytest.raises(UsageError, match=line):
+                load_model_file(path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def test_layers_of_ones_own_may_be_called_as_what_runs_put_before_names(tmp_path
     for other, name in zip(others, ("own.safetensors", "run.pth"), strict=True):
         load_pretrained(other, "own.Wrapped", str(tmp_path / name))
         assert same(weights(other), weights(first))
+
+
+def test_a_layer_whose_name_begins_as_the_heads_is_no_part_of_it(tmp_path: Path) -> None:
+    net = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 3), fc1=nn.Linear(4, 4), fc=nn.Linear(4, 2)))
+    torch.save({name: tensor for name, tensor in net.state_dict().items() if not name.startswith("fc1.")}, tmp_path / "a.pth")
+    with pytest.raises(UsageError, match=r"2 of 6 tensors, such as fc1\.weight, are missing"):
+        load_pretrained(net, "own", str(tmp_path / "a.pth"))
 
 
 def test_grey_images_are_seen_as_colour_images_of_that_grey(file: str) -> None:

@@ -27,7 +27,7 @@ from cifar_lit.training.classifier import ImageClassifier
         ({"schedule": "linear"}, "schedule must be one of"),
         ({"final_lr": -0.1}, "final_lr is a fraction"),
         ({"schedule_every": "epoch", "schedule": "cosine", "warmup_epochs": 1.0}, "schedule_every step"),
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be 0 or more and below 1, not 1"),
         ({"ema_decay": 1.0}, "ema_decay must be 0 for none or below 1"),
         ({"width": 0.0}, "width"),
         ({"nesterov": True}, "nesterov needs model.momentum"),

@@ -1,5 +1,6 @@
 """Muon against torch's own, SGD and the definition; its decay is test_optimizers', and its skipped steps are test_capture's."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,27 @@ def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_an
     assert_alike(stepped(*optimizers), expected, tolerance)
     if form != "alone":
         assert all(optimizers[0].state[one]["momentum_buffer"].stride() == one.stride() for one in params)
+
+
+def test_shapes_on_branches_of_their_own_give_the_same_bits_wait_for_the_gradients_and_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, waits = stepped(Muon(parameters(FILTERS), 0.1)), []
+
+    class Stream(torch.cpu.Stream):  # type: ignore[misc]
+        def wait_stream(self, other: Any) -> None:
+            waits.append((self, other))
+
+    current = Stream()
+    device = SimpleNamespace(Stream=Stream, current_stream=lambda: current, stream=torch.cpu.stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    assert_alike(stepped(Muon(parameters(FILTERS), 0.1, branches=True)), expected)
+    steps, shapes = 4, 4
+    assert len(waits) == steps * 2 * shapes
+    for start in range(0, len(waits), 2 * shapes):
+        branches = [waiting for waiting, _ in waits[start : start + shapes]]
+        assert len(set(branches)) == shapes and {made_before for _, made_before in waits[start : start + shapes]} == {current}
+        assert waits[start + shapes : start + 2 * shapes] == [(current, branch) for branch in branches]
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.85, True), (0.9, False), (0.0, False)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import os
 import signal
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from cifar_lit.data.decode import DecodeError, decode, start_worker, submit_without_main
+from cifar_lit.hardware import core_count
 from cifar_lit.inference.serve.bodies import Limits, RequestError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Decoders:
     """Two to four decoding processes; one that died or was ended is started again."""
 
     def __init__(self, size: tuple[int, int], channels: int, resize: str, limits: Limits) -> None:
-        self.count = max(2, min(4, os.cpu_count() or 1))
+        self.count = max(2, min(4, core_count()))
         self._size, self._channels, self._resize, self._limits = size, channels, resize, limits
         self._decoders = {Decoder(limits.pixels) for _ in range(self.count)}
         self._idle: asyncio.Queue[Decoder] = asyncio.Queue()
