@@ -34,6 +34,7 @@ WHAT = (
 ABSENT = (
     *("optimizer", "nesterov", "weight_decay", "schedule", "warmup_epochs", "label_smoothing", "class_weights", "ema_decay"),
     *("fixed_norms", "weights", "frozen", "input_lr", "shuffle", "sampling", "crop", "flip", "cutout", "resolutions", "augment"),
+    "skip_easy",
 )
 
 

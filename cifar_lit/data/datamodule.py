@@ -18,6 +18,7 @@ from cifar_lit.data.augment import Augmentation, normalise
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
+from cifar_lit.data.last_losses import LastLosses
 from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
@@ -49,6 +50,9 @@ class ImageData(pl.LightningDataModule):
         shuffle: draw a new order every epoch.
         sampling: none, each training image once an epoch; or balanced, as many in all, but each class equally often: images of
             rare classes come several times (in one epoch with the same crop and flip), those of common ones take turns.
+        skip_easy: share of the training images that is left out late in the training, those whose loss was least when they were
+            last trained on; an epoch goes through the others several times. In a short training they teach more.
+        skip_from: share of the steps after which that begins.
         crop: pixels of reflect padding that a random crop moves in; 0 for none.
         flip: none, random, or alternating (each image mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
@@ -94,6 +98,8 @@ class ImageData(pl.LightningDataModule):
         seed: int = 0,
         shuffle: bool = True,
         sampling: str = "none",
+        skip_easy: float = 0.0,
+        skip_from: float = 0.6,
         crop: int = 0,
         flip: str = "none",
         cutout: int = 0,
@@ -124,8 +130,14 @@ class ImageData(pl.LightningDataModule):
         check_choice("data.sampling", sampling, SAMPLINGS)
         if sampling == "balanced" and not shuffle:
             raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
+        if not 0 <= skip_easy < 1 or not 0 <= skip_from <= 1:
+            raise UsageError("data.skip_easy is a share of the images, from 0 to below 1, and data.skip_from one of the steps")
+        if skip_easy and (sampling != "none" or not shuffle):
+            raise UsageError("data.skip_easy chooses images and their order: leave data.sampling none and data.shuffle true")
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
+        self.skip_easy, self.skip_from = skip_easy, skip_from
+        self.last_losses: LastLosses | None = None  # of the current training, where they are needed
         self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self._mean, self._std = mean, std
@@ -141,6 +153,13 @@ class ImageData(pl.LightningDataModule):
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
+
+    def setup(self, stage: str) -> None:
+        """Begins a training without a loss of any image, where they are needed."""
+        if stage == "fit":
+            trainer: Any = self.trainer
+            skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
+            self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
 
     @cached_property
     def train_images(self) -> ImageSet:
@@ -220,7 +239,8 @@ class ImageData(pl.LightningDataModule):
         Lightning restores nothing of the loader's own state where a schedule has asked how long the training will be: the loaders
         are then set up before the checkpoint is read.
         """
-        return {**self._train_loader.state_dict(), "batch_size": self.batch_size} if self._train_loader else {}
+        loader = self._train_loader
+        return {**loader.state_dict(), **loader.round_state(), "batch_size": self.batch_size} if loader else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
@@ -286,11 +306,26 @@ class ImageData(pl.LightningDataModule):
             fill=self._fill,
             workers=self.workers if self.reads_ahead else 0,
             pin_memory=self.reads_ahead and self.device.type != "cpu",
+            losses=self.last_losses,
+            skip_easy=self.skip_easy,
+            skip_from=self._skipping_from() if self.last_losses else (0, 0),
             **self._share,
         )
         if self._resumed is not None:
             self._train_loader.load_state_dict(self._resumed)
         return self._train_loader
+
+    def _skipping_from(self) -> tuple[int, int]:
+        """The epoch, and the batch in it, from which on images are left out."""
+        trainer, batches = self.trainer, count_batches(len(self.split[0]), self.batch_size)
+        if self.epochs is None:
+            raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
+        limit = trainer.limit_train_batches if trainer else 1.0
+        batches = min(batches, limit) if isinstance(limit, int) else int(limit * batches)
+        every = batches * self.epochs
+        if trainer and trainer.max_steps > 0:
+            every = min(every, trainer.max_steps * trainer.accumulate_grad_batches)
+        return divmod(round(self.skip_from * every), max(1, batches))
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""

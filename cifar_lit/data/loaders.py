@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.last_losses import LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import return_freed_memory
 
@@ -63,6 +64,9 @@ class TrainLoader:
     fewer than two for each device, fewer share it, and the others get two of its images with a loss weight of 0.
 
     balanced: whether an epoch shows each class equally often; of an image that it shows twice, both are augmented alike.
+    losses: where the steps write each image's loss. From `skip_from` (an epoch, and a batch in it) on the share `skip_easy` of
+        the images is left out whose loss was least: an epoch has as many batches as before, in several rounds through the
+        others, each of which is chosen anew and augmented in its own way.
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
 
     Raises UsageError when a global batch cannot be shared out.
@@ -81,6 +85,9 @@ class TrainLoader:
     fill: Tensor | None = None
     workers: int = 0
     pin_memory: bool = False
+    losses: LastLosses | None = None
+    skip_easy: float = 0.0
+    skip_from: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         size, world = self.batch_size, self.world
@@ -94,6 +101,7 @@ class TrainLoader:
         self.epoch = 0
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
+        self._hard = torch.empty(0, dtype=torch.int64)  # rows of the current round
         self._ahead: tuple[int, Any] = (-1, None)  # the plan of a later epoch, with its number
 
     def __len__(self) -> int:
@@ -112,29 +120,67 @@ class TrainLoader:
         """The epoch, and how many of its batches have been handed out."""
         return {"epoch": self.epoch, "position": self.position}
 
+    def round_state(self) -> dict[str, Tensor]:
+        """The losses, where there are any, and the rows of the current round; all devices have to come here."""
+        return {"losses": self.losses.gather(), "hard": self._hard} if self.losses else {}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the saved epoch, when it is the next to be iterated, go on after the saved position."""
+        """Makes the saved epoch, when it is the next to be iterated, go on after the saved position, in the saved round."""
         self._resume = (state["epoch"], state["position"])
+        if self.losses and "losses" in state:
+            self.losses.restore(state["losses"])
+            self._hard = state["hard"]
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
         self.position = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
-        order, make = self._ahead[1] if self._ahead[0] == self.epoch else self.epoch_plan(self.epoch)
-        parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position : len(self)]]
+        while self.position < len(self):
+            yield from self._round()
+
+    def _round(self) -> Iterator[Batch]:
+        """The rest of the epoch or, where it goes through some of the images several times, of the current round."""
+        first, end = 0, self._plain_batches(self.epoch)
+        if self.position >= end:
+            first, end, order, make = self._hard_plan(end)
+        else:
+            order, make = self._ahead[1] if self._ahead[0] == self.epoch else self.epoch_plan(self.epoch)
+        parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position - first : end - first]]
         step = max(1, BLOCK_BYTES // (prod(self.source.input_shape) * self.batch_size))
         blocks = [parts[start : start + step] for start in range(0, len(parts), step)]
         for block in read_ahead(blocks, make, self.workers, self.pin_memory) if self.workers else map(make, blocks):
             for batch in block:
                 self.position += 1
-                if self.position == len(self):  # while a device still has steps to make
+                if self.position == len(self) and self._plain_batches(self.epoch + 1):  # while a device still has steps to make
                     self._ahead = self.epoch + 1, self.epoch_plan(self.epoch + 1)
                 yield batch
 
-    def epoch_plan(self, epoch: int) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
-        """The rows of the image set, int64, in the order in which an epoch shows them, and what makes batches of them."""
+    def _plain_batches(self, epoch: int) -> int:
+        """How many batches an epoch has before images are left out."""
+        if self.losses is None or epoch < self.skip_from[0]:
+            return len(self)
+        return self.skip_from[1] if epoch == self.skip_from[0] else 0
+
+    def _hard_plan(self, begin: int) -> tuple[int, int, Tensor, Callable[[Block], list[Batch]]]:
+        """The batches of the epoch between which the current round is, and its plan; the first round begins at batch `begin`."""
+        length = max(1, round((1 - self.skip_easy) * len(self.indices) / self.batch_size))  # batches
+        number, within = divmod(self.position - begin, length)
+        if not within:
+            losses = cast("LastLosses", self.losses).gather()[self.indices]
+            self._hard = self.indices[losses.argsort(descending=True, stable=True)[: length * self.batch_size]]
+        rounds = -(-len(self) // length)
+        epoch, batch = self.skip_from
+        as_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds + number  # so that flips alternate
+        first = begin + number * length
+        return first, min(first + length, len(self)), *self.epoch_plan(as_epoch, self._hard)
+
+    def epoch_plan(self, epoch: int, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
+        """The rows of the image set, int64, in the order in which an epoch shows them, and what makes batches of them.
+
+        rows: of the images to show; all of `indices` if not given.
+        """
         images, (_, height, width) = self.source.images, self.source.input_shape
-        order, seed = self.indices, self.seed
+        order, seed = self.indices if rows is None else rows, self.seed
         if self.shuffle:
             order = order[balanced_order(self._labels, seed, epoch) if self.balanced else epoch_order(len(order), seed, epoch)]
         plan = self.augmentation.plan(len(images), height, width, self.seed, epoch)

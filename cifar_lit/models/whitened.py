@@ -223,7 +223,7 @@ class WhitenedNet(nn.Module):
         if not self.further_channels:
             return self.whiten(images)
         padded, weight = (F.pad(tensor, (0, 0, 0, 0, 0, self.further_channels)) for tensor in (images, self.whiten.weight))
-        return F.conv2d(padded, weight, self.whiten.bias, self.whiten.stride, self.whiten.padding)  # type: ignore[arg-type]
+        return F.conv2d(padded, weight, self.whiten.bias, self.whiten.stride, self.whiten.padding)
 
     @torch.no_grad()
     def initialise(self, images: Tensor) -> None:

@@ -78,7 +78,9 @@ class GraphedSteps:
         Only in a fit from its beginning: the states of an optimizer that is resumed take others' places later on.
         """
         model = self._model
-        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors]
+        losses = getattr(model.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
+        further = [losses.latest] if losses else []
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *further]
         with torch.no_grad():
             before = [tensor.clone() for tensor in tensors]
         devices = [] if model.device.type == "cpu" else [model.device]
@@ -98,6 +100,7 @@ class GraphedSteps:
             graph, static, loss = self._captured[key]
             static.images.copy_(batch.images)
             static.labels.copy_(batch.labels)
+            static.indices.copy_(batch.indices)
             if static.targets is not None:
                 static.targets.copy_(batch.targets)
             graph.replay()
@@ -109,7 +112,8 @@ class GraphedSteps:
             self._module.current_stream().wait_stream(self._stream)
         else:  # `clone` keeps channels_last, which the net was warmed up with
             targets = None if batch.targets is None else batch.targets.clone()
-            static = batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), targets=targets)
+            copies = (batch.images.clone(), batch.labels.clone(), batch.indices.clone())
+            static = type(batch)(*copies, batch.loss_weight, targets)
             graph = self._module.CUDAGraph()
             # thread_local: a thread that pins memory meanwhile does not spoil the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

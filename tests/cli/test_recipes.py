@@ -14,7 +14,7 @@ SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", 
 NARROW = ["--model.net_options.widths", "[8, 16, 16]"]
 NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.warmup_epochs", "1"]
 SMALLER = {
-    **dict.fromkeys(("fast94", "fast95", "fast96", "laptop"), NARROW),
+    **dict.fromkeys(("fast94", "fast95", "fast96", "laptop", "laptop90"), NARROW),
     **dict.fromkeys(("fast100", "laptop100"), NARROW_INSIDE),
     "fashion_cnn": ["--data.image_size", "28", "--data.channels", "1"],
     "resnet18": ["--data.image_size", "16", "--trainer.limit_train_batches", "2"],

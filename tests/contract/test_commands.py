@@ -31,7 +31,8 @@ COMMANDS = (
     *("recipes", "devices", "bench", "preview", "export", "classify", "compare", "report", "serve"),
 )
 RECIPES = (
-    *("quickstart", "laptop", "fast94", "fast95", "fast96", "laptop100", "fast100", "resnet18", "tudui", "sjnet", "lenet"),
+    *("quickstart", "laptop", "laptop90", "fast94", "fast95", "fast96", "laptop100", "fast100", "resnet18", "tudui", "sjnet"),
+    "lenet",
     *("signs_mlp", "fashion_cnn", "folder"),
 )
 

@@ -35,7 +35,7 @@ SETTINGS = [
     *("--dataset", "shapes", "--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8"),
     *("--data.crop", "2", "--data.flip", "random", "--data.mean", "0.5", "--data.std", "0.25", "--data.eval_batch_size", "5"),
     *("--net", "lenet", "--lr", "0.02", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--epochs", "3"),
-    *("--model.ema_decay", "0.9"),
+    *("--model.ema_decay", "0.9", "--data.skip_easy", "0.3"),
     *("--precision", "32-true", "--accelerator", "cpu", "--trainer.log_every_n_steps", "4"),
     "--trainer.callbacks=at_step.AtStep",
 ]

@@ -1,0 +1,118 @@
+"""Leaving out the images that are learnt: which are shown, and that neither a stop nor devices nor graphs change it."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
+
+from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.last_losses import LastLosses
+from cifar_lit.data.loaders import Batch, TrainLoader
+from cifar_lit.errors import UsageError
+
+SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
+SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, in mid-epoch
+
+
+def loader_of(count: int, rows: torch.Tensor) -> TrainLoader:
+    images = torch.randint(0, 256, (count, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    source = ImageSet(images, torch.zeros(count, dtype=torch.int64), ("a",))
+    losses = LastLosses(count, torch.device("cpu"))
+    skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": (1, 0)}
+    return TrainLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
+
+
+def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_each_time() -> None:
+    rows = torch.arange(0, 200, 2)  # those of an even number are trained on
+    loader = loader_of(200, rows)
+    assert loader.losses is not None
+    shown: list[list[int]] = []
+    looks: dict[int, list[torch.Tensor]] = {}
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            shown.append(batch.indices.tolist())
+            # the loss of an image is its row, and falls in the first round of the late epoch
+            loader.losses.latest[batch.indices] = batch.indices / (1000 if epoch and number < 4 else 1)
+            for row, image in zip(shown[-1], batch.images, strict=True):
+                looks.setdefault(row, []).append(image)
+    assert len(loader) == 10 and len(shown) == 20
+    first, hardest, second, third = (
+        sorted(chain.from_iterable(shown[start:end])) for start, end in ((0, 10), (10, 14), (14, 18), (18, 20))
+    )
+    assert first == rows.tolist()
+    assert hardest == list(range(120, 200, 2))
+    assert second == list(range(40, 120, 2))  # what was hard is learnt
+    assert {len(batch) for batch in shown} == {10} and set(third) <= set(second)
+    for row in hardest:  # in the epoch before one way round, in the round the other
+        before, after = looks[row][:2]
+        assert torch.equal(before, after.flip(1))
+
+
+def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_change_nothing_until_gathered() -> None:
+    losses = LastLosses(4, torch.device("cpu"))
+    losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])
+    assert losses.gather().tolist() == [3.0, float("inf"), 1.0, float("inf")]
+    address = losses.latest.data_ptr()
+    losses.latest[2] = 0.0
+    assert losses.gather().tolist() == [3.0, float("inf"), 0.0, float("inf")]
+    assert losses.latest.data_ptr() == address and losses.latest.tolist() == [-1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "step", [9, SKIPS_AT, SKIPS_AT + 1, SKIPS_AT + 3, 2 * BATCHES, 2 * BATCHES + 1, 2 * BATCHES + 3, 3 * BATCHES]
+)
+def test_a_training_that_is_gone_on_with_shows_the_same_images(step: int, tmp_path: Path) -> None:
+    shown: dict[int, list[int]] = {}
+    again: dict[int, list[int]] = {}
+
+    def keep(into: dict[int, list[int]]) -> Any:
+        def look(trainer: Any, model: Any) -> None:
+            into[trainer.global_step] = model.batch_indices
+
+        return [At(number, look, after=True) for number in range(1, 4 * BATCHES + 1)]
+
+    def recording() -> Any:
+        model: Any = classifier()
+        original = model.training_step
+
+        def training_step(batch: Batch, batch_idx: int) -> Any:
+            model.batch_indices = batch.indices.tolist()
+            return original(batch, batch_idx)
+
+        model.training_step = training_step
+        return model
+
+    save = At(step, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
+    whole, part = recording(), recording()
+    fitted(whole, shapes_data(**SKIPS), *keep(shown), save, max_epochs=4)
+    fitted(part, shapes_data(**SKIPS), *keep(again), resume=tmp_path / "a.ckpt", max_epochs=4)
+    assert len(shown) == 4 * BATCHES and again == {number: rows for number, rows in shown.items() if number > step}
+    assert same(weights(whole), weights(part))
+    round_of_three = chain.from_iterable(shown[number] for number in range(SKIPS_AT + 1, SKIPS_AT + 4))
+    assert len(set(round_of_three)) == 48  # about half of 100, in whole batches
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"skip_easy": 1.0}, r"data\.skip_easy is a share of the images, from 0 to below 1"),
+        ({"skip_easy": 0.5, "skip_from": 1.5}, r"data\.skip_from one of the steps"),
+        ({"skip_easy": 0.5, "sampling": "balanced"}, r"leave data\.sampling none and data\.shuffle true"),
+        ({"skip_easy": 0.5, "shuffle": False}, r"leave data\.sampling none and data\.shuffle true"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        shapes_data(**settings)
+
+
+def test_a_training_without_an_end_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"must know the training's end: set --epochs or --trainer\.max_steps"):
+        fitted(classifier(), shapes_data(**SKIPS), max_epochs=-1)
