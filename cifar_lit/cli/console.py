@@ -55,10 +55,12 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     unequal = "".join(f" · {name} {value}" for name, value in settings.items() if value != "none")
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
     epochs = f"{data.epochs} epochs" if data.epochs else "no last epoch"
+    skips = f"the easiest {data.skip_easy:.0%} of the images from {data.skip_from:.0%} of the steps on" if data.skip_easy else ""
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
         "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
         "sizes": f"{smaller}then {height} px" if smaller else "",
+        "skips": skips,
         "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
         "trains": notes.get("trains", ""),
         "devices": f"{world} × {device}",

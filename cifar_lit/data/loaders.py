@@ -127,9 +127,10 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the saved epoch, when it is the next to be iterated, go on after the saved position, in the saved round."""
         self._resume = (state["epoch"], state["position"])
-        if self.losses and "losses" in state:
-            self.losses.restore(state["losses"])
-            self._hard = state["hard"]
+        losses, hard = state.get("losses"), state.get("hard")
+        if self.losses and isinstance(losses, Tensor) and isinstance(hard, Tensor):
+            self.losses.restore(losses)
+            self._hard = hard[torch.isin(hard, self.indices)].long()
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
@@ -164,10 +165,11 @@ class TrainLoader:
     def _hard_plan(self, begin: int) -> tuple[int, int, Tensor, Callable[[Block], list[Batch]]]:
         """The batches of the epoch between which the current round is, and its plan; the first round begins at batch `begin`."""
         length = max(1, round((1 - self.skip_easy) * len(self.indices) / self.batch_size))  # batches
+        size = min(length * self.batch_size, len(self.indices))
         number, within = divmod(self.position - begin, length)
-        if not within:
+        if not within or len(self._hard) != size:  # of a checkpoint of other images
             losses = cast("LastLosses", self.losses).gather()[self.indices]
-            self._hard = self.indices[losses.argsort(descending=True, stable=True)[: length * self.batch_size]]
+            self._hard = self.indices[losses.argsort(descending=True, stable=True)[:size]]
         rounds = -(-len(self) // length)
         epoch, batch = self.skip_from
         as_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds + number  # so that flips alternate

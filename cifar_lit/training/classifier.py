@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
-from cifar_lit.data.last_losses import LastLosses
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net
@@ -187,7 +186,7 @@ class ImageClassifier(pl.LightningModule):
         self.class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
         self._graphs: GraphedSteps | None = None
         self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
-        self._last_losses: LastLosses | None = None  # in a fit whose data choose images by them
+        self._last_losses: Tensor | None = None  # float32 (images,) in a fit whose data choose images by them
         self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -212,7 +211,7 @@ class ImageClassifier(pl.LightningModule):
         else:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
             if self._last_losses is not None:
-                self._last_losses.latest[batch.indices] = losses.detach().float()
+                self._last_losses[batch.indices] = losses.detach().float()
             if self.class_weights is not None:
                 # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by
                 # the weights of this device's part, and weighs what smoothing spreads too, which pulls all to the rare classes.
@@ -264,7 +263,8 @@ class ImageClassifier(pl.LightningModule):
         elif self.device.type == "cpu":
             keep_freed_memory()
         self.class_weights = self._weights_of_classes()
-        self._last_losses = getattr(self.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
+        last_losses = getattr(self.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
+        self._last_losses = last_losses.latest if last_losses else None
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
         self._reads_losses = self.device.type == "cpu" and self._graphs is None

@@ -130,9 +130,10 @@ def test_unequal_classes_are_told_on_the_start_card_when_something_makes_up_for_
 
 def test_the_start_card_counts_steps_of_the_optimizer_and_epochs_up_to_the_end() -> None:
     words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
-    answer = run_command("fit", *SMALL, *words)
+    answer = run_command("fit", *SMALL, *words, "--data.skip_easy", "0.5")
     assert answer.code == 0
     assert " · 3 steps an epoch" in answer.out and " · 3 epochs · " in answer.out
+    assert "the easiest 50% of the images from 60% of the steps on" in answer.out
 
 
 def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error(working_folder: Path) -> None:

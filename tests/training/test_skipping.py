@@ -65,6 +65,16 @@ def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_chan
     assert losses.latest.data_ptr() == address and losses.latest.tolist() == [-1.0] * 4
 
 
+@pytest.mark.parametrize("hard", [torch.arange(50), torch.arange(100), torch.zeros(0), torch.full((40,), 9**9), "none"])
+def test_a_round_of_other_images_is_chosen_anew(hard: Any) -> None:
+    rows = torch.arange(0, 200, 2)
+    loader = loader_of(200, rows)
+    loader.load_state_dict({"epoch": 1, "position": 2, "losses": torch.arange(200.0), "hard": hard})
+    loader.set_epoch(1)
+    shown = [batch.indices.tolist() for batch in loader]
+    assert len(shown) == 8 and set(chain.from_iterable(shown)) <= set(rows.tolist())
+
+
 @pytest.mark.parametrize(
     "step", [9, SKIPS_AT, SKIPS_AT + 1, SKIPS_AT + 3, 2 * BATCHES, 2 * BATCHES + 1, 2 * BATCHES + 3, 3 * BATCHES]
 )
