@@ -108,8 +108,17 @@ class Run(Callback):
         if trainer.is_global_zero:
             if self.trains:  # a run that is killed before its first checkpoint is still seen to be a training
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
-            write_text(self.folder.path / "config.yaml", self.config)  # of a resumed run too: flags may have changed it
-            stamp_start(self.folder.path)
+            if not self.folder.resumed:
+                self._write_config()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes what flags have changed of a resumed run, once its checkpoint has been taken up with them."""
+        if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._write_config()
+
+    def _write_config(self) -> None:
+        write_text(self.folder.path / "config.yaml", self.config)
+        stamp_start(self.folder.path)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the start card, and shows TensorBoard what the net is about to see."""

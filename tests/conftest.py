@@ -71,6 +71,14 @@ def run_dir(training: Training) -> Path:
     return training.run_dir
 
 
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with the recipe small.yaml."""
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """For processes that import this package and these tests."""

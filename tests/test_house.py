@@ -35,6 +35,7 @@ def imported(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: write the full name in `{ast.unparse(node)}`"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 

@@ -83,7 +83,7 @@ def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(scrip
     assert asked[-1] == f"scripts/benchmarks/table.py {out}"
     if script == "gpu_bench.sh":
         recipes = [line.split()[4] for line in asked if line.startswith("-m cifar_lit bench recipe")]
-        assert recipes == [*["fast94"] * 7, "fast95", "fast96", "tudui", "fast100", "resnet18"]
+        assert recipes == [*["fast94"] * 8, "fast95", "fast96", "tudui", "fast100", "resnet18"]
         assert "airbench94_muon.py" in asked
         hundred = next(line for line in asked if "recipe fast100" in line)
         assert f"--data-dir {tmp_path / 'bin'}" in hundred

@@ -1,17 +1,13 @@
 from pathlib import Path
 
 import pytest
-from contract.command_line import RECIPE
 
 from cifar_lit.data.datamodule import ImageData
 
 
 @pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with the recipe small.yaml."""
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def in_working_folder(working_folder: Path) -> None:
+    """Every test here works in it."""
 
 
 @pytest.fixture(scope="session")

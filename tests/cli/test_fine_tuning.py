@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.command_line import RECIPE, SMALL, config_of, files_of, metrics_of, run_command, run_process
+from contract.command_line import SMALL, config_of, files_of, metrics_of, run_command, run_process
 
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -28,10 +28,7 @@ SHAPENET = (
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
-    Path("small.yaml").write_text(RECIPE)
+def weights(working_folder: Path) -> None:
     torch.manual_seed(0)
     torch.save(build_net("shapenet", channels=3, image_size=16, num_classes=10).state_dict(), "weights.pth")
 

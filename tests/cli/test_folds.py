@@ -8,18 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contract.command_line import OWN_IMAGES, RECIPE, SMALL, config_of, draw_folder, metrics_of, rows_of, run_command
+from contract.command_line import OWN_IMAGES, SMALL, config_of, draw_folder, metrics_of, rows_of, run_command
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.runs.label_errors import rank_suspects
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.run_data import RunData
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("small.yaml").write_text(RECIPE)
 
 
 def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it() -> None:
@@ -79,13 +72,6 @@ def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> No
                 sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.fold_rows)]
                 assert sides[0].isdisjoint(sides[1])
     assert ImageData("folder", root="animals/labels.csv").train_images.groups is not None
-
-
-def test_suspected_labels_are_ranked_by_what_is_against_them() -> None:
-    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6], [0.05, 0.95]])
-    ranking = rank_suspects(torch.tensor([0, 0, 0, 1]), probabilities)
-    assert ranking.rows.tolist() == [1, 2] and ranking.suggested[1] == 1
-    assert ranking.confident.tolist() == [False, False]  # the images of the other class are surer still
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from PIL import Image
 
 
 @pytest.fixture(autouse=True)
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def photos(tmp_path: Path) -> Path:
     """photos/: two of 20 pixels."""
-    monkeypatch.chdir(tmp_path)
     return draw_folder(tmp_path / "photos", {"some": 2}, size=20)
 
 

@@ -1,11 +1,8 @@
-"""Runs that are gone on with although something of them is damaged, left over, or in use."""
+"""Runs that are gone on with although something of them is damaged or left over, and one that has ended meanwhile."""
 
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +60,6 @@ def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_ha
     assert (answer.code, answer.err) == (0, "")
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in own)
-
-
-def test_a_run_in_use_is_refused_with_process_and_machine_and_is_free_after_a_kill(unfinished: Path) -> None:
-    imports = "import time; from pathlib import Path; from cifar_lit.runs.run_folder import RunFolder"
-    # a lock that nothing refers to is given back
-    hold = f"{imports}; run = RunFolder(Path(), '', Path({str(unfinished)!r})); print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        assert_refused(run_command("--resume"), 1, f"process {other.pid} on {socket.gethostname()} is writing ", "small-1: wait")
-        other.kill()
-    assert run_command("--resume").code == 0
-    assert not list(unfinished.glob(".*"))
 
 
 def test_a_run_that_came_to_its_end_while_this_one_started_is_not_run_again(

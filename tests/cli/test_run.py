@@ -67,6 +67,7 @@ def test_tensorboard_has_figures_galleries_and_the_tests_accuracy_as_the_metric_
 def test_the_console_shows_card_epochs_table_results_and_commands_to_be_typed(training: Training) -> None:
     card = dict(re.findall(r"^(\w+) {2,}(.*)$", training.answer.out, re.MULTILINE))
     assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in the memory of cpu"
+    assert card["net"].startswith("lenet · ")
     assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "32-true", str(OWN))
     assert card["batch"].startswith("32 = 1 × 32 ")
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]

@@ -6,23 +6,19 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Training, run_command
 
 
 @pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with the recipe small.yaml."""
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def in_working_folder(working_folder: Path) -> None:
+    """Every test here works in it."""
 
 
 @pytest.fixture(scope="session")
@@ -88,21 +84,3 @@ def fork_pair(words: Sequence[object], folder: Path) -> list[Fork]:
     common = {"TORCHELASTIC_RUN_ID": "pair", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [Fork(words, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]
-
-
-@pytest.fixture(scope="session")
-def pair(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """The training in two processes; what both printed."""
-    folder = tmp_path_factory.mktemp("pair")
-    (folder / "small.yaml").write_text(RECIPE)
-    first, second = (rank.answer() for rank in fork_pair(SMALL, folder))
-    answer = Answer(max(first.code, second.code), first.out + second.out, first.err + second.err)
-    return Training(folder / "lightning_logs/small-1", answer)
-
-
-@pytest.fixture
-def no_gpu() -> Iterator[None]:
-    """Skips a test of what a machine without GPUs answers."""
-    if torch.cuda.is_available() or torch.backends.mps.is_available():
-        pytest.skip("this machine has a GPU")
-    yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -112,13 +111,11 @@ def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> 
     ids=lambda words: words[0],
 )
 def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrupted: Path, words: list[str]) -> None:
-    before = contents_of(interrupted)
+    before, names = contents_of(interrupted), files_of(interrupted)
     assert_refused(run_command("--resume", *words), 2)
     after = contents_of(interrupted)
-    assert {name: after[name] for name in after if name.endswith(".ckpt")} == {
-        name: before[name] for name in before if name.endswith(".ckpt")
-    }
-    assert "metrics.json" not in after
+    assert [name for name, content in before.items() if after.get(name) != content] == []
+    assert files_of(interrupted) == names  # but for a file of TensorBoard's, which is opened with the Trainer
 
 
 def test_a_run_of_an_older_version_with_data_chunk_is_tested_and_resumed(interrupted: Path) -> None:
@@ -130,17 +127,3 @@ def test_a_run_of_an_older_version_with_data_chunk_is_tested_and_resumed(interru
         assert (answer.code, answer.err) == (0, "")
     assert "chunk" not in config_of(interrupted)["data"]
     assert metrics_of(interrupted)["test"]["images"] == 280
-
-
-# ---- damage
-
-
-def test_a_damaged_newest_checkpoint_is_replaced_by_the_one_before_and_both_are_named(interrupted: Path) -> None:
-    last, previous = interrupted / "checkpoints/last.ckpt", interrupted / "checkpoints/previous.ckpt"
-    shutil.copy(last, previous)
-    last.write_bytes(last.read_bytes()[:-1000])
-    answer = run_command("--resume")
-    assert answer.code == 0, answer.err
-    (line,) = answer.error_lines
-    assert str(last) in line
-    assert str(previous) in line

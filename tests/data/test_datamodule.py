@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from own_images import save
+from small_data import shapes_data, trainer_at
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
-
-
-def shapes_data(**settings: Any) -> ImageData:
-    return ImageData("shapes", **{"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16, **settings})
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -110,8 +105,6 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
     ("settings", "line"),
     [
         ({"placement": "hots"}, r"data\.placement must be one of auto, device, host, not 'hots'\. Did you mean host\?"),
-        ({"sampling": "balansed"}, r"data\.sampling must be one of none, balanced, not 'balansed'\. Did you mean balanced\?"),
-        ({"sampling": "balanced", "shuffle": False}, r"data\.sampling balanced .* leave data\.shuffle at true"),
         ({"workers": 0}, r"data\.workers must be at least 1"),
     ],
 )
@@ -152,17 +145,6 @@ def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path:
 
 
 # ---- smaller images first
-
-
-def trainer_at(
-    epoch: int, epochs: int | None, training: bool = True, global_rank: int = 0, max_steps: int = -1, accumulate: int = 1
-) -> Any:
-    """A Trainer of two devices that is in an epoch."""
-    device = SimpleNamespace(root_device=torch.device("cpu"))
-    rank = {"global_rank": global_rank, "world_size": 2, "strategy": device, "overfit_batches": 0.0}
-    length = {"max_epochs": epochs, "max_steps": max_steps}
-    length |= {"accumulate_grad_batches": accumulate, "num_training_batches": math.inf}
-    return SimpleNamespace(current_epoch=epoch, training=training, **length, **rank)
 
 
 def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_not() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from small_data import shapes_data, trainer_at
 from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
@@ -19,6 +20,7 @@ EVERYTHING: dict[str, Any] = {
     "saturation": 0.4, "hue": 0.1, "blur": 1.5, "erasing": 0.5,
 }  # fmt: skip
 FILL = torch.tensor([10.0, 120.0, 250.0])
+scaled_data = partial(shapes_data, mean=0.5, std=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +167,7 @@ def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_b
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"brightnes": 0.4}, r"data\.augment has no setting 'brightnes'\. Did you mean brightness\?"),
         ({"brightness": -0.1}, r"data\.augment\.brightness must be a number from 0 to 4, not -0\.1"),
-        ({"hue": 0.6}, r"data\.augment\.hue must be a number from 0 to 0\.5, not 0\.6"),
         ({"contrast": "strong"}, r"data\.augment\.contrast must be a number from 0 to 4, not 'strong'"),
         ({"saturation": True}, r"data\.augment\.saturation must be a number"),
         ({"mixup": float("nan")}, r"data\.augment\.mixup must be a number"),
@@ -188,39 +188,18 @@ def test_what_cannot_be_meant_is_refused_by_name(settings: dict[str, Any], line:
         ImageData("shapes", augment=settings)
 
 
-def shapes_data(**settings: Any) -> ImageData:
-    return ImageData(
-        "shapes", **{"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16, "mean": 0.5, "std": 0.25, **settings}
-    )
-
-
-def test_a_blur_wider_than_the_images_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.augment\.blur 4 is too much for 12×12 images: lower it"):
-        shapes_data(augment={"blur": 4}).train_dataloader()
-
-
 # ---- where it happens
 
 
 def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
-        **{
-            "current_epoch": epoch,
-            "max_epochs": 4,
-            "max_steps": -1,
-            "num_training_batches": 4,
-            "training": training,
-            "strategy": SimpleNamespace(root_device=torch.device("cpu")),
-        },
-        **{"overfit_batches": 0.0, "global_rank": 0, "world_size": 1},
-    )
+    data.trainer = trainer_at(epoch, 4, training, world_size=1)
     return data
 
 
 def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalised() -> None:
-    data = shapes_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
+    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
     batch = next(iter(data.train_dataloader()))
-    plain = shapes_data().on_after_batch_transfer(batch, 0).images
+    plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
     bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)
     result = at(data, 2).on_after_batch_transfer(batch, 0)
@@ -232,14 +211,14 @@ def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalis
 
 def test_nothing_set_is_as_no_setting() -> None:
     for nothing in (None, {}):
-        assert shapes_data(augment=nothing).device_augmentation is None
-    batch = next(iter(shapes_data().train_dataloader()))
-    off = at(shapes_data(augment={"policy": "none"}), 0).on_after_batch_transfer(batch, 0)
-    torch.testing.assert_close(off.images, at(shapes_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6)
+        assert scaled_data(augment=nothing).device_augmentation is None
+    batch = next(iter(scaled_data().train_dataloader()))
+    off = at(scaled_data(augment={"policy": "none"}), 0).on_after_batch_transfer(batch, 0)
+    torch.testing.assert_close(off.images, at(scaled_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6)
 
 
 def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:
-    data = at(shapes_data(crop=2, augment={"hue": 0.3, "mixup": 1.0}), 1)
+    data = at(scaled_data(crop=2, augment={"hue": 0.3, "mixup": 1.0}), 1)
     loader = data.train_dataloader()
     loader.set_epoch(1)
     first = data.on_after_batch_transfer(next(iter(loader)), 0)

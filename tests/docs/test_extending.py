@@ -1,6 +1,7 @@
 """docs/extending.md does what it says: its files are written, its commands run, and what they leave is looked at."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,8 @@ def test_a_recipe() -> None:
 
 
 def test_every_example_is_followed() -> None:
-    """No section of code without a test here."""
+    """No section without a test here, and no block that `follow` would pass over."""
+    headings = re.findall(r"^## (.+)$", PAGE.text, re.MULTILINE)
+    assert set(headings) == set(re.findall(r'PAGE\.section\("(.+?)"\)', Path(__file__).read_text()))
     kinds = {(block.language, block.kind) for block in PAGE.blocks()}
     assert kinds == {("python", "file"), ("yaml", "file"), ("bash", "run"), ("diff", "patch")}

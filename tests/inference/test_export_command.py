@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from PIL import Image
+from contract.command_line import draw_folder
 
 from cifar_lit.cli.export import export
 from cifar_lit.errors import Failure, UsageError
@@ -25,13 +25,8 @@ def run(fitted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return Path("runs/shapes-1")
 
 
-def write_images(root: Path, names: list[str], size: int = 16) -> Path:
-    for part in ("train", "test"):
-        for number, name in enumerate(names):
-            (root / part / name).mkdir(parents=True)
-            for shade in range(3):
-                Image.new("RGB", (size, size), (40 * number, 80 * shade, 90)).save(root / part / name / f"{shade}.png")
-    return root
+def draw_images(root: str, names: list[str], size: int = 16) -> Path:
+    return draw_folder(Path(root), {f"{part}/{name}": 3 for part in ("train", "test") for name in names}, size)
 
 
 def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,10 +63,10 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     net = load_model_file(run)
     card = replace(net.card, classes=sorted(net.classes))  # in the order of a folder's
     save_weights(run / "model.safetensors", net.net.state_dict(), card)
-    moved = write_images(Path("moved"), card.classes)
+    moved = draw_images("moved", card.classes)
     export([str(run), "--to", "safetensors", "--out", "copy.safetensors", "--data-dir", str(moved)])
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
-    others, large = write_images(Path("others"), ["cat", "dog"]), write_images(Path("large"), card.classes, size=24)
+    others, large = draw_images("others", ["cat", "dog"]), draw_images("large", card.classes, size=24)
     for root, text in (
         (others, "the data have other classes than the net"),
         (large, "the data are images of 3×24×24, the net takes 3×16×16"),

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError
-from cifar_lit.models.tta import VIEWS, check_views, view_logits
+from cifar_lit.models.tta import VIEWS, view_logits
 
 
 def moved(image: Tensor, down: int, right: int) -> Tensor:
@@ -31,7 +30,6 @@ def definition(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
 @pytest.mark.parametrize("views", VIEWS)
 @pytest.mark.parametrize("shape", [(3, 3, 6, 7), (1, 1, 2, 2)])
 def test_logits_are_the_weighted_mean_over_the_views_in_float32_at_least(views: str, shape: tuple[int, ...]) -> None:
-    check_views(views)
     torch.manual_seed(0)
     images = torch.rand(shape, dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Tanh()).double()
@@ -40,8 +38,3 @@ def test_logits_are_the_weighted_mean_over_the_views_in_float32_at_least(views: 
             torch.testing.assert_close(result, sum(weight * net(view[None])[0] for weight, view in definition(image, views)))
         if views != "none":
             assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32
-
-
-def test_an_unknown_word_for_the_views_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"model.tta must be one of none, mirror, full, not 'miror'. Did you mean mirror\?"):
-        check_views("miror")

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from contract.command_line import OWN_IMAGES, SMALL, Fork, draw_folder, run_command
-from contract.test_errors import NO_SMALL_DISK, small_disk
 from stress.compare_runs import differences
 from stress.forked import Forked
 
@@ -26,7 +25,9 @@ from cifar_lit.runs import run_folder
 from cifar_lit.runs.run_folder import OWNER, RunFolder
 from cifar_lit.training.callbacks import EpochLines
 
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000  # of Linux's <sched.h>
 MS_RDONLY, MS_REMOUNT = 1, 32  # of Linux's <sys/mount.h>
+NO_SMALL_DISK = 77  # the exit code where the system lets no file system be mounted
 TRAINING = (*SMALL, "--epochs", "4", "--logs", "disk", "--trainer.log_every_n_steps", "1")
 
 
@@ -83,6 +84,21 @@ def test_a_folder_that_vanishes_ends_the_training_in_a_line_and_is_gone_on_with_
     answer = run_command("--resume", "disk/small-1")
     assert answer.code == 0, answer.err
     assert differences(folder / "disk/small-1", undisturbed) == []
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """An empty file system of that size at `folder`, which this process alone sees; copied to a folder beside it at the end."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        os._exit(NO_SMALL_DISK)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    if libc.mount(b"none", str(folder).encode(), b"tmpfs", 0, f"size={kilobytes}k".encode()):
+        os._exit(NO_SMALL_DISK)
+    yield
+    shutil.copytree(folder, f"{folder}-copy")
 
 
 @contextmanager

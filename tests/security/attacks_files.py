@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-from PIL import Image
+from contract.command_line import draw_folder
 from security.attack import Attack
 
 from cifar_lit.cli import main
@@ -134,11 +134,7 @@ DOWNLOAD += ["--data.image_size=null", "--data.num_classes=null"]
 
 def images(folder: Path) -> Path:
     """A folder of images, and the place where the cache will keep them."""
-    for name in ("a", "b"):
-        (folder / "images" / name).mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (16, 16), (50 * number, 0, 0)).save(folder / f"images/{name}/{number}.png")
-    root = folder.resolve() / "images"
+    root = draw_folder(folder.resolve() / "images", {"a": 4, "b": 4})
     key = sha256(json.dumps([FORMAT, str(root), 16, 3]).encode()).hexdigest()[:16]
     (folder / "cache").mkdir()
     return folder / "cache" / f"images-{key}"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contract.command_line import draw_folder
 from lightning.pytorch.callbacks import ModelCheckpoint
-from PIL import Image
 from security.attack import Attack
 from security.hostile_files import BESIDE, LAUGHS
 from security.sandbox import SMALL
@@ -101,10 +101,7 @@ def with_pictures(prepare: Prepare) -> Prepare:
 
     def both(folder: Path) -> None:
         prepare(folder)
-        for name in "ab":
-            (folder / "images" / name).mkdir(parents=True)
-            for number in range(4):
-                Image.new("RGB", (16, 16)).save(folder / f"images/{name}/{number}.png")
+        draw_folder(folder / "images", {"a": 4, "b": 4})
 
     return both
 

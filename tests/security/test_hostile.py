@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from contract.command_line import draw_folder
 from security.hostile_files import ARCHIVES, BESIDE, CONFIGS, IMAGES, READ
 from security.hostile_models import CHECKPOINTS, MODELS, Maker
 from security.sandbox import SMALL, Answer, read_apart
@@ -54,9 +54,7 @@ def read(folder: Path, genuine: Path, kind: str, maker: Maker | None) -> Answer:
         own = (f"--data.{name}=null" for name in ("image_size", "num_classes"))
         argv = [*FIT, "--dataset", "cifar10", "--data-dir", ".", "--data.url", "none", *own]
     if kind == "image":
-        (folder / "images/b").mkdir()
-        for number in range(4):
-            Image.new("RGB", (16, 16)).save(folder / f"images/b/{number}.png")
+        draw_folder(folder / "images", {"b": 4})
         argv = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
     return read_apart(folder, lambda: main(argv))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.command_line import RECIPE, assert_refused, run_command
+from contract.command_line import assert_refused, run_command
 from security.hostile_files import BESIDE
 
 from cifar_lit import plugins
@@ -26,13 +26,6 @@ OWN_NET = """from torch import nn
 def net(channels, image_size, num_classes, width):
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
 """
-
-
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState, WeightAverage
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
-from cifar_lit.training.metrics import RunningMetrics, Score
+from cifar_lit.training.metrics import Score
 
 
 def batch(count: int, loss_weight: float = 1.0) -> Batch:
@@ -160,14 +160,6 @@ def test_an_infinite_loss_is_not_finite_either() -> None:
     model.net[-1].bias.data[1:] = -3e38
     with pytest.raises(NotFiniteLoss, match=r"^the loss is inf at step 0 of epoch 0$"):
         fitted(model, shapes_data())
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_device_that_is_not_asked_in_each_step_knows_the_first_loss_that_was_not_finite(value: float) -> None:
-    running = RunningMetrics(torch.device("cpu"))
-    for loss in (1.0, 2.0, value, 3.0):
-        running.watch(torch.tensor(loss))
-    assert (float(running.sums()[3]), int(running.finite_steps)) == (1.0, 2)
 
 
 # What may overflow in the last update of an epoch, after a loss that was finite.

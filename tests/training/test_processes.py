@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.command_line import Answer
+from contract.command_line import Answer, files_of
 from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
 from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
 from small_runs import assert_close
@@ -98,6 +98,7 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Futur
     assert done.err == ""
     results = metrics(folder)
     assert (results["devices"], results["batch_size"], results["test"]["images"]) == (2, 8, 24)
+    assert files_of(only_run(folder)) == files_of(only_run(alone))
     assert_close_run(folder, alone)
     assert (metrics(alone)["devices"], metrics(alone)["test"]["images"]) == (1, 24)
     assert len(curve(alone, "train/loss")) == 12  # after steps 4, 8, 12 and 13 of each epoch
