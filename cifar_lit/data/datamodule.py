@@ -160,6 +160,7 @@ class ImageData(pl.LightningDataModule):
             trainer: Any = self.trainer
             skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
             self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
+            self._resumed = None  # of an earlier fit
 
     @cached_property
     def train_images(self) -> ImageSet:
@@ -322,9 +323,11 @@ class ImageData(pl.LightningDataModule):
             raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
         limit = trainer.limit_train_batches if trainer else 1.0
         batches = min(batches, limit) if isinstance(limit, int) else int(limit * batches)
-        every = batches * self.epochs
+        epochs = (trainer.max_epochs or -1) if trainer else -1
+        ends = [batches * epochs] if epochs > 0 else []
         if trainer and trainer.max_steps > 0:
-            every = min(every, trainer.max_steps * trainer.accumulate_grad_batches)
+            ends.append(trainer.max_steps * trainer.accumulate_grad_batches)
+        every = min(ends, default=batches)
         return divmod(round(self.skip_from * every), max(1, batches))
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
@@ -358,7 +361,8 @@ class ImageData(pl.LightningDataModule):
         """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""
         trainer = self.trainer
         if trainer and trainer.training:
-            return self.training_batch(batch, trainer.current_epoch, self.side(trainer.current_epoch))
+            epoch = self._train_loader.draw_epoch if self.last_losses and self._train_loader else trainer.current_epoch
+            return self.training_batch(batch, epoch, self.side(trainer.current_epoch))
         return batch._replace(images=self._normalised(batch.images))
 
     def example_batches(self, side: int | None) -> list[Batch]:

@@ -21,12 +21,16 @@ class LastLosses:
         )  # of images that were not trained on yet: the first to be chosen
         self.latest = torch.full_like(self._known, -1.0)
 
-    def gather(self) -> Tensor:
-        """Every image's loss, float32 (N,), on the CPU; all devices have to come here."""
+    def merge(self) -> None:
+        """Makes what each device has written known to all, which all have to come here for."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.latest, torch.distributed.ReduceOp.MAX)
         self._known = torch.where(self.latest >= 0, self.latest, self._known)
         self.latest.fill_(-1.0)  # in place, as captured steps write there
+
+    def gather(self) -> Tensor:
+        """Every image's loss, float32 (N,), on the CPU; all devices have to come here."""
+        self.merge()
         return self._known.cpu()
 
     def restore(self, losses: Tensor) -> None:

@@ -102,6 +102,7 @@ class TrainLoader:
         self.position = 0  # batches of this epoch that have been handed out
         self._resume = (-1, 0)
         self._hard = torch.empty(0, dtype=torch.int64)  # rows of the current round
+        self.draw_epoch = 0  # the epoch, or the round as one, whose augmentation the latest batch has
         self._ahead: tuple[int, Any] = (-1, None)  # the plan of a later epoch, with its number
 
     def __len__(self) -> int:
@@ -128,19 +129,24 @@ class TrainLoader:
         """Makes the saved epoch, when it is the next to be iterated, go on after the saved position, in the saved round."""
         self._resume = (state["epoch"], state["position"])
         losses, hard = state.get("losses"), state.get("hard")
-        if self.losses and isinstance(losses, Tensor) and isinstance(hard, Tensor):
+        if not self.losses or not isinstance(losses, Tensor) or not isinstance(hard, Tensor):
+            return
+        if losses.is_floating_point() and hard.dtype == torch.int64:
             self.losses.restore(losses)
-            self._hard = hard[torch.isin(hard, self.indices)].long()
+            self._hard = hard[torch.isin(hard, self.indices)]
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: the Trainer makes the first iterator before it sets the epoch, so all has to wait for the first `next`.
         self.position = self._resume[1] if self._resume[0] == self.epoch else 0
         self._resume = (-1, 0)
+        if self.losses:
+            self.losses.merge()  # of the epoch before, in which devices had other images than they will have in this one
         while self.position < len(self):
             yield from self._round()
 
     def _round(self) -> Iterator[Batch]:
         """The rest of the epoch or, where it goes through some of the images several times, of the current round."""
+        self.draw_epoch = self.epoch
         first, end = 0, self._plain_batches(self.epoch)
         if self.position >= end:
             first, end, order, make = self._hard_plan(end)
@@ -167,14 +173,15 @@ class TrainLoader:
         length = max(1, round((1 - self.skip_easy) * len(self.indices) / self.batch_size))  # batches
         size = min(length * self.batch_size, len(self.indices))
         number, within = divmod(self.position - begin, length)
-        if not within or len(self._hard) != size:  # of a checkpoint of other images
-            losses = cast("LastLosses", self.losses).gather()[self.indices]
-            self._hard = self.indices[losses.argsort(descending=True, stable=True)[:size]]
         rounds = -(-len(self) // length)
         epoch, batch = self.skip_from
-        as_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds + number  # so that flips alternate
+        self.draw_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds + number  # so that flips alternate
+        if not within or len(self._hard) != size:  # of a checkpoint of other images
+            rows = self.indices[epoch_order(len(self.indices), self.seed, self.draw_epoch)]  # among equals none comes first
+            losses = cast("LastLosses", self.losses).gather()[rows]
+            self._hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
-        return first, min(first + length, len(self)), *self.epoch_plan(as_epoch, self._hard)
+        return first, min(first + length, len(self)), *self.epoch_plan(self.draw_epoch, self._hard)
 
     def epoch_plan(self, epoch: int, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
         """The rows of the image set, int64, in the order in which an epoch shows them, and what makes batches of them.

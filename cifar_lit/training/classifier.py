@@ -210,7 +210,7 @@ class ImageClassifier(pl.LightningModule):
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         else:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
-            if self._last_losses is not None:
+            if self._last_losses is not None and batch.loss_weight:
                 self._last_losses[batch.indices] = losses.detach().float()
             if self.class_weights is not None:
                 # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by

@@ -141,7 +141,7 @@ class Muon(Optimizer):
                 matrices = orthogonalized(batch, steps).to(chosen[0].dtype)
                 for index, matrix in zip(members, matrices, strict=True):
                     made[index] = matrix.reshape(updates[index].shape)
-        for stream in self._streams.values():
+        for stream in [self._streams[shape] for shape in by_shape if shape in self._streams]:
             torch.get_device_module(updates[0].device).current_stream().wait_stream(stream)
         return made
 

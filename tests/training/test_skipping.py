@@ -65,7 +65,9 @@ def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_chan
     assert losses.latest.data_ptr() == address and losses.latest.tolist() == [-1.0] * 4
 
 
-@pytest.mark.parametrize("hard", [torch.arange(50), torch.arange(100), torch.zeros(0), torch.full((40,), 9**9), "none"])
+@pytest.mark.parametrize(
+    "hard", [torch.arange(50), torch.arange(100), torch.zeros(0), torch.full((40,), 9**9), torch.ones(40).bool(), "none"]
+)
 def test_a_round_of_other_images_is_chosen_anew(hard: Any) -> None:
     rows = torch.arange(0, 200, 2)
     loader = loader_of(200, rows)
@@ -126,3 +128,25 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], line: str) ->
 def test_a_training_without_an_end_is_refused() -> None:
     with pytest.raises(UsageError, match=r"must know the training's end: set --epochs or --trainer\.max_steps"):
         fitted(classifier(), shapes_data(**SKIPS), max_epochs=-1)
+
+
+def test_images_of_equal_losses_are_chosen_from_everywhere() -> None:
+    loader = loader_of(200, torch.arange(200))
+    loader.set_epoch(1)
+    first = sorted(chain.from_iterable(batch.indices.tolist() for batch, _ in zip(loader, range(8), strict=False)))
+    assert len(set(first)) == 80 and sum(first) / 80 == pytest.approx(100, abs=20)
+
+
+def test_the_steps_of_a_limited_training_are_counted_as_they_will_be() -> None:
+    data = shapes_data(**{**SKIPS, "skip_from": 0.6})
+    fitted(classifier(), data, max_epochs=-1, max_steps=10, limit_train_batches=3)
+    assert data._train_loader is not None and data._train_loader.skip_from == (2, 0)
+
+
+def test_a_second_fit_with_the_same_data_begins_anew(tmp_path: Path) -> None:
+    save = At(SKIPS_AT + 1, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
+    whole, again, data = classifier(), classifier(), shapes_data(**SKIPS)
+    fitted(whole, shapes_data(**SKIPS), save, max_epochs=4)
+    fitted(classifier(), data, resume=tmp_path / "a.ckpt", max_epochs=4)
+    fitted(again, data, max_epochs=4)
+    assert same(weights(whole), weights(again))
