@@ -38,6 +38,12 @@ def _shows(text: str, place: int) -> bool:
     return text[place].isprintable() and not _BLANK.match(text[place])
 
 
+def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
+    """A key that sorts numbers within names by their value, and otherwise by letters; equal for equal names only."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if place % 2 else (-1, part.casefold()) for place, part in enumerate(parts)], name
+
+
 def csv_cell(value: object) -> object:
     """A cell for spreadsheets: text that they would compute gets an apostrophe before it; what is no text stays as it is."""
     if not isinstance(value, str):

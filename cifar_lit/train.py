@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
@@ -38,7 +37,6 @@ from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
 
-IMAGES_AT_ONCE = 2048  # in memory beside the set, which may be mapped from a file
 MAX_DESCRIBED = 10_000  # validation images that the temperature and what is unlike rest on
 
 
@@ -211,15 +209,9 @@ def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, 
     images = data.train_images
     # the net as it will be used, in float32
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
-
-    def look(rows: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [classifier.logits_and_embeddings(images.take(part).permute(0, 3, 1, 2)) for part in rows.split(IMAGES_AT_ONCE)]
-        logits, embeddings = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(embeddings)
-
-    logits, embeddings = look(val)
+    logits, embeddings = classifier.look_at(images.take, val)
     card = replace(card, temperature=fit_temperature(logits, images.labels[val]))
-    learned = learn_novelty(look(sample_rows(train))[1], embeddings, logits)
+    learned = learn_novelty(classifier.look_at(images.take, sample_rows(train))[1], embeddings, logits)
     return (replace(card, novelty=learned[1]), learned[0]) if learned else (card, {})
 
 

@@ -42,7 +42,7 @@ def report(words: list[str]) -> None:
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in a folder that can be, with --out")
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
-    page = inspected_page(run, data, classifier.logits_and_embeddings, device)
+    page = inspected_page(run, data, classifier.look_at, device)
     with writing(out, "Choose another place with --out.") as partial:
         partial.write_text(page, encoding="utf-8")
     say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")

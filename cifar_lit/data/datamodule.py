@@ -18,8 +18,7 @@ from cifar_lit.data.augment import Augmentation, normalise
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
-from cifar_lit.data.last_losses import LastLosses
-from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
+from cifar_lit.data.loaders import Batch, EvalLoader, LastLosses, TrainLoader, count_batches
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
@@ -309,26 +308,19 @@ class ImageData(pl.LightningDataModule):
             pin_memory=self.reads_ahead and self.device.type != "cpu",
             losses=self.last_losses,
             skip_easy=self.skip_easy,
-            skip_from=self._skipping_from() if self.last_losses else (0, 0),
+            skip_from=self._skipping_from if self.last_losses else (0, 0),
             **self._share,
         )
         if self._resumed is not None:
             self._train_loader.load_state_dict(self._resumed)
         return self._train_loader
 
+    @property
     def _skipping_from(self) -> tuple[int, int]:
         """The epoch, and the batch in it, from which on images are left out."""
-        trainer, batches = self.trainer, count_batches(len(self.split[0]), self.batch_size)
-        if self.epochs is None:
+        if (total := self._total_batches) is None:
             raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
-        limit = trainer.limit_train_batches if trainer else 1.0
-        batches = min(batches, limit) if isinstance(limit, int) else int(limit * batches)
-        epochs = (trainer.max_epochs or -1) if trainer else -1
-        ends = [batches * epochs] if epochs > 0 else []
-        if trainer and trainer.max_steps > 0:
-            ends.append(trainer.max_steps * trainer.accumulate_grad_batches)
-        every = min(ends, default=batches)
-        return divmod(round(self.skip_from * every), max(1, batches))
+        return divmod(round(self.skip_from * total), self._epoch_batches)
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
@@ -346,16 +338,28 @@ class ImageData(pl.LightningDataModule):
         return side_at(self.resolutions, epoch, epochs) if self.resolutions and (epochs := self.epochs) else None
 
     @property
+    def _epoch_batches(self) -> int:
+        """How many batches the training makes of an epoch, at least 1."""
+        batches = count_batches(len(self.split[0]), self.batch_size)
+        limit = self.trainer.limit_train_batches if self.trainer else 1.0
+        return max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
+
+    @property
+    def _total_batches(self) -> int | None:
+        """How many batches the training has, by its epochs or its steps; None where it has no end."""
+        trainer, batches = self.trainer, self._epoch_batches
+        epochs = (trainer.max_epochs or -1) if trainer else -1
+        ends = [batches * epochs] if epochs > 0 else []
+        if trainer and trainer.max_steps > 0:
+            accumulated = trainer.accumulate_grad_batches  # the last step of an epoch may have fewer
+            epochs, steps = divmod(trainer.max_steps, -(-batches // accumulated))
+            ends.append(epochs * batches + min(batches, steps * accumulated))
+        return min(ends, default=None)
+
+    @property
     def epochs(self) -> int | None:
         """How many epochs the training has, by its epochs or its steps; None where it has no end."""
-        trainer = self.trainer
-        if not trainer:
-            return None
-        ends = [trainer.max_epochs or -1]
-        if trainer.max_steps > 0:
-            batches = min(count_batches(len(self.split[0]), self.batch_size), trainer.num_training_batches)
-            ends.append(-(-trainer.max_steps // max(1, -(-int(batches) // trainer.accumulate_grad_batches))))
-        return min((end for end in ends if end > 0), default=None)
+        return None if (total := self._total_batches) is None else -(-total // self._epoch_batches)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""

@@ -7,13 +7,13 @@ do not fit in memory are read by worker processes ahead of the training, which g
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.last_losses import LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import return_freed_memory
 
@@ -53,6 +52,35 @@ def count_batches(images: int, batch_size: int) -> int:
     """Training batches of an epoch, on however many devices; of a single image, there is a last one only if it is the first."""
     full, rest = divmod(images, batch_size)
     return full + (rest >= 2 or full == 0)
+
+
+class LastLosses:
+    """The loss that each training image had when it was last trained on, the same on all devices once it is gathered.
+
+    Attributes:
+        latest: float32 (N,), beside the net: what this device's steps have written since the last gathering, -1 elsewhere.
+    """
+
+    def __init__(self, images: int, device: torch.device) -> None:
+        self._known = torch.full((images,), math.inf, device=device)  # until then: the first to be chosen
+        self.latest = torch.full_like(self._known, -1.0)
+
+    def merge(self) -> None:
+        """Makes what each device has written known to all, which all have to come here for."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.latest, torch.distributed.ReduceOp.MAX)
+        self._known = torch.where(self.latest >= 0, self.latest, self._known)
+        self.latest.fill_(-1.0)  # in place, as captured steps write there
+
+    def gather(self) -> Tensor:
+        """Every image's loss, float32 (N,), on the CPU; all devices have to come here."""
+        self.merge()
+        return self._known.cpu()
+
+    def restore(self, losses: Tensor) -> None:
+        """Takes up what `gather` returned in an earlier part of the training."""
+        if losses.shape == self._known.shape:
+            self._known.copy_(losses)
 
 
 @dataclass(eq=False)
@@ -153,7 +181,7 @@ class TrainLoader:
         else:
             order, make = self._ahead[1] if self._ahead[0] == self.epoch else self.epoch_plan(self.epoch)
         parts = [self._part(batch) for batch in order.split(self.batch_size)[self.position - first : end - first]]
-        step = max(1, BLOCK_BYTES // (prod(self.source.input_shape) * self.batch_size))
+        step = max(1, BLOCK_BYTES // (math.prod(self.source.input_shape) * self.batch_size))
         blocks = [parts[start : start + step] for start in range(0, len(parts), step)]
         for block in read_ahead(blocks, make, self.workers, self.pin_memory) if self.workers else map(make, blocks):
             for batch in block:

@@ -23,7 +23,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
-from cifar_lit.text import printable
+from cifar_lit.text import natural_key, printable
 
 # ---- From what is typed to image files: files, folders, patterns, and a list on standard input.
 
@@ -52,7 +52,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
             lines = data.split(b"\0" if b"\0" in data else b"\n")
             literal = [os.fsdecode(line) for line in lines if line]
         elif PATTERN.search(path) and not os.path.lexists(path):
-            matches = sorted(glob.glob(path, recursive=True), key=natural)  # noqa: PTH207
+            matches = sorted(glob.glob(path, recursive=True), key=natural_key)  # noqa: PTH207
             # ** gives what is in a folder too
             literal = [match for match in matches if "**" not in path or not os.path.isdir(match)]  # noqa: PTH112
             if not literal:
@@ -75,7 +75,9 @@ def _files_below(folder: str, parents: frozenset[str] = frozenset()) -> Iterator
         return
     try:
         with os.scandir(folder) as scan:
-            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: natural(entry.name))
+            entries = sorted(
+                (entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: natural_key(entry.name)
+            )
     except OSError as error:
         yield ImageFile(folder, f"the folder cannot be read: {error.strerror}")
         return
@@ -84,12 +86,6 @@ def _files_below(folder: str, parents: frozenset[str] = frozenset()) -> Iterator
             yield from _files_below(entry.path, parents | {real})
         elif entry.name.lower().endswith(SUFFIXES):
             yield ImageFile(entry.path)
-
-
-def natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key that sorts numbers within names by their value, and otherwise by letters; equal for equal names only."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if place % 2 else (-1, part.casefold()) for place, part in enumerate(parts)], name
 
 
 # ---- From files to rows: decoded by other processes where that pays, classified as they come, in their order.

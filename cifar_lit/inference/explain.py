@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import GAP, LINE_HEIGHT, draw_caption
-from cifar_lit.inference.load import batches_of
+from cifar_lit.inference.load import batch_size_of
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
@@ -43,7 +43,7 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
 
     Raises UsageError when the net has no such feature maps.
     """
-    return torch.cat([_maps_at_once(net, batch) for batch in batches_of(images)])
+    return torch.cat([_maps_at_once(net, batch) for batch in images.split(batch_size_of(images))])
 
 
 def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.files import writing
-from cifar_lit.inference.load import BATCH_PIXELS
+from cifar_lit.inference.load import batch_size_of
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 
@@ -41,7 +41,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first with Gelu as one operator, which onnxruntime computes from 1.17 on
-CHECKED_BATCHES, MOST_AT_ONCE = (1, 7), 256  # the second of small images; of others as many as `classify` computes at once
+CHECKED_BATCHES = (1, 7)  # besides those that `classify` computes at once
 MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what rounding in another order makes of deep nets
 MIN_AGREEMENT = 0.95  # of the decisions, in int8
 MAX_ACCURACY_LOSS = 0.02  # in int8
@@ -124,7 +124,7 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
 
     labels: int64 (N,), or None. Fewer images than a batch are repeated to fill it.
     """
-    most = max(8, min(MOST_AT_ONCE, BATCH_PIXELS // images[0, 0].numel()))
+    most = max(8, batch_size_of(images))
     expected, answers = (torch.cat([run(batch) for batch in images.split(most)]) for run in (net, file))
     pairs = [(answers, expected)]
     for batch in (*CHECKED_BATCHES, most):

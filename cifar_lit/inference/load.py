@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from cifar_lit.inference.novelty import novelty
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 
 BATCH, BATCH_PIXELS = 256, 1 << 20  # images that are computed at once, and their pixels, on which the memory depends
+READ_AT_ONCE = 2048  # images of a set, which may be mapped from a file
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Prediction:
     unlike: bool | None = None  # whether it is more so than 95 % of the validation images; None where there were none
 
 
-def batches_of(images: Tensor) -> Sequence[Tensor]:
-    """Images (B, C, H, W), B above 0, in parts that are computed at once."""
-    return images.split(max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel())))
+def batch_size_of(images: Tensor) -> int:
+    """How many of images (B, C, H, W), B above 0, are computed at once."""
+    return max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
 
 
 class Classifier:
@@ -55,7 +56,7 @@ class Classifier:
         if not len(images):
             return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
         device = self.net.mean.device
-        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in batches_of(images)]
+        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(batch_size_of(images))]
         logits, embeddings = zip(*parts, strict=True)
         return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
 
@@ -92,6 +93,20 @@ class Classifier:
             unlike = None if score is None or threshold is None else score > threshold
             predictions.append(Prediction(*best[0], best, score, unlike))
         return predictions
+
+    def look_at(
+        self, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], None] = lambda count: None
+    ) -> tuple[Tensor, Tensor]:
+        """`logits_and_embeddings` of int64 rows (N,) of a set, which may be larger than the memory.
+
+        take: gives the images of rows, uint8 (B, H, W, C). advance: is told how many further images were looked at.
+        """
+        parts = []
+        for part in rows.split(READ_AT_ONCE):
+            parts.append(self.logits_and_embeddings(take(part).permute(0, 3, 1, 2)))
+            advance(len(part))
+        logits, embeddings = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(embeddings)
 
     def prepare(self, images: Any) -> Tensor:
         """uint8 images (N, C, H, W) of the net's size from what `predict` takes."""

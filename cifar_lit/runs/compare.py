@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
-from cifar_lit.text import printable
+from cifar_lit.text import natural_key, printable
 
 # ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
 
@@ -152,25 +152,24 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = Path(name).expanduser()
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (may be absolute)
-        folders = sorted(filter(Path.is_dir, matches), key=_natural)
+        folders = sorted(filter(Path.is_dir, matches), key=_by_name)
         if not folders:
             wrong = f"{name} is a file" if matches else f"there is no {name}"
             raise UsageError(f"{wrong}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()), key=_natural)
+            inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()), key=_by_name)
             for run in inner or [folder]:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
+def _by_name(folder: Path) -> Any:
+    """Sorts laptop-2 before laptop-10."""
+    return natural_key(folder.name)
+
+
 def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in RUN_FILES)
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts laptop-2 before laptop-10."""
-    head, _, number = path.name.rpartition("-")
-    return [(0, head), (int(number), "")] if number.isdecimal() else [(0, path.name)]
 
 
 def read_run(path: Path) -> RunRecord:

@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 MAX_TABLE_CLASSES = 20  # up to which the confusion matrix is a table; beyond, a picture
-IMAGES_AT_ONCE = 2048  # between two looks at the clock
 PARTS = ("train", "val", "test")  # whose curves share a chart: `val/loss` is drawn beside `train/loss`
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # the others follow as they were logged
 TITLES = {"lr": "learning rate", "weight_norm": "weight norm"}
 
-Look = Callable[[Tensor], tuple[Tensor, Tensor]]  # uint8 images (B, C, H, W) to logits (B, classes) and embeddings (B, features)
+# What takes images by their rows, the rows, and what is told how many were looked at; logits and embeddings (N, …).
+Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
 
 def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     """The page with a look at the training images, of the run's own figures where it was tested on these test images.
 
-    look: the run's net. device: where to compare the images' embeddings.
+    look: `Classifier.look_at` of the run's net. device: where to compare the images' embeddings.
     """
     metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
@@ -91,14 +91,8 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
 
 
 def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
-    """float32 logits (N, classes) and embeddings (N, features) of a set, on the CPU."""
-    parts = []
     with progress(f"looking at the {what}", len(images)) as advance:
-        for rows in torch.arange(len(images)).split(IMAGES_AT_ONCE):
-            parts.append(look(images.take(rows).permute(0, 3, 1, 2)))
-            advance(len(rows))
-    logits, embeddings = zip(*parts, strict=True)
-    return torch.cat(logits), torch.cat(embeddings)
+        return look(images.take, torch.arange(len(images)), advance)
 
 
 def render(

@@ -186,7 +186,7 @@ class ImageClassifier(pl.LightningModule):
         self.class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
         self._graphs: GraphedSteps | None = None
         self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
-        self._last_losses: Tensor | None = None  # float32 (images,) in a fit whose data choose images by them
+        self.last_losses: Tensor | None = None  # float32 (images,) in a fit whose data choose images by them
         self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -206,12 +206,12 @@ class ImageClassifier(pl.LightningModule):
         """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
         logits, smoothing = self(batch.images), self.hparams["label_smoothing"]
         targets = batch.labels if batch.targets is None else batch.targets
-        if self.class_weights is None and self._last_losses is None:
+        if self.class_weights is None and self.last_losses is None:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         else:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
-            if self._last_losses is not None and batch.loss_weight:
-                self._last_losses[batch.indices] = losses.detach().float()
+            if self.last_losses is not None and batch.loss_weight:
+                self.last_losses[batch.indices] = losses.detach().float()
             if self.class_weights is not None:
                 # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by
                 # the weights of this device's part, and weighs what smoothing spreads too, which pulls all to the rare classes.
@@ -264,7 +264,7 @@ class ImageClassifier(pl.LightningModule):
             keep_freed_memory()
         self.class_weights = self._weights_of_classes()
         last_losses = getattr(self.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
-        self._last_losses = last_losses.latest if last_losses else None
+        self.last_losses = last_losses.latest if last_losses else None
         if can_capture(self.trainer, self.hparams["capture"]):
             self._graphs = GraphedSteps(self)
         self._reads_losses = self.device.type == "cpu" and self._graphs is None

@@ -78,9 +78,8 @@ class GraphedSteps:
         Only in a fit from its beginning: the states of an optimizer that is resumed take others' places later on.
         """
         model = self._model
-        losses = getattr(model.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
-        further = [losses.latest] if losses else []
-        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *further]
+        losses = [] if model.last_losses is None else [model.last_losses]
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *losses]
         with torch.no_grad():
             before = [tensor.clone() for tensor in tensors]
         devices = [] if model.device.type == "cpu" else [model.device]
@@ -112,8 +111,8 @@ class GraphedSteps:
             self._module.current_stream().wait_stream(self._stream)
         else:  # `clone` keeps channels_last, which the net was warmed up with
             targets = None if batch.targets is None else batch.targets.clone()
-            copies = (batch.images.clone(), batch.labels.clone(), batch.indices.clone())
-            static = type(batch)(*copies, batch.loss_weight, targets)
+            images, labels, indices = batch.images.clone(), batch.labels.clone(), batch.indices.clone()
+            static = batch._replace(images=images, labels=labels, indices=indices, targets=targets)
             graph = self._module.CUDAGraph()
             # thread_local: a thread that pins memory meanwhile does not spoil the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

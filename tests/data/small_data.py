@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,5 +28,5 @@ def trainer_at(
     device = SimpleNamespace(root_device=torch.device("cpu"))
     rank = {"global_rank": global_rank, "world_size": world_size, "strategy": device, "overfit_batches": 0.0}
     length = {"max_epochs": epochs, "max_steps": max_steps}
-    length |= {"accumulate_grad_batches": accumulate, "num_training_batches": math.inf}
+    length |= {"accumulate_grad_batches": accumulate, "limit_train_batches": 1.0}
     return SimpleNamespace(current_epoch=epoch, training=training, **length, **rank)

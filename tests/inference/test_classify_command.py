@@ -15,7 +15,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
-from cifar_lit.inference.classify import natural
+from cifar_lit.text import natural_key
 
 COLUMNS = ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3",
            "path", "novelty", "unlike", "error"]  # fmt: skip
@@ -132,7 +132,7 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
 
 def test_names_are_sorted_as_one_counts() -> None:
     names = ["b10.png", "B2.png", "a.png", "1.png", "01.png", "b2.png", "10.png", "b.png"]
-    assert sorted(names, key=natural) == ["01.png", "1.png", "10.png", "a.png", "B2.png", "b2.png", "b10.png", "b.png"]
+    assert sorted(names, key=natural_key) == ["01.png", "1.png", "10.png", "a.png", "B2.png", "b2.png", "b10.png", "b.png"]
 
 
 # ---- pictures

@@ -12,8 +12,7 @@ from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weigh
 
 from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.last_losses import LastLosses
-from cifar_lit.data.loaders import Batch, TrainLoader
+from cifar_lit.data.loaders import Batch, LastLosses, TrainLoader
 from cifar_lit.errors import UsageError
 
 SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
