@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +16,13 @@ import lightning.pytorch as pl
 import rich
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, RichProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, EMAWeightAveraging, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from cifar_lit.models.registry import with_versions
-from cifar_lit.text import note
+from cifar_lit.text import note, say
 
 if TYPE_CHECKING:
     from cifar_lit.training.checkpoint import LastCheckpoint
@@ -357,6 +358,32 @@ class EpochLines(Callback):
         self._validated = False
         parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
         rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
+
+
+# ---- early stopping
+
+
+class EarlyStop(EarlyStopping):
+    """Ends a training whose validation has not become better for a while; a fitted last layer's score counts as the first.
+
+    patience: validations; below 1 the share of the training's epochs.
+    """
+
+    def __init__(self, monitor: str, mode: str, patience: float) -> None:
+        super().__init__(monitor, mode=mode, strict=False, check_finite=False)
+        self._patience = patience
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sets the patience, in a resumed training too, whose checkpoint has one of its own."""
+        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+        share = self._patience * (epochs or sys.maxsize)  # of a training without an end
+        self.patience = math.ceil(share if self._patience < 1 else self._patience)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Says that it was this that ended it."""
+        if self.wait_count >= self.patience and trainer.is_global_zero:
+            name = self.monitor.replace("val/", "validation ")
+            say(f"stopped early: no better {name} in {self.wait_count} epochs (model.patience)")
 
 
 # ---- divergence

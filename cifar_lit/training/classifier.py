@@ -21,7 +21,7 @@ from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memor
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.callbacks import NotFiniteLoss, WeightAverage, check_finite, gather_rows
+from cifar_lit.training.callbacks import EarlyStop, NotFiniteLoss, WeightAverage, check_finite, gather_rows
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
 from cifar_lit.training.finetune import HeadFit, load_pretrained
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
@@ -113,6 +113,8 @@ class ImageClassifier(pl.LightningModule):
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
         monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
             top5 (of more than five classes), loss (the lowest), or one of `metrics`.
+        patience: end the training when that figure has not become better in so many validations, or, below 1, in that share of
+            the epochs; 0 to train to the end.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class ImageClassifier(pl.LightningModule):
         fixed_norms: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
+        patience: float = 0.0,
     ) -> None:
         super().__init__()
         input_shape = list(input_shape or (3, 32, 32))
@@ -244,11 +247,13 @@ class ImageClassifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """What the model's settings ask for: the average of the weights, the fit of the last layer, the capture of steps."""
+        """What the model's settings ask for: average of the weights, fit of the last layer, early stopping, capture of steps."""
         h = self.hparams
         callbacks: list[Callback] = [WeightAverage(h["ema_decay"])] if h["ema_decay"] else []
         if h["weights"] and h["head_views"]:
             callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
+        if h["patience"]:
+            callbacks.append(EarlyStop(*self.monitored, h["patience"]))
         return [*callbacks, *([EndOfGraphs()] if h["capture"] else [])]
 
     def on_fit_start(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -321,6 +321,8 @@ class HeadFit(Callback):
                 callback.start_from(model)
             elif isinstance(callback, RunCheckpoint):
                 callback.save_first(trainer, scalars)
+            elif isinstance(callback, EarlyStopping) and callback.monitor in scalars:
+                callback.best_score = torch.tensor(scalars[callback.monitor])
         if trainer.is_global_zero:
             say(text)
 

@@ -1,0 +1,66 @@
+"""A training that does not become better ends early, as a whole and when it is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
+
+from cifar_lit.errors import UsageError
+from cifar_lit.models.registry import build_net
+from cifar_lit.training.classifier import ImageClassifier
+
+STILL = 1e-12  # a learning rate at which no validation differs from the one before
+
+
+@pytest.mark.parametrize(
+    ("patience", "epochs"), [(0, 6), (2, 3), (0.5, 4), (0.4, 4), (10, 6)]
+)  # of six, the first of which is better than none
+def test_it_ends_when_so_many_epochs_or_that_share_of_them_have_not_been_better(
+    patience: float, epochs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), max_epochs=6)
+    assert done.global_step == epochs * BATCHES
+    line = f"stopped early: no better validation accuracy in {epochs - 1} epochs" if epochs < 6 else ""
+    assert (line in capsys.readouterr().out) and ("stopped early" in line) == (epochs < 6)
+
+
+def test_it_goes_by_the_figure_that_the_best_checkpoint_is_chosen_by() -> None:
+    model = classifier(lr=0.02, monitor="loss", patience=1)  # falls in each of its epochs
+    assert fitted(model, shapes_data(), max_epochs=4).global_step == 4 * BATCHES
+    model = classifier(lr=STILL, monitor="loss", patience=1)
+    assert fitted(model, shapes_data(), max_epochs=4).global_step == 2 * BATCHES
+
+
+def test_a_resumed_training_counts_on_by_its_own_patience(tmp_path: Path) -> None:
+    def save() -> At:
+        return At(2 * BATCHES + 3, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
+
+    fitted(classifier(lr=STILL, patience=3), shapes_data(), save(), max_epochs=6)
+    for patience, epochs in ((3, 4), (4, 5), (0, 6)):
+        done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), resume=tmp_path / "a.ckpt", max_epochs=6)
+        assert done.global_step == epochs * BATCHES
+
+
+def test_the_score_of_a_fitted_last_layer_is_the_first_to_be_bettered(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
+    save_file(net.state_dict(), tmp_path / "weights.safetensors")
+    settings = {"optimizer": "adamw", "lr": STILL, "weights": str(tmp_path / "weights.safetensors"), "head_views": 1}
+    model = ImageClassifier("shapenet", [3, 16, 16], **settings, patience=0.5)
+    model.load_pretrained()
+    done = fitted(model, shapes_data(cache_dir=str(tmp_path)), *best_and_last(tmp_path), max_epochs=4)
+    assert done.global_step == 2 * BATCHES
+
+
+def test_without_validation_images_it_trains_to_the_end() -> None:
+    data = shapes_data(val_size=0)
+    assert fitted(classifier(patience=1), data, max_epochs=3, limit_val_batches=0).current_epoch == 3
+
+
+def test_a_patience_below_none_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.patience is a number of validations, or below 1 a share of the epochs, not -1"):
+        classifier(patience=-1.0)
