@@ -382,8 +382,8 @@ class EarlyStop(EarlyStopping):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Says that it was this that ended it."""
         if self.wait_count >= self.patience and trainer.is_global_zero:
-            name = self.monitor.replace("val/", "validation ")
-            say(f"stopped early: no better {name} in {self.wait_count} epochs (model.patience)")
+            name, count = self.monitor.removeprefix("val/"), self.wait_count
+            say(f"stopped early: {count} validation{'s' * (count > 1)} without a better {name} (model.patience)")
 
 
 # ---- divergence

@@ -391,29 +391,33 @@ def choose_training(images: int, batch_size: int) -> Choice:
 
 
 def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
-    """What of a pretrained net will be trained, and how long that should take, by the time of a forward pass here and now."""
+    """What of a pretrained net will be trained, and how long that should take, by the time of two batches here and now."""
     h, (train, val) = model.hparams, map(len, data.split)
-    seconds, stages = _forward_seconds(model, data), []
+    stages = []
     if h["head_views"]:
-        looks = train * h["head_views"] + val
-        stages.append(f"last layer on features of the frozen net, about {duration_text(looks * seconds)}")
+        seconds = (train * h["head_views"] + val) * _seconds(model, data, trains=False)
+        stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
     if h["unfreeze"]:
         rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
-        # a backward pass computes twice what a forward pass does
-        layers = "the later layers" if h["frozen"] else "all layers"
-        stages.append(f"{layers}, {rates}about {duration_text(epochs * (3 * train + val) * seconds)}")
+        seconds = epochs * (train * _seconds(model, data, trains=True) + val * _seconds(model, data, trains=False))
+        layers, most = "the later layers" if h["frozen"] else "all layers", " at most" * bool(h["patience"])
+        stages.append(f"{layers}, {rates}about {duration_text(seconds)}{most}")
     return "; then ".join(stages)
 
 
-@torch.no_grad()
-def _forward_seconds(model: pl.LightningModule, data: Any) -> float:
-    """Of an image, from the second of two passes of the net over a batch."""
-    rows = data.split[0][: data.batch_size]
-    images = next(iter(data.batches_of_view(rows, 0)))
+def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
+    """Of an image, forward and if it `trains` backward, from the second of two passes of the net as it is in evaluation."""
+    images = next(iter(data.batches_of_view(data.split[0][: data.batch_size], 0)))
     model.eval()
-    with model.trainer.precision_plugin.forward_context():
+    eager = torch.compiler.set_stance("force_eager")  # what is compiled would be so for this alone
+    with eager, model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
         for _ in range(2):
             begun = time.perf_counter()
-            model(images).sum().item()  # which waits for the device
+            loss = model(images).float().square().mean()
+            if trains:
+                loss.backward()
+            loss.item()  # which waits for the device
+            seconds = time.perf_counter() - begun
+    model.zero_grad()
     model.train()
-    return (time.perf_counter() - begun) / len(images)
+    return seconds / len(images)

@@ -328,3 +328,14 @@ def test_the_first_checkpoint_of_a_run_without_validation_is_the_head(file: str,
     tuned = model(file, unfreeze=False)
     fitted(tuned, data, last, limit_val_batches=0)
     assert isinstance(last, ModelCheckpoint) and (tmp_path / "last.ckpt").is_file() and tuned.score is None
+
+
+def test_what_is_said_of_the_time_before_the_first_step_changes_nothing(file: str, data: ImageData) -> None:
+    def told(trainer: Any, model: Any) -> None:
+        before, draws = weights(model), torch.get_rng_state()
+        text = finetune.training_plan(model, data, 2)
+        assert "last layer on features of the frozen net, about 1 s; then all layers, about 1 s at most" in text
+        assert same(weights(model), before) and torch.equal(torch.get_rng_state(), draws) and model.training
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    fitted(model(file, patience=2), data, At(1, told), max_epochs=1)
