@@ -4,10 +4,12 @@ A cache is a folder of its own for each (root, size, channels, way of resizing),
 
     index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file, and
                          which pictures are near-duplicates
-    images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones
+    images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones; what is behind
+                         them does not count
     lock                 held while one process looks or decodes
 
-The index is replaced in one step after the data file is complete, so it always names whole data or is out of date.
+The index is replaced in one step after the rows that it names are on the disk. While a set is decoded, it names those that are
+there from time to time: a decoding that was stopped goes on behind them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
@@ -37,7 +41,7 @@ from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
-from cifar_lit.files import PART, atomic_write, read_text, write_text
+from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
 FORMAT = 2  # raise it when files of the cache or pixels of the decoder change
@@ -45,6 +49,7 @@ MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
 COMMON_SIZE = 32  # … others get this one when no size is set
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
 CHUNK = 64  # files a decoding process takes at a time
+SAVE_EVERY = 30.0  # seconds; of what is decoded, so much is lost at most when the process is killed
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
 
@@ -155,7 +160,7 @@ def read_index(slot: Path) -> Index | None:
             return None
         readable = sum(file.path not in index.bad for file in files)
         whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
-        whole = whole and (slot / index.data).stat().st_size == prod(index.shape)
+        whole = whole and (slot / index.data).stat().st_size >= prod(index.shape)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return index if whole else None
@@ -166,9 +171,22 @@ def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
     index = read_index(slot)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
         return None
-    # one that could not be read for want of rights may be readable now, with size and time as before
+    return index if _are_damaged_still(index, folder) else None
+
+
+def _are_damaged_still(index: Index, folder: Path) -> bool:
+    """Whether no file that could not be read, for want of rights, is readable now, with size and time as before."""
     bad = [str(folder / path) for path in index.bad]
-    return index if len(decode_files(bad, (1, 1), 3)[1]) == len(bad) else None
+    return len(decode_files(bad, (1, 1), 3)[1]) == len(bad)
+
+
+def _holds_the_first(slot: Path, index: Index, folder: Path, files: Sequence[File]) -> bool:
+    """Whether a cache holds the first of `files` in their order, so that the others can be written behind them."""
+    if index.files != list(files[: len(index.files)]):
+        return False
+    state = (slot / index.data).lstat()
+    own = stat.S_ISREG(state.st_mode) and state.st_nlink == 1  # a link would lead to any file
+    return own and _are_damaged_still(index, folder)
 
 
 def _searched(slot: Path, index: Index) -> Index:
@@ -192,7 +210,7 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.memmap(path, np.uint8, "c", shape=shape)
     with path.open("rb") as file:  # without NORESERVE, Linux refuses a private mapping larger than its memory
         flags, rights = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=rights), np.uint8).reshape(shape)
+        return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
 def _decode_own_size(
@@ -213,15 +231,22 @@ def _decode_own_size(
 def _decode(
     slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int], channels: int, resize: str, all_of_size: bool = False
 ) -> Index:
-    """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it."""
+    """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it, or adds to it what comes behind."""
     rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
     duplicates: Duplicates | None = None
+    bad: dict[str, str] = {}
+    done, data = 0, slot / f"images-{secrets.token_hex(4)}.u8"
     index = read_index(slot)
+    kept = index.data if index else ""
     if index and index.shape[1:] == (*size, channels):
-        duplicates = index.duplicates if set(index.files) == set(files) else None
-        readable = (file for file in index.files if file.path not in index.bad)
-        rows = {file: row.data for file, row in zip(readable, map_images(slot / index.data, index.shape), strict=True)}
-    new = [file for file in files if file not in rows]
+        if _holds_the_first(slot, index, folder, files):
+            bad, done, data = index.bad, len(index.files), slot / index.data
+        else:
+            duplicates = index.duplicates if set(index.files) == set(files) else None
+            readable = (file for file in index.files if file.path not in index.bad)
+            rows = {file: row.data for file, row in zip(readable, map_images(slot / index.data, index.shape), strict=True)}
+    left = files[done:]
+    new = [file for file in left if file not in rows]
     row_bytes = prod(size) * channels
 
     def new_rows() -> Iterator[bytes | str]:
@@ -234,28 +259,46 @@ def _decode(
             advance(len(chunk))
             yield from (reasons[position] if position in reasons else next(decoded_rows) for position in range(len(chunk)))
 
-    bad: dict[str, str] = {}
-    data = slot / f"images-{secrets.token_hex(4)}.u8"
+    def save() -> Index:
+        """Has the index name what is there so far."""
+        output.flush()
+        os.fsync(output.fileno())
+        index = Index((done - len(bad), *size, channels), list(files[:done]), bad, data.name, duplicates)
+        write_text(slot / "index.json", json.dumps(index._asdict()))
+        return index
+
     try:
-        if shutil.disk_usage(slot).free < len(files) * row_bytes:
+        if shutil.disk_usage(slot).free < len(left) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
-        with atomic_write(data) as partial_data, partial_data.open("wb") as output, bar as advance:
-            made = new_rows()
-            for file in files:
-                row = rows[file] if file in rows else next(made)
-                if isinstance(row, str):
-                    bad[file.path] = row
-                else:
-                    output.write(row)
-        index = Index((len(files) - len(bad), *size, channels), list(files), bad, data.name, duplicates)
-        write_text(slot / "index.json", json.dumps(index._asdict()))
+        with data.open("r+b" if data.name == kept else "xb") as output, bar as advance:
+            output.truncate((done - len(bad)) * row_bytes)
+            output.seek(0, os.SEEK_END)
+            made, saved = new_rows(), time.monotonic()
+            try:
+                for file in left:
+                    row = rows[file] if file in rows else next(made)
+                    if isinstance(row, str):
+                        bad[file.path] = row
+                    else:
+                        output.write(row)
+                    done += 1
+                    if not rows and time.monotonic() - saved > SAVE_EVERY:  # of what is copied, there is a cache already
+                        kept, saved = save().data, time.monotonic()
+            except (KeyboardInterrupt, BrokenProcessPool):
+                if done and not rows:
+                    with suppress(OSError):
+                        kept = save().data
+                raise
+            index = save()
+            kept = index.data
     except BrokenProcessPool as error:
         raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
     except OSError as error:
-        need = f"they need {len(files) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
+        need = f"they need {len(left) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
-    for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
-        if leftover.name != data.name:
-            leftover.unlink(missing_ok=True)
+    finally:
+        for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
+            if leftover.name != kept:
+                leftover.unlink(missing_ok=True)
     return index

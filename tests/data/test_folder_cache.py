@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,72 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
     assert {path: path.read_bytes() for path in slot(root).iterdir()} == before
     decodings(capsys)
     assert values(root)[1] == 77 and decodings(capsys) == 1
+
+
+def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, stop: Callable[[], object]) -> None:
+    """Decodes the set one by one, and calls `stop` instead of going on after so many."""
+    decode_chunks = cache.decode_chunks
+
+    def decode_some(*arguments: Any) -> Any:
+        for number, result in enumerate(decode_chunks(*arguments)):
+            if number == chunks:
+                stop()
+            yield result
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(cache, "CHUNK", 1)
+        patch.setattr(cache, "decode_chunks", decode_some)
+        open_set(root, skip_bad=True)
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["ctrl-c", "kill"])
+def test_a_decoding_that_was_stopped_goes_on_behind_what_is_there(
+    kill: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def leave_as_it_is() -> None:
+        shutil.copytree(slot(root), root.parent / "killed")
+
+    damage(root / "train/cat/1.png")
+    monkeypatch.setattr(cache, "SAVE_EVERY", -1.0 if kill else 3600.0)
+    stopped(root, monkeypatch, 4, leave_as_it_is if kill else interrupt)
+    if kill:
+        place = slot(root)
+        shutil.rmtree(place)
+        (root.parent / "killed").rename(place)
+    decodings(capsys)
+    (data,) = slot(root).glob("*.u8")
+    assert values(root, skip_bad=True) == [0, 2, 3, 4] and decodings(capsys) == 3
+    assert data.stat().st_size == 6 * 8 * 8 * 3  # the same file
+    assert sorted(path.suffix for path in slot(root).iterdir()) == ["", ".json", ".u8"]
+    save(root / "train/cat/1.png", 1)
+    assert values(root) == [0, 1, 2, 3, 4]
+
+
+def test_images_that_come_last_are_added_to_those_that_others_look_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = open_set(root, train=False).images
+    decodings(capsys)
+    (data,) = slot(root).glob("*.u8")
+    with data.open("ab") as file:
+        file.write(b"half a row")  # of an addition that was cut off
+    save(root / "test/dog/99.png", 99)
+    assert values(root, train=False)[-1] == 99 and decodings(capsys) == 1
+    assert [*slot(root).glob("*.u8")] == [data] and len(values(root)) == 5
+    assert before.sum() == open_set(root, train=False).images[:-1].sum()
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_a_link_in_the_place_of_the_images_is_not_written_through(link: str, root: Path, tmp_path: Path) -> None:
+    open_set(root)
+    (data,) = slot(root).glob("*.u8")
+    theirs = data.rename(tmp_path / "theirs")
+    getattr(data, link)(theirs)
+    before = theirs.read_bytes()
+    save(root / "test/dog/99.png", 99)
+    assert values(root, train=False)[-1] == 99
+    assert theirs.read_bytes() == before and not any(path.is_symlink() for path in slot(root).iterdir())
 
 
 def test_a_file_that_is_deleted_or_rewritten_while_others_are_decoded_is_named_or_read_again(
