@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import CenterCrop, Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToTensor
 
-from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.process import FinishedTraining, train, without_places
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import publish, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.folder import draw_test, scan
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
+from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 WHAT = (
@@ -42,18 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="PHOTOS", help="one folder a class, or train/ and val/ with these")
     parser.add_argument("--runs", type=int, default=1, help="seeds")
     parser.add_argument("--epochs", type=int, default=25, help="of the hand-written loop; the tutorial makes 25")
+    parser.add_argument("--folds", type=int, default=0, help="of a cross-validation of ours over all images, instead of the loop")
 
 
 def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
-    if settings.runs < 1 or settings.epochs < 1:
-        raise UsageError("a measurement takes at least --runs 1 and --epochs 1")
+    if settings.runs < 1 or settings.epochs < 1 or settings.folds < 0 or settings.folds == 1:
+        raise UsageError("a measurement takes at least --runs 1 and --epochs 1, and --folds 2 if any")
+    rows, images = cross_validate(settings) if settings.folds else compare(settings)
+    own = {**vars(settings), "folder": Path(settings.folder).name, "flags": without_places(settings.flags)}
+    publish("finetune", own, f"{own['folder']}, {images} test images", rows)
+
+
+def compare(settings: argparse.Namespace) -> tuple[list[Row], int]:
+    """The rows about ours and the hand-written loop, and the number of test images."""
     values: dict[str, list[float]] = {name: [] for name in ("ours", "hand-written loop", "ours, all", "hand-written loop, all")}
     progress = Progress(2 * settings.runs, "training")
     for seed in range(settings.runs):
-        with tempfile.TemporaryDirectory() as cache:
-            own = ["--recipe", "finetune", "--data-dir", settings.folder, "--seed", str(seed), f"--data.cache_dir={cache}"]
-            ours = train([*own, *settings.flags])
+        ours = train_ours(settings, ["--seed", str(seed)])
         accuracy = ours.metrics["test"]["accuracy"]
         values["ours"].append(100 * accuracy)
         values["ours, all"].append(ours.seconds)
@@ -64,16 +71,32 @@ def run(settings: argparse.Namespace) -> None:
         values["hand-written loop"].append(100 * accuracy)
         values["hand-written loop, all"].append(time.perf_counter() - begun)
         progress.advance(2 * seed + 2, f"by hand {100 * accuracy:.2f} %")
-    rows = [(name, spread(found), "s" if "all" in name else "%") for name, found in values.items()]
+    rows: list[Row] = [(name, spread(found), "s" if "all" in name else "%") for name, found in values.items()]
     ratios = [ours / theirs for ours, theirs in zip(values["ours, all"], values["hand-written loop, all"], strict=True)]
-    rows.append(("ours / hand-written loop, seconds", spread(ratios), "×"))
-    own_settings: dict[str, Any] = {
-        **vars(settings),
-        "folder": Path(settings.folder).name,
-        "flags": without_places(settings.flags),
-    }
-    images = ours.metrics["test"]["images"]
-    publish("finetune", own_settings, f"{own_settings['folder']}, {images} test images, {settings.epochs} epochs by hand", rows)
+    return [*rows, ("ours / hand-written loop, seconds", spread(ratios), "×")], ours.metrics["test"]["images"]
+
+
+def cross_validate(settings: argparse.Namespace) -> tuple[list[Row], int]:
+    """The rows about a cross-validation, in which each image is tested on once, and the number of images."""
+    progress, accuracies, seconds, right, images = Progress(settings.folds, "fold"), [], [], 0, 0
+    for fold in range(settings.folds):
+        ours = train_ours(settings, [f"--data.folds={settings.folds}", f"--data.fold={fold}"])
+        test = ours.metrics["test"]
+        accuracies.append(100 * test["accuracy"])
+        seconds.append(ours.seconds)
+        right, images = right + round(test["accuracy"] * test["images"]), images + test["images"]
+        progress.advance(fold + 1, f"{accuracies[-1]:.2f} % in {ours.seconds:.0f} s")
+    low, high = wilson_interval(right, images)
+    rows: list[Row] = [("each fold", spread(accuracies), "%"), ("all images", 100 * right / images, "%")]
+    bounds: list[Row] = [("all images, interval from", 100 * low, "%"), ("all images, interval to", 100 * high, "%")]
+    return [*rows, *bounds, ("a training, all", spread(seconds), "s")], images
+
+
+def train_ours(settings: argparse.Namespace, flags: list[str]) -> FinishedTraining:
+    """A training from nothing, not even decoded images."""
+    with tempfile.TemporaryDirectory() as cache:
+        own = ["--recipe", "finetune", "--data-dir", settings.folder, f"--data.cache_dir={cache}"]
+        return train([*own, *flags, *settings.flags])
 
 
 class Photos(Dataset[tuple[Any, int]]):
