@@ -374,10 +374,11 @@ class EarlyStop(EarlyStopping):
         self._patience = patience
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sets the patience, in a resumed training too, whose checkpoint has one of its own."""
+        """Sets the patience, in a resumed training too, whose checkpoint has one of its own; it may have come to its end."""
         epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
         share = self._patience * (epochs or sys.maxsize)  # of a training without an end
         self.patience = math.ceil(share if self._patience < 1 else self._patience)
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Says that it was this that ended it."""

@@ -45,6 +45,13 @@ def test_a_resumed_training_counts_on_by_its_own_patience(tmp_path: Path) -> Non
         assert done.global_step == epochs * BATCHES
 
 
+def test_one_that_has_ended_early_is_at_its_end_when_it_is_resumed_but_with_more_patience(tmp_path: Path) -> None:
+    fitted(classifier(lr=STILL, patience=2), shapes_data(), max_epochs=6).save_checkpoint(tmp_path / "a.ckpt")
+    for patience, epochs in ((2, 3), (3, 4)):
+        done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), resume=tmp_path / "a.ckpt", max_epochs=6)
+        assert done.global_step == epochs * BATCHES
+
+
 def test_the_score_of_a_fitted_last_layer_is_the_first_to_be_bettered(tmp_path: Path) -> None:
     torch.manual_seed(1)
     net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
