@@ -236,15 +236,19 @@ def _decode(
     duplicates: Duplicates | None = None
     bad: dict[str, str] = {}
     done, data = 0, slot / f"images-{secrets.token_hex(4)}.u8"
-    index = read_index(slot)
-    kept = index.data if index else ""
-    if index and index.shape[1:] == (*size, channels):
-        if _holds_the_first(slot, index, folder, files):
-            bad, done, data = index.bad, len(index.files), slot / index.data
+    before = read_index(slot)
+    same_shape = before is None or before.shape[1:] == (*size, channels)
+    if before and same_shape:
+        if _holds_the_first(slot, before, folder, files):
+            bad, done, data = {**before.bad}, len(before.files), slot / before.data
         else:
-            duplicates = index.duplicates if set(index.files) == set(files) else None
-            readable = (file for file in index.files if file.path not in index.bad)
-            rows = {file: row.data for file, row in zip(readable, map_images(slot / index.data, index.shape), strict=True)}
+            duplicates, wanted = before.duplicates if set(before.files) == set(files) else None, set(files)
+            readable = (file for file in before.files if file.path not in before.bad)
+            images = map_images(slot / before.data, before.shape)
+            rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
+    index: Index | None = None
+    # of what is copied there is a cache already, and a cache of images of another size may be what is asked for after this try
+    saves = not rows and (same_shape or not all_of_size)
     left = files[done:]
     new = [file for file in left if file not in rows]
     row_bytes = prod(size) * channels
@@ -263,7 +267,9 @@ def _decode(
         """Has the index name what is there so far."""
         output.flush()
         os.fsync(output.fileno())
-        index = Index((done - len(bad), *size, channels), list(files[:done]), bad, data.name, duplicates)
+        named = list(files[:done])
+        reasons = {file.path: bad[file.path] for file in named if file.path in bad}
+        index = Index((done - len(reasons), *size, channels), named, reasons, data.name, duplicates)
         write_text(slot / "index.json", json.dumps(index._asdict()))
         return index
 
@@ -271,7 +277,7 @@ def _decode(
         if shutil.disk_usage(slot).free < len(left) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
-        with data.open("r+b" if data.name == kept else "xb") as output, bar as advance:
+        with data.open("r+b" if before and data.name == before.data else "xb") as output, bar as advance:
             output.truncate((done - len(bad)) * row_bytes)
             output.seek(0, os.SEEK_END)
             made, saved = new_rows(), time.monotonic()
@@ -283,22 +289,30 @@ def _decode(
                     else:
                         output.write(row)
                     done += 1
-                    if not rows and time.monotonic() - saved > SAVE_EVERY:  # of what is copied, there is a cache already
-                        kept, saved = save().data, time.monotonic()
-            except (KeyboardInterrupt, BrokenProcessPool):
-                if done and not rows:
-                    with suppress(OSError):
-                        kept = save().data
+                    if saves and time.monotonic() - saved > SAVE_EVERY:
+                        save()
+                        saved = time.monotonic()
+            except (OSError, SizesDiffer):
                 raise
+            except BaseException:  # Ctrl-C, a signal, a decoding process that was killed
+                if saves and done:
+                    with suppress(OSError):
+                        save()
+                raise
+            if before and bad.keys() != before.bad.keys():
+                duplicates = None  # as there are further pictures now
             index = save()
-            kept = index.data
     except BrokenProcessPool as error:
         raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
     except OSError as error:
         need = f"they need {len(left) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
     finally:
+        named = index or read_index(slot)  # by what the disk says: it may have been saved just before this was stopped
+        if named and named.data == data.name:
+            with suppress(OSError):
+                os.truncate(data, prod(named.shape))
         for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
-            if leftover.name != kept:
+            if not named or leftover.name != named.data:
                 leftover.unlink(missing_ok=True)
     return index

@@ -366,23 +366,30 @@ class EpochLines(Callback):
 class EarlyStop(EarlyStopping):
     """Ends a training whose validation has not become better for a while; a fitted last layer's score counts as the first.
 
-    patience: validations; below 1 the share of the training's epochs.
+    patience: validations; below 1 the share of those that the training has.
     """
 
     def __init__(self, monitor: str, mode: str, patience: float) -> None:
-        super().__init__(monitor, mode=mode, strict=False, check_finite=False)
+        super().__init__(monitor, mode=mode, strict=False, check_finite=False, check_on_train_epoch_end=False)
         self._patience = patience
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sets the patience, in a resumed training too, whose checkpoint has one of its own; it may have come to its end."""
-        epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
-        share = self._patience * (epochs or sys.maxsize)  # of a training without an end
-        self.patience = math.ceil(share if self._patience < 1 else self._patience)
+        patience = self._patience
+        if patience < 1:
+            epochs = getattr(trainer.datamodule, "epochs", trainer.max_epochs) or -1  # type: ignore[attr-defined]
+            interval: Any = trainer.val_check_batch  # batches; None where they come by the clock
+            per_epoch = trainer.num_training_batches / interval if interval and interval < math.inf else 1.0
+            if every := trainer.check_val_every_n_epoch:  # else batches are counted over epochs
+                per_epoch = max(1, math.floor(per_epoch)) / every
+            patience *= epochs * per_epoch if epochs > 0 else sys.maxsize
+        self.patience = max(1, math.ceil(patience))
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Says that it was this that ended it."""
-        if self.wait_count >= self.patience and trainer.is_global_zero:
+        """Says that it was this that ended it, and not its end."""
+        at_end = trainer.global_step == trainer.max_steps or self.stopped_epoch + 1 == trainer.max_epochs
+        if self.wait_count >= self.patience and trainer.is_global_zero and not at_end:
             name, count = self.monitor.removeprefix("val/"), self.wait_count
             say(f"stopped early: {count} validation{'s' * (count > 1)} without a better {name} (model.patience)")
 

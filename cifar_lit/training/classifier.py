@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -114,7 +114,7 @@ class ImageClassifier(pl.LightningModule):
         monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
             top5 (of more than five classes), loss (the lowest), or one of `metrics`.
         patience: end the training when that figure has not become better in so many validations, or, below 1, in that share of
-            the epochs; 0 to train to the end.
+            them; 0 to train to the end. An EarlyStopping among the Trainer's callbacks takes its place.
     """
 
     def __init__(
@@ -252,7 +252,8 @@ class ImageClassifier(pl.LightningModule):
         callbacks: list[Callback] = [WeightAverage(h["ema_decay"])] if h["ema_decay"] else []
         if h["weights"] and h["head_views"]:
             callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
-        if h["patience"]:
+        others = [callback for callback in self.trainer.callbacks if type(callback) is not EarlyStop]  # type: ignore[attr-defined]
+        if h["patience"] and not any(isinstance(callback, EarlyStopping) for callback in others):  # whose place it would take
             callbacks.append(EarlyStop(*self.monitored, h["patience"]))
         return [*callbacks, *([EndOfGraphs()] if h["capture"] else [])]
 

@@ -393,13 +393,13 @@ def choose_training(images: int, batch_size: int) -> Choice:
 def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
     """What of a pretrained net will be trained, and how long that should take, by the time of two batches here and now."""
     h, (train, val) = model.hparams, map(len, data.split)
-    stages = []
+    stages, forward = [], _seconds(model, data, trains=False)
     if h["head_views"]:
-        seconds = (train * h["head_views"] + val) * _seconds(model, data, trains=False)
+        seconds = (train * h["head_views"] + val) * forward
         stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
     if h["unfreeze"]:
         rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
-        seconds = epochs * (train * _seconds(model, data, trains=True) + val * _seconds(model, data, trains=False))
+        seconds = epochs * (train * _seconds(model, data, trains=True) + val * forward)
         layers, most = "the later layers" if h["frozen"] else "all layers", " at most" * bool(h["patience"])
         stages.append(f"{layers}, {rates}about {duration_text(seconds)}{most}")
     return "; then ".join(stages)
@@ -407,7 +407,7 @@ def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
 
 def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
     """Of an image, forward and if it `trains` backward, from the second of two passes of the net as it is in evaluation."""
-    images = next(iter(data.batches_of_view(data.split[0][: data.batch_size], 0)))
+    images = next(iter(data.batches_of_view(data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0)))
     model.eval()
     eager = torch.compiler.set_stance("force_eager")  # what is compiled would be so for this alone
     with eager, model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):

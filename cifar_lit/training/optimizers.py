@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
@@ -112,7 +113,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
     "frozen": (lambda value: 0 <= value < 1, "is a share of the net's parameters, from 0 to below 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
-    "patience": (lambda value: value >= 0, "is a number of validations, or below 1 a share of the epochs"),
+    "patience": (lambda value: 0 <= value < math.inf, "is a number of validations, or below 1 a share of them"),
 }
 # What other optimizers than muon leave at these values.
 _MUON_ONLY = {"bias_lr": None, "head_lr": None, "whiten_epochs": None, "rest_momentum": REST_MOMENTUM, "rescale_filters": True}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from own_images import damage, decodings, open_set, save, values
+from own_images import damage, decodings, open_set, save, save_photo, values
 
 from cifar_lit.data import cache
 from cifar_lit.data.cache import map_images
@@ -127,6 +127,10 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
     assert values(root)[1] == 77 and decodings(capsys) == 1
 
 
+class Stopped(BaseException):
+    """As a signal raises it in a training."""
+
+
 def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, stop: Callable[[], object]) -> None:
     """Decodes the set one by one, and calls `stop` instead of going on after so many."""
     decode_chunks = cache.decode_chunks
@@ -137,7 +141,7 @@ def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, stop: Call
                 stop()
             yield result
 
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patch, suppress(Stopped):
         patch.setattr(cache, "CHUNK", 1)
         patch.setattr(cache, "decode_chunks", decode_some)
         open_set(root, skip_bad=True)
@@ -148,7 +152,7 @@ def test_a_decoding_that_was_stopped_goes_on_behind_what_is_there(
     kill: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        raise Stopped
 
     def leave_as_it_is() -> None:
         shutil.copytree(slot(root), root.parent / "killed")
@@ -167,6 +171,61 @@ def test_a_decoding_that_was_stopped_goes_on_behind_what_is_there(
     assert sorted(path.suffix for path in slot(root).iterdir()) == ["", ".json", ".u8"]
     save(root / "train/cat/1.png", 1)
     assert values(root) == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_that_was_copied_anew_can_be_stopped_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise Stopped
+
+    open_set(root)
+    for path in root.rglob("*.png"):
+        os.utime(path, (1, 1))
+    stopped(root, monkeypatch, 4, interrupt)
+    decodings(capsys)
+    assert values(root) == [0, 1, 2, 3, 4] and decodings(capsys) == 3
+
+
+def test_a_try_at_the_images_own_size_leaves_the_cache_of_common_squares(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(cache, "CHUNK", 1)
+    save(root / "train/dog/9.png", 9, (9, 9))
+    assert open_set(root).images.shape[1:3] == (32, 32)
+    save(root / "train/dog/10.png", 10)
+    decodings(capsys)
+    assert open_set(root).images.shape[1:3] == (32, 32)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
+    assert "1/1 images" in lines[-1]
+
+
+def test_a_picture_that_became_readable_is_compared_with_the_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, away = root / "train/cat/8.png", root / "train/dog/8.png", root.parent / "away.png"
+    for path in (first, second):
+        save_photo(path, 5)
+    during_the_decoding(monkeypatch, lambda: second.rename(away))
+    assert open_set(root, image_size=32, skip_bad=True).groups is None
+    away.rename(second)
+    groups = open_set(root, image_size=32).groups
+    assert groups is not None and len(groups.unique()) == len(groups) - 1
+
+
+def test_what_was_saved_in_the_moment_of_a_stop_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_set(root)
+    save(root / "train/cat/1.png", 77)
+    write_text = cache.write_text
+
+    def write_and_stop(path: Path, text: str) -> None:
+        write_text(path, text)
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(cache, "write_text", write_and_stop)
+        open_set(root)
+    index = cache.read_index(slot(root))
+    assert index is not None and [path.name for path in slot(root).glob("*.u8")] == [index.data]
 
 
 def test_images_that_come_last_are_added_to_those_that_others_look_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

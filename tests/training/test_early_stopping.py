@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import save_file
 from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
 
@@ -17,7 +19,7 @@ STILL = 1e-12  # a learning rate at which no validation differs from the one bef
 
 
 @pytest.mark.parametrize(
-    ("patience", "epochs"), [(0, 6), (2, 3), (0.5, 4), (0.4, 4), (10, 6)]
+    ("patience", "epochs"), [(0, 6), (2, 3), (0.5, 4), (0.4, 4), (5, 6), (10, 6)]
 )  # of six, the first of which is better than none
 def test_it_ends_when_so_many_epochs_or_that_share_of_them_have_not_been_better(
     patience: float, epochs: int, capsys: pytest.CaptureFixture[str]
@@ -33,6 +35,26 @@ def test_it_goes_by_the_figure_that_the_best_checkpoint_is_chosen_by() -> None:
     assert fitted(model, shapes_data(), max_epochs=4).global_step == 4 * BATCHES
     model = classifier(lr=STILL, monitor="loss", patience=1)
     assert fitted(model, shapes_data(), max_epochs=4).global_step == 2 * BATCHES
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 4, "val_check_interval": 3}, 2 * BATCHES + 3),  # of eight, in mid-epoch
+        ({"max_epochs": 6, "check_val_every_n_epoch": 2}, 6 * BATCHES),
+        ({"max_epochs": 8, "check_val_every_n_epoch": 2}, 6 * BATCHES),
+        ({"max_epochs": -1, "max_steps": 4 * BATCHES}, 3 * BATCHES),
+        ({"max_epochs": 2, "val_check_interval": "00:01:00:00"}, 2 * BATCHES),
+    ],
+)
+def test_a_share_is_one_of_the_validations_that_the_training_has(settings: dict[str, Any], steps: int) -> None:
+    assert fitted(classifier(lr=STILL, patience=0.5), shapes_data(), **settings).global_step == steps
+
+
+def test_an_early_stopping_of_ones_own_takes_its_place() -> None:
+    own = EarlyStopping("val/accuracy", mode="max", patience=3)
+    done = fitted(classifier(lr=STILL, patience=1), shapes_data(), own, max_epochs=6)
+    assert done.global_step == 4 * BATCHES and own.wait_count == 3
 
 
 def test_a_resumed_training_counts_on_by_its_own_patience(tmp_path: Path) -> None:
@@ -69,5 +91,5 @@ def test_without_validation_images_it_trains_to_the_end() -> None:
 
 
 def test_a_patience_below_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"model\.patience is a number of validations, or below 1 a share of the epochs, not -1"):
+    with pytest.raises(UsageError, match=r"model\.patience is a number of validations, or below 1 a share of them, not -1"):
         classifier(patience=-1.0)
