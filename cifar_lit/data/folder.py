@@ -109,6 +109,9 @@ def folder(
         parts = parts_by(duplicates)
         _tell_duplicates(parts, duplicates, where)
 
+    if train and test_size is not None and [*parts] == ["train", "val"]:
+        lacking = "no test images but those to validate on, by which the best epoch is chosen"
+        note_once(f"{root}: {lacking}: the score may be too good; --folds 5 tests on others")
     chosen = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}
     for part, tree in parts.items():

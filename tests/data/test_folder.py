@@ -131,7 +131,9 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [0, 1]
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
-    assert ": data.val_size 0 is left aside" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert ": data.val_size 0 is left aside" in told
+    assert (f"{root}: no test images but those to validate on" in told) is not test
 
 
 def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
