@@ -109,7 +109,7 @@ def folder(
         parts = parts_by(duplicates)
         _tell_duplicates(parts, duplicates, where)
 
-    if train and test_size is not None and [*parts] == ["train", "val"]:
+    if train and test_size is not None and len(parts) > 1 and "test" not in parts:
         lacking = "no test images but those to validate on, by which the best epoch is chosen"
         note_once(f"{root}: {lacking}: the score may be too good; --folds 5 tests on others")
     chosen = [part for part in parts if part != "test"] if train else [*parts][-1:]
