@@ -252,8 +252,8 @@ class ImageClassifier(pl.LightningModule):
         callbacks: list[Callback] = [WeightAverage(h["ema_decay"])] if h["ema_decay"] else []
         if h["weights"] and h["head_views"]:
             callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
-        others = [callback for callback in self.trainer.callbacks if type(callback) is not EarlyStop]  # type: ignore[attr-defined]
-        if h["patience"] and not any(isinstance(callback, EarlyStopping) for callback in others):  # whose place it would take
+        stopping = [each for each in self.trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+        if h["patience"] and all(isinstance(each, EarlyStop) for each in stopping):  # a user's own EarlyStopping takes precedence
             callbacks.append(EarlyStop(*self.monitored, h["patience"]))
         return [*callbacks, *([EndOfGraphs()] if h["capture"] else [])]
 

@@ -32,7 +32,7 @@ WHAT = (
     "loop of PyTorch's transfer learning tutorial with the same net and weights: Resize, RandomResizedCrop and flip of PIL "
     "images in a DataLoader of two workers, batches of 4, SGD at 0.001 with momentum 0.9, a tenth of it after every 7 epochs, a "
     "new last layer; the best of its epochs on the tested images counts. In turns, each in a process of its own. What "
-    "is not listed here goes to our training."
+    "is not listed here goes to our training. With --folds, only our training is cross-validated."
 )
 MEAN = STD = [0.5, 0.5, 0.5]  # as this net was trained
 
