@@ -18,6 +18,9 @@ MAX_FLOATS = 1 << 28  # of images that something is computed of before a trainin
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
 DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands that compute without a Trainer
 MIN_BF16_GAIN = 0.9  # in the probe; where bf16 pays it is 1.5 and more, so that noise does not decide
+# Limits for the busy waiting of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel). See `limit_busy_waiting`.
+SPIN_LIMITS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
+SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class Machine:
 def core_count() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def limit_busy_waiting() -> None:
+    """Limit how long idle OpenMP threads spin before they sleep, unless the user has set it. Call before importing torch.
+
+    By default they keep their cores busy for milliseconds after each operation. Two trainings on one machine then slow each
+    other down by a factor of twenty; with this limit, by a factor of four. A training that runs alone is as fast as before.
+    """
+    if SPIN_SETTINGS.isdisjoint(os.environ):
+        os.environ.update(SPIN_LIMITS)
 
 
 def detect_machine() -> Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from cifar_lit import hardware
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import (
+    SPIN_SETTINGS,
     Machine,
     choose_devices,
     choose_precision,
@@ -164,3 +166,25 @@ def test_what_a_step_frees_serves_the_next_without_new_pages(monkeypatch: pytest
     assert left > kept  # some 17,000 where pages are of 4 KiB
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory()  # another C library is left as it is
+
+
+def openmp_settings(**environment: str) -> str:
+    """Return what the OpenMP library of torch reports about its settings when a command starts it."""
+    code = "from cifar_lit.cli import main; main(['recipes']); import torch; torch.ones(1)"
+    inherited = {name: value for name, value in os.environ.items() if name not in SPIN_SETTINGS}
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, "OMP_DISPLAY_ENV": "VERBOSE", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
+def test_idle_openmp_threads_give_up_their_core_soon_unless_the_user_decides() -> None:
+    assert "GOMP_SPINCOUNT = '20000'" in openmp_settings()
+    active = openmp_settings(OMP_WAIT_POLICY="ACTIVE")
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in active
+    assert "GOMP_SPINCOUNT = '20000'" not in active

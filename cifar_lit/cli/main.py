@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.hardware import limit_busy_waiting
 from cifar_lit.plugins import all_imports_allowed, guard_child_processes
 from cifar_lit.text import note, say
 
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     guard_child_processes()
+    limit_busy_waiting()
     try:
         return _run(argv, default)
     except BaseException as error:
