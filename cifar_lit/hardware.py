@@ -175,18 +175,20 @@ def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
 
 
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
-    """The fastest precision that trains as well as float32, with the reason, for when none was asked for."""
+    """Return the default precision, the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
     if kind == "gpu" and machine.gpus:
-        return ("bf16-mixed", "this GPU computes in bf16") if machine.gpu_bf16 else ("32-true", "this GPU has no bf16")
+        if machine.gpu_bf16:
+            return "bf16-mixed", "this GPU supports bfloat16"
+        return "32-true", "this GPU does not support bfloat16"
     if kind != "cpu":
         return "32-true", "the safe choice here"
     if not machine.bf16:
-        return "32-true", "this CPU has no bf16"
+        return "32-true", "this CPU does not support bfloat16"
     gain = probe_bf16()
     if gain < MIN_BF16_GAIN:
-        return "32-true", f"bf16 is no faster on this CPU: {gain:.2f} × in a probe"
-    return "bf16-mixed", f"{gain:.1f} × as fast as float32 in a probe"
+        return "32-true", f"measured: bfloat16 runs at {gain:.2f} × its speed on this CPU"
+    return "bf16-mixed", f"measured: {gain:.1f} × as fast as float32 on this CPU"
 
 
 def probe_bf16() -> float:

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from cifar_lit.cli.console import print_results, print_start_card
+from cifar_lit.cli.console import counted, print_results, print_start_card
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
@@ -141,6 +141,7 @@ class Run(Callback):
             build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _report_dev_run(trainer, training=trainer.num_training_batches, validation=sum(trainer.num_val_batches))
             return
         best = load_weights(model, self.best.best_model_path or f"{self.last.dirpath}/last.ckpt")
         val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if self.best.best_model_path else None
@@ -157,10 +158,18 @@ class Run(Callback):
         load_weights(model, checkpoint)
         if self.command == "predict":
             batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
+            if trainer.fast_dev_run:  # type: ignore[attr-defined]
+                _report_dev_run(trainer, prediction=sum(trainer.num_predict_batches))
+                return
             count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
-            say(f"{count} predictions in {display_path(self.folder.path)}/predictions.csv")
+            say(f"{counted(count, 'prediction')} in {display_path(self.folder.path)}/predictions.csv")
             return
         score = self._evaluate(self.command, trainer, model, data)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            validates = self.command == "validate"
+            stage, batches = ("validation", trainer.num_val_batches) if validates else ("test", trainer.num_test_batches)
+            _report_dev_run(trainer, **{stage: sum(batches)})
+            return
         self._finish(model, data, *((score, None) if self.command == "validate" else (None, score)))
 
     def _evaluate(self, stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
@@ -172,7 +181,7 @@ class Run(Callback):
 
     def _finish(self, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> None:
         trainer, folder = model.trainer, self.folder.path
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.is_global_zero:
             return
         card, tensors = describe_model(model, data) if self.trains else (model_card(model, data), {})
         clock = self.clock if self.trains else None
@@ -189,6 +198,13 @@ class Run(Callback):
                 write_report(folder, metrics, model.predictions, data)
         write_metrics(folder, metrics)
         print_results(self, metrics, test, data)
+
+
+def _report_dev_run(trainer: pl.Trainer, **batches: float) -> None:
+    """Print the number of batches by stage that `fast_dev_run` has run."""
+    if trainer.is_global_zero:
+        parts = [f"{count} {stage} batch{'es' * (count != 1)}" for stage, count in batches.items() if count]
+        say(f"fast_dev_run: {' and '.join(parts)} without a failure; nothing was saved")
 
 
 def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:

@@ -1,4 +1,4 @@
-"""What is printed around a run: the card at its start, and the results at its end."""
+"""Print the card at the start of a run and the results at its end."""
 
 from __future__ import annotations
 
@@ -37,39 +37,42 @@ def for_tables() -> Console:
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
-    """Prints what is about to run, as a box on a terminal and as plain lines elsewhere."""
+    """Print the settings of the training that starts, as a box on a terminal and as plain lines elsewhere."""
     train, val = (len(part) for part in data.split)
     channels, height, width = data.input_shape
-    world, batch_size = trainer.world_size, data.batch_size
-    share = batch_size // world
-    exact = "=" if share * world == batch_size else "≈"
-    device, h, notes = trainer.strategy.root_device.type, model.hparams, run.notes
+    device = trainer.strategy.root_device.type
+    in_memory = data.placed("train")[1] == "device"
+    read = f"in {'CPU' if device == 'cpu' else 'GPU'} memory" if in_memory else f"read by {counted(data.workers, 'worker')}"
+    classes = f"{data.class_count} classes · {channels}×{height}×{width}"
+    fewest, most = data.class_counts.aminmax()
+    h, notes = model.hparams, run.notes
+    balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
+    balanced = "".join(f" · {name} {value}" for name, value in balancing.items() if value != "none")
+    sizes = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items())
+    skipped = f"the easiest {data.skip_easy:.0%} of the images from {data.skip_from:.0%} of the steps on"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
-    kept = f"in the memory of {device}" if data.placed("train")[1] == "device" else f"read by {data.workers} workers"
-    size = f"{channels}×{height}×{width}"
-    smaller = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items()) if data.resolutions else ""
-    resumed = f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
-    least, most = data.class_counts.aminmax()
-    settings = {"class weights": h["class_weights"], "sampling": data.sampling}
-    unequal = "".join(f" · {name} {value}" for name, value in settings.items() if value != "none")
-    steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
-    epochs = f"{data.epochs} epochs" if data.epochs else "no last epoch"
-    skips = f"the easiest {data.skip_easy:.0%} of the images from {data.skip_from:.0%} of the steps on" if data.skip_easy else ""
+    precision = "float32" if trainer.precision == "32-true" else str(trainer.precision)
     rows = {
-        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {data.class_count} classes · {size} · {kept}",
-        "classes": f"{least:,} … {most:,} training images each{unequal}" if unequal else "",
-        "sizes": f"{smaller}then {height} px" if smaller else "",
-        "skips": skips,
+        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {read}",
+        "classes": f"{fewest:,} … {counted(int(most), 'training image')} each{balanced}" if balanced else "",
+        "sizes": f"{sizes}then {height} px" if sizes else "",
+        "skips": skipped if data.skip_easy else "",
         "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
         "trains": notes.get("trains", ""),
-        "devices": f"{world} × {device}",
-        "precision": str(trainer.precision) + (f" ({notes['precision']})" if "precision" in notes else ""),
-        "batch": f"{batch_size} {exact} {world} × {share} · {steps:,} steps an epoch",
-        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
-        "resumes": resumed if "resume" in notes else "",
+        "devices": f"{trainer.world_size} × {device}",
+        "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
+        **_step_rows(trainer, h, data),
+        "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
+    if "resume" not in notes:
+        del rows["resumes"]
     rows = {name: value for name, value in rows.items() if value}
     if not sys.stdout.isatty():
         say(*(f"{name:<12} {value}" for name, value in rows.items()))
@@ -78,6 +81,21 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     for row in rows.items():
         grid.add_row(*row)
     for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+
+
+def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:
+    """Return the start card's rows about batches and the optimizer. A fit of the last layer alone takes no steps."""
+    if h["weights"] and not h["unfreeze"]:
+        views = counted(h["head_views"], "view")
+        return {"optimizer": f"L-BFGS on the features of {views} of each training image · seed {data.seed}"}
+    share = data.batch_size // trainer.world_size
+    exact = "=" if share * trainer.world_size == data.batch_size else "≈"
+    steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
+    epochs = counted(data.epochs, "epoch") if data.epochs else "no limit of epochs"
+    return {
+        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} an epoch",
+        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
+    }
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
@@ -93,48 +111,58 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
-# Figures of metrics.json beside accuracy and loss, and what the console calls them.
+# Figures of metrics.json beside accuracy and loss, and their names on the console.
 FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
 MAX_HALF_WIDTH = 0.02  # of the accuracy's interval, above which a test set is called small
 
 
+def accuracy_text(scores: Mapping[str, Any]) -> str:
+    """Return the accuracy with its 95 % interval. scores: the `test` or `val` part of metrics.json."""
+    interval = " (95 % interval {:.4f} … {:.4f})".format(*scores["interval"]) if scores["interval"] else ""
+    return f"accuracy {scores['accuracy']:.4f}{interval}"
+
+
 def figures_text(scores: Mapping[str, Any]) -> str:
-    """Beside accuracy and loss, of the test's or the validation's part of metrics.json: the accuracy's interval, F1 and so on."""
-    interval = ["95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"])] if scores["interval"] else []
-    return " · ".join([*interval, *(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)])
+    """Return the figures beside accuracy and loss, such as macro F1. scores: the `test` or `val` part of metrics.json."""
+    return " · ".join(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)
 
 
 def small_set_text(scores: Mapping[str, Any], is_fold: bool = False) -> str | None:
-    """How little a small test set tells; None of one that tells more. is_fold: it is one of a cross-validation already.
+    """Return a warning about differences that a small test set cannot show, None for a larger set.
 
     Two equally good runs differ by less with probability 0.95 if each is tested on as many images of its own: Newcombe, Interval
     Estimation for the Difference Between Independent Proportions, 1998, method 10. On the same images `compare` sees more.
+
+    Args:
+        scores: the `test` part of metrics.json.
+        is_fold: whether the run belongs to a cross-validation.
     """
     accuracy, (low, high) = scores["accuracy"], scores["interval"] or (0.0, 0.0)
     if (high - low) / 2 <= MAX_HALF_WIDTH:
         return None
     chance = math.hypot(accuracy - low, high - accuracy)
-    which = f"{100 * accuracy:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, {scores['images']} images)"
-    differences = f"differences between runs below {100 * chance:.1f} points may be chance"
     remedy = "" if is_fold else "; --folds 5 tests on every image"
-    return f"a small test set: accuracy {which}, and {differences}{remedy}"
+    return f"small test set: differences between runs below {chance:.3f} may be chance{remedy}"
 
 
 def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
-    """Prints the results and the next commands."""
+    """Print the results and the next commands."""
     if test:
+        scores = metrics["test"]
         for_tables().print(accuracy_table(test, data))
-        if views := metrics["test"].get("tta"):
+        say(accuracy_text(scores), figures_text(scores))
+        if views := scores.get("tta"):
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
         for name, value in test.metrics.items():
             say(f"test {name} {value:.4f}")
-        say(f"test {figures_text(metrics['test'])}", *filter(None, [small_set_text(metrics["test"], data.folds > 0)]))
-        say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {test.images} images")
+        if data.dataset != "shapes" and (warning := small_set_text(scores, data.folds > 0)):
+            say(warning)
+        images = f"{test.images} image{'s' * (test.images != 1)}"
+        say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")
     elif val := metrics["val"]:
         known = ("accuracy", "loss", "interval", *FIGURES)
         own = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in known)
-        say(f"validation {figures_text(val)}")
-        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}{own}")
+        say(f"validation {accuracy_text(val)} · loss {val['loss']:.4f}", figures_text(val) + own)
     if run.trains:
         rate = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
         say(f"trained in {metrics['train_seconds']:.1f} s{rate}")

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse.typing import PositiveFloat
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
@@ -29,7 +29,7 @@ from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
@@ -97,6 +97,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, command: Command, *further: Callback) -> None:
         self.command, self.further = command, further  # callbacks that config.yaml does not name
+        set_save_dir(command)
         self.name = "fit" if command.name == "train" else command.name
         self.first = is_first_process(os.environ)
         self.checkpoint = self._resumed_checkpoint()
@@ -164,11 +165,11 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what is ours, and lets the data tell the model its shape."""
-        parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, for the run's folder")
+        parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, used to name the run folder")
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
-        text = "checkpoints within epochs, every so many steps (500) or minutes (10m); their ends have one anyway"
+        text = "also write checkpoints within epochs: every 500 steps, or every 10m (a checkpoint ends each epoch anyway)"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
-        text = "seconds without a sign from one of several processes after which the run is ended"
+        text = "end the run if one of several processes sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
@@ -220,6 +221,13 @@ class TrainingCLI(LightningCLI):
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")
+        configured = self.config_init[self.name].trainer
+        callbacks, loggers = (
+            each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
+        )
+        if self.name == "fit":
+            evaluated = [f"val/{name}" for name in self.model.evaluation.names] if validates else []
+            check_monitors(callbacks, [*evaluated, "train/loss", "train/accuracy"])
         if auto and self.name != "fit":
             flag = next(flag for flag, what in AUTO.items() if what in auto)
             raise UsageError(f"--{flag} is for new trainings: leave it out")
@@ -236,10 +244,6 @@ class TrainingCLI(LightningCLI):
                     self.settings.model[name] = self.model.hparams[name]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
-        configured = self.config_init[self.name].trainer
-        callbacks, loggers = (
-            each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
-        )
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
@@ -313,6 +317,34 @@ class TrainingCLI(LightningCLI):
         if not self.run.trains or not self.run.folder.resumable:
             return None
         return f"{program(sys.argv[0], self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
+
+
+def set_save_dir(command: Command) -> None:
+    """Let `--trainer.logger CSVLogger` write to the folder for run folders: the class has no default of its own."""
+    name = (command.value("trainer.logger") or "").removeprefix("lightning.pytorch.loggers.")
+    typed = any(word.startswith("--trainer.logger.") and "save_dir" in word for word in command.flags)
+    if name in ("CSVLogger", "TensorBoardLogger") and not typed:
+        command.flags.append(f"--trainer.logger.save_dir={logs_of(command)}")
+
+
+def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
+    """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log.
+
+    Args:
+        callbacks: the callbacks of the configuration. One from another package may log any value: nothing is checked.
+        names: the values that the training logs.
+    """
+    if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
+        return
+    logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        known = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
+        if monitor is None or monitor in known or (logs_rates and monitor.startswith("lr")):
+            continue
+        if getattr(callback, "strict", True):
+            line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
+            raise UsageError(f"{line} There are {', '.join(names)}.")
 
 
 def check_settings(settings: Any) -> None:

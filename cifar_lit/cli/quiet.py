@@ -35,7 +35,7 @@ def catch_signals() -> None:
 
 
 def quieten() -> None:
-    """To be called before anything else imports Lightning; our own output and real warnings are untouched."""
+    """Silence known noise of torch and Lightning. Call this before anything else imports Lightning."""
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of how torch looks up the names of other machines
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # what Lightning's command line calls
@@ -57,3 +57,4 @@ def quieten() -> None:
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # a profiler's table is logged

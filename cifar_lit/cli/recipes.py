@@ -1,11 +1,12 @@
-"""`cifar-lit recipes`: what each recipe is and reaches, and the file of one."""
+"""`cifar-lit recipes`: list the recipes with accuracy and training time, or print the file of one."""
 
 from __future__ import annotations
 
+import re
 from itertools import takewhile
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
@@ -14,9 +15,9 @@ from cifar_lit.text import say
 
 
 def list_recipes(argv: list[str]) -> None:
-    """Prints every recipe in a line, or the files of those that are named: header and settings."""
+    """Print a table of all recipes, or the files of the given ones."""
     if argv[:1] in (["-h"], ["--help"]):
-        say("usage: cifar-lit recipes [NAME]", "", "lists the packaged recipes, or prints the settings of one")
+        say("usage: cifar-lit recipes [NAME]", "", "list the packaged recipes, or print the settings of one")
         return
     if unknown := next((word for word in argv if word.startswith("-")), None):
         raise UsageError(f"recipes knows no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
@@ -24,22 +25,33 @@ def list_recipes(argv: list[str]) -> None:
         say(*path.read_text().splitlines())
     if argv:
         return
-    table = Table("recipe", "what", "accuracy", "time")
+    # Without lines between the columns, the table fits 100 columns, and nothing but the descriptions is folded at 80.
+    fixed = (Column(name, no_wrap=True) for name in ("accuracy", "data", "time", "measured on"))
+    table = Table(Column("recipe", no_wrap=True), "what", *fixed, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in flags.recipe_names():
         header = recipe_header(flags.recipe_path(name))
         what = header[0].removeprefix(f"{name} — ")
-        table.add_row(name, what, _summary(header, "Score"), _summary(header, "Time"))
+        table.add_row(name, what, *_measured(header))
     for_tables().print(table)
-    say("start one:  python scripts/train.py --recipe NAME", "about one:  cifar-lit recipes NAME")
+    say("", "start one:  python scripts/train.py --recipe NAME", "about one:  cifar-lit recipes NAME")
 
 
 def recipe_header(path: Path) -> list[str]:
-    """The comment on top of a recipe, line by line without the comment signs."""
+    """Return the comment at the top of a recipe, line by line without the comment signs."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
-def _summary(header: list[str], field: str) -> str:
-    """What a recipe's header says in a field, up to the details after a semicolon; of times without their spread."""
-    value = next(line for line in header if line.startswith(f"{field}:")).partition(":")[2].partition(";")[0].strip()
-    return "–" if value.startswith("not measured") else value if field == "Score" else value.partition(" (")[0]
+def _measured(header: list[str]) -> tuple[str, str, str, str]:
+    """Return accuracy, data set, training time and machine, as the header of a recipe has them."""
+    fields = {name: value.strip() for name, colon, value in (line.partition(":") for line in header) if colon}
+    score, _, details = fields["Score"].partition("; ")
+    if score.startswith("not measured"):
+        return "–", "–", "–", "not yet"
+    if score.startswith("as "):
+        return score, score, score, score
+    accuracy = score.partition(" (")[0]
+    data = fields.get("Data", details).partition(",")[0]
+    seconds = float(fields["Time"].partition(" s")[0])
+    threads = re.search(r"(\d+) threads?", fields["Hardware"])
+    return accuracy, data, f"{seconds:.0f} s", f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0]

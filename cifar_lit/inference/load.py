@@ -17,6 +17,8 @@ from cifar_lit.data.decode import decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
+from cifar_lit.runs.run_folder import read_metrics
+from cifar_lit.text import printable
 
 BATCH, BATCH_PIXELS = 256, 1 << 20  # images that are computed at once, and their pixels, on which the memory depends
 READ_AT_ONCE = 2048  # images of a set, which may be mapped from a file
@@ -39,13 +41,27 @@ def batch_size_of(images: Tensor) -> int:
 
 
 class Classifier:
-    """A trained net with its class names, in the order of its logits; it computes on `device`, wherever images lie."""
+    """A trained net with its class names, in the order of its logits.
 
-    def __init__(self, net: LoadedNet, device: str = "cpu") -> None:
+    Args:
+        net: the net with its model card.
+        device: where the net computes. Images may be on any device.
+        accuracy: test accuracy of the run, 0 … 1, if known.
+    """
+
+    def __init__(self, net: LoadedNet, device: str = "cpu", accuracy: float | None = None) -> None:
+        self.accuracy = accuracy
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
         self.channels, height, width = net.card.input_shape  # 3 channels for RGB, 1 for grey
         self.size, self.resize = (height, width), net.card.resize
+
+    def __repr__(self) -> str:
+        """Return net, classes, image size and test accuracy in one line."""
+        names = ", ".join([*self.classes[:3], *(["…"] if len(self.classes) > 3 else [])])
+        size = "×".join(map(str, self.card.input_shape))
+        accuracy = "" if self.accuracy is None else f", test accuracy {self.accuracy:.4f}"
+        return printable(f"Classifier({self.card.net}, {len(self.classes)} classes ({names}), images {size}{accuracy})")
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
@@ -142,11 +158,13 @@ def _to_picture(image: Any) -> Image.Image:
 
 
 def load(path: str | Path, device: str = "cpu") -> Classifier:
-    """The classifier of a run folder, or of its `model.safetensors` alone, that computes on a device such as "cuda".
+    """Return the classifier of a run folder, or of its `model.safetensors` alone. device: where it computes, such as "cuda".
 
     Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
     """
-    return Classifier(load_model_file(path), device)
+    net = load_model_file(path)
+    test = read_metrics(Path(path)).get("test") or {}  # no metrics.json lies below a file
+    return Classifier(net, device, test.get("accuracy"))
 
 
 def _logits_and_embeddings(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

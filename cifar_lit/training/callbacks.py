@@ -19,6 +19,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, EMAWeightAveraging, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
+from rich.progress import BarColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import Tensor
 
 from cifar_lit.models.registry import with_versions
@@ -309,24 +311,48 @@ class OrderlyStop(Checkpoint):
 
 
 class LiveBar(RichProgressBar):
-    """Lightning's rich bar with the loss and accuracy that were last logged, so that it never waits for the device."""
+    """Lightning's rich bar on one line, with the loss and accuracy logged last: it never waits for the device."""
+
+    WIDE = 110  # columns: room for the elapsed time, the speed and all metrics beside the bar
+    NARROW = 80  # columns: room for all metrics
 
     def __init__(self) -> None:
-        # drawn twice a second: more often, the drawing takes some percent of a small net's training
+        # Two updates a second: drawing more often costs a few percent of a small net's training.
         super().__init__(refresh_rate=2, theme=RichProgressBarTheme(metrics_format=".4f"))
 
+    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+        """Return Lightning's columns. Below `WIDE` columns, only the remaining time is shown beside the batch count."""
+        columns = super().configure_columns(trainer)
+        if rich.get_console().width >= self.WIDE:
+            return columns
+        return [*columns[:3], TimeRemainingColumn(compact=True)]
+
+    def _init_progress(self, trainer: pl.Trainer) -> None:
+        """Let the bar absorb a lack of width: rich would wrap the metrics instead."""
+        super()._init_progress(trainer)
+        for column in self.progress.columns if self.progress else ():
+            if not isinstance(column, BarColumn | str):
+                column._table_column = Column(no_wrap=True)
+
     def _get_train_description(self, current_epoch: int) -> str:
-        """Counts epochs as the lines do, from 1; Lightning's own counts from 0."""
-        last = self.trainer.max_epochs or -1
-        return f"epoch {current_epoch + 1}" + (f"/{last}" if last > 0 else "")
+        """Return the epoch, counted from 1 as in the epoch lines; Lightning counts from 0."""
+        epochs = last_epoch(self.trainer)
+        return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
-        """Training loss and accuracy since the last logged row, and the last validation's accuracy."""
-        return dict(pl_module.progress)
+        """Return the training loss and accuracy logged last, and the accuracy of the last validation."""
+        names = ("loss", "accuracy", "val") if rich.get_console().width >= self.NARROW else ("loss", "val")
+        return {name: pl_module.progress[name] for name in names if name in pl_module.progress}
+
+
+def last_epoch(trainer: pl.Trainer) -> int | None:
+    """Return the number of epochs that the training will have, None if it has no limit. `max_steps` may end it early."""
+    epochs = getattr(trainer.datamodule, "epochs", None) or trainer.max_epochs or -1  # type: ignore[attr-defined]
+    return epochs if epochs > 0 else None
 
 
 class EpochLines(Callback):
-    """Prints one line an epoch: training and validation loss and accuracy, seconds, images a second."""
+    """Print one line per epoch: training and validation loss and accuracy, seconds, images per second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -334,30 +360,45 @@ class EpochLines(Callback):
         self._validated = False  # since the last line
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The first line counts from here, in a resumed run too."""
+        """Count from here, in a resumed run too."""
         self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         self._validated = False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Its figures are for the next line alone."""
+        """Show the validation's figures in the next line only."""
         self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Prints the line."""
+        """Print the line."""
         if not trainer.is_global_zero:
             return
         loss, accuracy = pl_module.running.epoch_means()
         now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         seconds, training, images = (end - start for end, start in zip(now, self._before, strict=True))
         self._before = now
-        last = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "…"
-        parts = [f"epoch {trainer.current_epoch + 1:>{len(str(last))}}/{last}", f"train loss {loss:.4f} accuracy {accuracy:.4f}"]
+        epochs = last_epoch(trainer) or "…"
+        parts = [
+            f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}",
+            f"train loss {loss:.4f} accuracy {accuracy:.4f}",
+        ]
         if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
             names = dict.fromkeys(("loss", "accuracy", pl_module.hparams["monitor"]))
             parts.append("val " + " ".join(f"{name} {float(metrics[f'val/{name}']):.4f}" for name in names))
         self._validated = False
-        parts.append(f"{seconds:.1f} s · {images / max(training, 1e-9):,.0f} images/s")
-        rich.get_console().print(" · ".join(parts), highlight=False, soft_wrap=True)
+        parts += [f"{seconds:.1f} s", f"{images / max(training, 1e-9):.0f} images/s"]
+        console = rich.get_console()
+        line = fitting(parts, console.width) if console.is_terminal else " · ".join(parts)
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def fitting(parts: list[str], width: int) -> str:
+    """Join the parts of an epoch line. On a narrow terminal, abbreviate them and drop speed and seconds."""
+    line = " · ".join(parts)
+    if len(line) <= width:
+        return line
+    short = [part.replace("accuracy", "acc") for part in parts]
+    lines = (" · ".join(short[: len(short) - dropped]) for dropped in range(3))
+    return next((line for line in lines if len(line) <= width), " · ".join(short[:-2]))
 
 
 # ---- early stopping

@@ -30,9 +30,14 @@ def test_what_needs_no_torch_is_answered_without_importing_it(working_folder: Pa
 
 def test_recipes_fit_100_columns_and_name_the_rest_where_it_is() -> None:
     answer = run_command("recipes")
-    assert [row[0] for row in table_rows(answer.out)] == flags.recipe_names()
-    assert all(len(row) == 4 and all(row) for row in table_rows(answer.out))
+    head, *lines = answer.lines[: answer.lines.index("")]
+    assert re.split(" {2,}", head.strip()) == ["recipe", "what", "accuracy", "data", "time", "measured on"]
+    rows = {row[0]: row[1:] for row in (re.split(" {2,}", line.strip()) for line in lines)}
+    assert list(rows) == flags.recipe_names() and {len(row) for row in rows.values()} == {5}
     assert max(map(len, answer.lines)) <= 100
+    assert all(row[-1] == "not yet" or row[1:].count("–") == 0 for row in rows.values())
+    assert rows["fast94"][-1] == "2 CPU threads"
+    assert "folder" not in {row[2] for row in rows.values()}  # the images' own name says more
     assert "python scripts/train.py --recipe NAME" in answer.out and "cifar-lit recipes NAME" in answer.out
 
 

@@ -48,6 +48,9 @@ def test_the_card_says_what_will_be_trained_and_the_run_is_as_whole_as_any() -> 
 def test_the_last_layer_alone_makes_a_run_too() -> None:
     answer = run_command(*SMALL, *SHAPENET, "--model.unfreeze", "false")
     assert answer.code == 0, answer.err
+    card = [line.split()[0] for line in answer.lines[: answer.lines.index("")] if "  " in line]
+    assert "batch" not in card and "adamw" not in answer.out and "lr 0.001" not in answer.out
+    assert "L-BFGS on the features of 2 views of each training image · seed 3" in answer.out
     assert "epoch 1/" not in answer.out and any(
         line.startswith("trained in ") and "images/s" not in line for line in answer.lines
     )

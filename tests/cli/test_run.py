@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.command_line import (
+    OWN_IMAGES,
     ROOT,
     SMALL,
     Training,
@@ -66,9 +67,9 @@ def test_tensorboard_has_figures_galleries_and_the_tests_accuracy_as_the_metric_
 
 def test_the_console_shows_card_epochs_table_results_and_commands_to_be_typed(training: Training) -> None:
     card = dict(re.findall(r"^(\w+) {2,}(.*)$", training.answer.out, re.MULTILINE))
-    assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in the memory of cpu"
+    assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in CPU memory"
     assert card["net"].startswith("lenet · ")
-    assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "32-true", str(OWN))
+    assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "float32", str(OWN))
     assert card["batch"].startswith("32 = 1 × 32 ")
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
@@ -83,32 +84,39 @@ def test_the_console_shows_card_epochs_table_results_and_commands_to_be_typed(tr
     assert shlex.split(load) == ["python", "-c", "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"]
 
 
-def test_the_console_has_a_line_of_further_figures_and_one_of_a_test_set_that_is_small(training: Training) -> None:
+def test_the_accuracy_comes_first_with_its_interval_and_then_the_further_figures(training: Training) -> None:
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     at = next(number for number, line in enumerate(lines) if line.startswith("test accuracy 0."))
     low, high = test["interval"]
     figures = f"balanced accuracy {test['balanced_accuracy']:.4f} · macro F1 {test['macro_f1']:.4f}"
-    assert lines[at - 2] == f"test 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}"
-    which = f"{100 * test['accuracy']:.1f} % ({100 * low:.1f} … {100 * high:.1f} %, 40 images)"
-    assert lines[at - 1].startswith(f"a small test set: accuracy {which}, and differences between runs below ")
+    assert lines[at - 2 : at] == [f"accuracy {test['accuracy']:.4f} (95 % interval {low:.4f} … {high:.4f})", figures]
     validated = run_command("validate", "--ckpt_path", training.run_dir / "checkpoints/best.ckpt").lines
     val = metrics_of(OWN)["val"]
     low, high = val["interval"]
     figures = f"balanced accuracy {val['balanced_accuracy']:.4f} · macro F1 {val['macro_f1']:.4f}"
-    assert f"validation 95 % interval of the accuracy {low:.4f} … {high:.4f} · {figures}" in validated
-    assert f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}" in validated
+    accuracy = f"validation accuracy {val['accuracy']:.4f} (95 % interval {low:.4f} … {high:.4f})"
+    assert validated[:2] == [f"{accuracy} · loss {val['loss']:.4f}", figures]
+
+
+def test_a_small_test_set_is_mentioned_for_photos_and_not_for_drawn_shapes(training: Training) -> None:
+    assert "small test set" not in training.answer.out
+    draw_folder(Path("photos"), {"cat": 12, "dog": 12})
+    answer = run_command(*ONE_EPOCH, *OWN_IMAGES, "--data-dir", "photos", "--data.val_size", "4")
+    assert answer.code == 0, answer.err
+    assert "small test set: differences between runs below " in answer.out
+    assert " · 1 epoch · " in answer.out and " · 1 step an epoch" in answer.out
 
 
 @pytest.mark.parametrize(
     ("right", "images", "points"),
-    [(9412, 10_000, None), (144, 153, "5.6"), (1200, 2500, None), (1100, 2300, "2.9"), (20, 20, "16.1")],
+    [(9412, 10_000, None), (144, 153, "0.056"), (1200, 2500, None), (1100, 2300, "0.029"), (20, 20, "0.161")],
 )
 def test_a_test_set_is_small_where_half_of_the_interval_is_more_than_two_points(
     right: int, images: int, points: str | None
 ) -> None:
     interval = list(wilson_interval(right, images))
     text = small_set_text({"accuracy": right / images, "interval": interval, "images": images})
-    assert text is None if points is None else text is not None and f"below {points} points may be chance; --folds" in text
+    assert text is None if points is None else text is not None and f"below {points} may be chance; --folds" in text
 
 
 def test_the_best_checkpoint_goes_by_the_figure_that_is_named() -> None:
@@ -135,6 +143,55 @@ def test_the_start_card_counts_steps_of_the_optimizer_and_epochs_up_to_the_end()
     assert answer.code == 0
     assert " · 3 steps an epoch" in answer.out and " · 3 epochs · " in answer.out
     assert "the easiest 50% of the images from 60% of the steps on" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "1 training batch and 1 validation batch"),
+        ("validate", "1 validation batch"),
+        ("test", "1 test batch"),
+        ("predict", "1 prediction batch"),
+    ],
+)
+def test_a_fast_dev_run_says_what_it_ran_and_saves_nothing(run_dir: Path, command: str, said: str) -> None:
+    words = SMALL if command == "train" else ("--ckpt_path", run_dir / "checkpoints/best.ckpt")
+    answer = run_command(command, *words, "--trainer.fast_dev_run", "true")
+    assert answer.code == 0, answer.err
+    assert answer.lines[-1] == f"fast_dev_run: {said} without a failure; nothing was saved"
+    assert not Path("lightning_logs").exists()
+
+
+def test_the_table_of_a_profiler_is_printed(working_folder: Path) -> None:
+    command = [sys.executable, "-m", "cifar_lit", "fit", *ONE_EPOCH, "--trainer.profiler", "simple"]
+    answer = run_process(command, working_folder)
+    assert answer.code == 0
+    assert "FIT Profiler Report" in answer.err and "run_training_batch" in answer.err
+
+
+@pytest.mark.parametrize("callback", ["EarlyStopping", "ModelCheckpoint"])
+@pytest.mark.parametrize(
+    ("monitor", "meant"), [("val_acc", "val/accuracy"), ("train_loss", "train/loss"), ("auroc", "val/auroc")]
+)
+def test_a_callback_that_monitors_what_is_not_logged_is_refused_before_the_training(
+    callback: str, monitor: str, meant: str
+) -> None:
+    metric = "{auroc: {class_path: torchmetrics.classification.MulticlassAUROC, init_args: {num_classes: 4}}}"
+    words = (*ONE_EPOCH, "--model.metrics", metric, "--trainer.callbacks", callback, "--trainer.callbacks.monitor")
+    answer = run_command("fit", *words, monitor)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"{callback} monitors {monitor}, which is not logged. Did you mean {meant}?" in answer.err
+    assert not Path("lightning_logs").exists()
+    assert run_command("fit", *words, meant).code == 0
+
+
+def test_a_monitored_learning_rate_is_left_to_the_callback_that_logs_it() -> None:
+    monitors = ("--trainer.callbacks", "LearningRateMonitor", "--trainer.callbacks+=EarlyStopping")
+    rates = ("--trainer.callbacks.monitor", "lr-SGD/pg1", "--trainer.log_every_n_steps", "1")
+    answer = run_command("fit", *ONE_EPOCH, *monitors, *rates)
+    assert answer.code == 0, answer.err
+    answer = run_command("fit", *ONE_EPOCH, *monitors, "--trainer.callbacks.monitor", "val_acc")
+    assert answer.code == 2 and "Did you mean val/accuracy?" in answer.err
 
 
 def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_error(working_folder: Path) -> None:
@@ -217,6 +274,13 @@ def test_it_trains_in_other_precisions(precision: str) -> None:
     assert (answer.code, answer.err) == (0, "")
     assert metrics_of(OWN)["precision"] == precision
     assert cifar_lit.load(OWN) is not None
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "lightning.pytorch.loggers.CSVLogger"])
+def test_a_logger_that_is_only_named_writes_below_the_folder_of_runs(name: str) -> None:
+    answer = run_command("fit", *ONE_EPOCH, "--logs", "runs", "--trainer.logger", name)
+    assert answer.code == 0, answer.err
+    assert Path("runs/lightning_logs/version_0/metrics.csv").is_file()
 
 
 def test_loggers_of_ones_own_write_beside_ours_and_none_writes_none() -> None:

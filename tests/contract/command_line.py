@@ -110,7 +110,8 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
 def undone() -> Iterator[None]:
     """Takes back what a command changes in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
+    loggers = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.profilers")
+    levels = {name: logging.getLogger(name).level for name in loggers}
     before, argv = dict(os.environ), sys.argv
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import cifar_lit
 from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.errors import Failure
 from cifar_lit.inference.explain import activation_maps
+from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import save_weights
 
 GREY = ("L", "LA", "La", "I;16", "F")
@@ -30,6 +32,20 @@ def in_mode(mode: str) -> Image.Image:
     if mode == "F":
         return Image.fromarray(grey.astype(np.float32) / 255)
     return picture(mode=DIRECT.get(mode, "RGB")).convert(mode)
+
+
+def test_a_classifier_is_shown_in_one_line_with_net_classes_size_and_the_runs_accuracy(tmp_path: Path) -> None:
+    file = write_net(tmp_path)
+    card = cifar_lit.load(file).card
+    bare = repr(cifar_lit.load(file))
+    assert "accuracy" not in bare
+    for part in (card.net, f"{len(card.classes)} classes", card.classes[0], "3×32×32"):
+        assert part in bare
+    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"accuracy": 0.94123, "images": 5}}))
+    turned = replace(card, classes=["a\u202e", *card.classes[1:]])  # turns round what a terminal shows after it
+    save_weights(tmp_path / "model.safetensors", build_net(card.net, **card.net_settings).state_dict(), turned)
+    shown = repr(cifar_lit.load(tmp_path))
+    assert shown.isprintable() and shown.endswith(", test accuracy 0.9412)")
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -1,6 +1,9 @@
 """Time, random states, the lines of each epoch, and what is told of a training that diverges."""
 
+import io
 import math
+import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +12,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import rich
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
+from rich.console import Console
 from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.loaders import Batch
@@ -130,6 +135,42 @@ def test_each_epoch_is_one_line_and_the_bar_shows_what_was_logged_last(capsys: A
     assert {"loss", "accuracy"} <= values.keys() and all(isinstance(value, float) for value in values.values())
 
 
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("steps", [8, 11_250])
+def test_the_bars_of_training_and_validation_take_one_line_each_and_lose_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, width: int, steps: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    model, bar, shown = classifier(), LiveBar(), []
+
+    def draw(trainer: pl.Trainer, module: Any) -> None:
+        bar.progress.update(bar.train_progress_bar_id, total=steps, completed=steps - 1)
+        bar.progress.update(bar.val_progress_bar_id, total=steps, completed=2, visible=True)
+        console = Console(width=width, file=io.StringIO())
+        console.print(bar.progress.get_renderable())
+        shown.append(console.file.getvalue().splitlines())
+        trainer.should_stop = True
+
+    fitted(model, shapes_data(), bar, LambdaCallback(on_train_epoch_end=draw), max_epochs=100, enable_progress_bar=True)
+    training, validation = shown[0]
+    assert training.startswith("epoch 1/100 ") and f" {steps - 1}/{steps} " in training and "…" not in training
+    assert validation.startswith("Validation ") and f" 2/{steps} " in validation
+    assert re.search(
+        r" loss: \d\.\d{4} " + (r"accuracy: \d\.\d{4} " if width >= 80 else "") + r"val: 0\.\d{4}$", training.rstrip()
+    )
+    assert ("it/s" in training) == (width > 100)
+    capsys.readouterr()
+
+
+def test_an_epochs_line_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for width, end in ((120, "images/s"), (80, " s")):
+        console = Console(width=width, file=sys.stdout, force_terminal=True, color_system=None)
+        monkeypatch.setattr(rich, "get_console", lambda console=console: console)
+        fitted(classifier(), shapes_data(), clock := Clock(), EpochLines(clock), max_epochs=1)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
+        assert len(line) <= width and line.endswith(end) and "val loss" in line
+
+
 def test_a_line_has_no_figures_of_an_earlier_epochs_validation(capsys: Any) -> None:
     fitted(classifier(), shapes_data(), clock := Clock(), EpochLines(clock), max_epochs=4, check_val_every_n_epoch=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if " s · " in line]
@@ -209,7 +250,7 @@ def test_weights_with_a_validation_loss_that_is_not_finite_are_never_the_best_an
     done = fitted(model, shapes_data(), DivergenceWarning(), *best_and_last(tmp_path), logger=rows)
     assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == (1 if first else 0)
     assert done.current_epoch == 2 and sorted(rows.of("val/accuracy").values()) == [0.5, 0.9]
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "validation loss" in line)
     assert f"the validation loss is not finite after step {BATCHES if first else 2 * BATCHES}" in line
 
 
