@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -186,7 +188,7 @@ def scan(root: Path) -> Listing:
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
-    level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
+    level = {entry.name: entry for entry in _visible(str(root)) if is_folder(entry)}
     others = [name for name in level if name not in ("train", "test")]
     named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
     if named:
@@ -283,8 +285,8 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     """The classes below `root` with their files, whose paths get `prefix`; names of other files go to `ignored`."""
     level = _visible(str(root))
     table = next((f" Is --data-dir {entry.path} meant?" for entry in level if entry.name.lower().endswith(TABLES)), "")
-    classes = [entry for entry in level if entry.is_dir()]
-    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()]
+    classes = [entry for entry in level if is_folder(entry)]
+    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
     if loose:
         raise UsageError(
             f"{len(loose):,} images lie directly in {root} ({_listed(loose)}): "
@@ -303,24 +305,58 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     return tree
 
 
-def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = frozenset()) -> Iterator[File]:
-    """Image files in the folder `path` and below; a link that leads back to a folder above is not followed."""
-    here = os.path.realpath(path)
-    if here in above:
-        return
-    for entry in _visible(path):
-        name = prefix + entry.name
-        if entry.is_dir():
-            yield from _images(entry.path, f"{name}/", ignored, above | {here})
-        elif not entry.name.lower().endswith(SUFFIXES):
+def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
+    """Yield the image files in the folder `path` and below it. Names of other files go to `ignored`."""
+    for entry in walk(path, _visible):
+        name = prefix + entry.path[len(path) + 1 :].replace(os.sep, "/")
+        if is_folder(entry):
+            continue
+        if not entry.name.lower().endswith(SUFFIXES):
             ignored.append(name)
-        elif entry.is_file():
-            status = entry.stat()
-            yield File(name, status.st_size, status.st_mtime_ns)
-        elif not Path(entry.path).exists():  # a link to nothing: decoding will name it among the damaged
+            continue
+        try:
+            status = os.stat(entry.path)  # noqa: PTH116 (faster than Path's for many files)
+        except OSError:  # a link to nothing: decoding reports it as missing
             yield File(name, 0, 0)
-        else:  # a pipe would be waited for, a device never end
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield File(name, status.st_size, status.st_mtime_ns)
+        else:  # reading a pipe or a device may never end
             ignored.append(name)
+
+
+def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder and of all folders below it, depth first, in the order that `visible` gives.
+
+    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
+    would otherwise take 2^levels visits, and a link to a folder above would never end.
+    """
+    visited: set[tuple[int, int]] = set()
+
+    def enter(path: str) -> bool:
+        """Return whether a folder is new, and put its entries on the stack."""
+        with suppress(OSError):  # `visible` meets the error again, and handles it
+            status = os.stat(path)  # noqa: PTH116
+            if (status.st_dev, status.st_ino) in visited:
+                return False
+            visited.add((status.st_dev, status.st_ino))
+        left.extend(reversed(visible(path)))
+        return True
+
+    left: list[os.DirEntry[str]] = []
+    enter(folder)
+    while left:
+        entry = left.pop()
+        if not is_folder(entry) or enter(entry.path):
+            yield entry
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _visible(path: str) -> list[os.DirEntry[str]]:
@@ -333,7 +369,7 @@ def _visible(path: str) -> list[os.DirEntry[str]]:
 
 
 def _has_subfolders(path: str) -> bool:
-    return any(entry.is_dir() for entry in _visible(path))
+    return any(is_folder(entry) for entry in _visible(path))
 
 
 def _listed(names: Iterable[str] | Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from own_images import damage, decodings, open_set, save, values
+from own_images import damage, decodings, doubling_links, open_set, save, values
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import RESIZES
@@ -77,6 +77,22 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
     assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
+
+
+def test_each_folder_is_visited_once_however_many_links_lead_to_it(root: Path) -> None:
+    doubling_links(root / "train/cat/deep", 8)
+    (root / "train/cat/itself").symlink_to("itself")
+    names = [file.path for file in scan(root).parts["train"]["cat"]]
+    assert len(names) == 4 and names[-1].endswith("/deep.png")
+
+
+def test_folders_may_be_nested_deeper_than_python_recurses(root: Path) -> None:
+    folder = root / "train/cat"
+    for _ in range(1200):
+        folder = folder / "a"
+        folder.mkdir()
+    save(folder / "deep.png")
+    assert len(scan(root).parts["train"]["cat"]) == 4
 
 
 @pytest.mark.parametrize(

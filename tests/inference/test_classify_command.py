@@ -15,6 +15,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.inference.classify import find_images
 from cifar_lit.text import natural_key
 
 COLUMNS = ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3",
@@ -128,6 +129,20 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
     assert [row["error"].partition(",")[0] for row in rows(out)] == [
         "the folder holds no JPEG", "no file fits this pattern", "it is no file", "", "not a JPEG",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["links", "links/**/*.png", "**/deep.png"])
+def test_each_folder_is_visited_once_however_many_links_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    for level in range(8):
+        (tmp_path / f"links/{level}").mkdir(parents=True)
+        for name in "xy":
+            (tmp_path / f"links/{level}/{name}").symlink_to(f"../{level + 1}")
+    (tmp_path / "links/8").mkdir()
+    (tmp_path / "links/8/deep.png").touch()
+    monkeypatch.chdir(tmp_path)
+    assert len(list(find_images([path], io.BytesIO()))) == 1
 
 
 def test_names_are_sorted_as_one_counts() -> None:
