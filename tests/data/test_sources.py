@@ -20,7 +20,6 @@ import pytest
 import torch
 from filelock import FileLock
 from local_mirrors import Mirror, serving
-from own_images import save
 from torchvision import datasets
 
 from cifar_lit import plugins
@@ -208,9 +207,7 @@ def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
 @pytest.mark.parametrize("lack", ["nothing", "a file", "all but the archive"])
-def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(
-    name: str, lack: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(name: str, lack: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
     settings = SourceSettings(root=str(served.root))
     assert not at_hand(served.dataset, settings)
