@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -29,6 +29,8 @@ from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
+MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
 MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once (a large JPEG is unpacked smaller); with alpha, each takes 12 bytes
 # Pillow unpacks WebP, also a still picture, by way of two frames of an animation: 22 bytes a pixel.
@@ -43,7 +45,7 @@ MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of a segment with a length, or the end of the image
 _OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
-    b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
 RESIZES = {  # by which an image of other proportions gets a size
     "crop": "scaled until it covers the size, and cut to its middle",
@@ -132,6 +134,40 @@ def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
         image = _open(_read(source) if isinstance(source, str | Path) else source.read())
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder and of all folders below it, depth first, in the order that `visible` gives.
+
+    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
+    would otherwise take 2^levels visits, and a link to a folder above would never end.
+    """
+    visited: set[tuple[int, int]] = set()
+
+    def enter(path: str) -> bool:
+        """Return whether a folder is new, and put its entries on the stack."""
+        with suppress(OSError):  # `visible` meets the error again, and handles it
+            status = os.stat(path)  # noqa: PTH116
+            if (status.st_dev, status.st_ino) in visited:
+                return False
+            visited.add((status.st_dev, status.st_ino))
+        left.extend(reversed(visible(path)))
+        return True
+
+    left: list[os.DirEntry[str]] = []
+    enter(folder)
+    while left:
+        entry = left.pop()
+        if not is_folder(entry) or enter(entry.path):
+            yield entry
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def decode_files(
@@ -364,6 +400,8 @@ def _decode_errors(source: object) -> Iterator[None]:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             yield
+    except FileNotFoundError:
+        raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
         raise DecodeError(name, "not a JPEG, PNG, WebP, BMP or GIF, or its beginning is damaged") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

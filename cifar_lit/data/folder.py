@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
-from cifar_lit.data.decode import SUFFIXES
+from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, walk
 from cifar_lit.data.image_set import ImageSet, ImageSize, check_class_names, parse_image_size
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.splits import draw_rows, group_files
@@ -24,6 +23,7 @@ from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, nearest
 
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
+HEIC_REMEDY = "convert HEIC photos to JPEG first, such as with `magick mogrify -format jpg *.heic`"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}  # by what a table calls them
 
@@ -105,8 +105,8 @@ def folder(
 
     images, bad, duplicates = decoded(root, files, arrange, size, channels, cache_dir, resize)
     if bad and not skip_bad:
-        damaged = f"{len(bad):,} of {len(files):,} images {where} are damaged: {_listed(bad)}"
-        raise Failure(f"{damaged}; mend or remove them, or go on without with --data.skip_bad true")
+        faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_listed(bad)}"
+        raise Failure(f"{faults}; mend or remove them, or go on without with --data.skip_bad true")
     if duplicates:
         parts = parts_by(duplicates)
         _tell_duplicates(parts, duplicates, where)
@@ -124,7 +124,7 @@ def folder(
         labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
         if left_out and part in chosen:
             of = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+            note_once(f"{len(left_out):,} of {of} are {_fault(left_out)} and left out: {_listed(left_out)}")
     chosen_labels = torch.tensor([label for part in chosen for label in labels[part]], dtype=torch.int64)
     count = len(chosen_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
@@ -210,7 +210,9 @@ def scan(root: Path) -> Listing:
     else:
         parts = {"all": _tree(root, "", ignored)}
     if ignored:
-        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
+        heic = sum(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
+        remedy = f". {heic:,} are HEIC: {HEIC_REMEDY}" if heic else ""
+        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}{remedy}")
     return Listing(parts)
 
 
@@ -301,7 +303,9 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
     empty = [name for name, files in tree.items() if not files]
     if empty:
-        raise UsageError(f"no {KINDS} image in {root} for class {_listed(empty)}: add some or remove the folder")
+        is_heic = any(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
+        remedy = HEIC_REMEDY if is_heic else "add some or remove the folder"
+        raise UsageError(f"no {KINDS} image in {root} for class {_listed(empty)}: {remedy}")
     return tree
 
 
@@ -325,40 +329,6 @@ def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
             ignored.append(name)
 
 
-def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder and of all folders below it, depth first, in the order that `visible` gives.
-
-    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
-    would otherwise take 2^levels visits, and a link to a folder above would never end.
-    """
-    visited: set[tuple[int, int]] = set()
-
-    def enter(path: str) -> bool:
-        """Return whether a folder is new, and put its entries on the stack."""
-        with suppress(OSError):  # `visible` meets the error again, and handles it
-            status = os.stat(path)  # noqa: PTH116
-            if (status.st_dev, status.st_ino) in visited:
-                return False
-            visited.add((status.st_dev, status.st_ino))
-        left.extend(reversed(visible(path)))
-        return True
-
-    left: list[os.DirEntry[str]] = []
-    enter(folder)
-    while left:
-        entry = left.pop()
-        if not is_folder(entry) or enter(entry.path):
-            yield entry
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; False for a link to itself."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
 def _visible(path: str) -> list[os.DirEntry[str]]:
     """Entries of a folder by name, without hidden ones and what macOS adds to zip files."""
     try:
@@ -370,6 +340,12 @@ def _visible(path: str) -> list[os.DirEntry[str]]:
 
 def _has_subfolders(path: str) -> bool:
     return any(is_folder(entry) for entry in _visible(path))
+
+
+def _fault(bad: Mapping[str, str]) -> str:
+    """Return what is wrong with files, by their reasons."""
+    missing = [reason == MISSING for reason in bad.values()]
+    return "missing" if all(missing) else "damaged or missing" if any(missing) else "damaged"
 
 
 def _listed(names: Iterable[str] | Mapping[str, str]) -> str:

@@ -18,8 +18,16 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, decode_files
-from cifar_lit.data.folder import is_folder, walk
+from cifar_lit.data.decode import (
+    HEIC_SUFFIXES,
+    SUFFIXES,
+    DecodeError,
+    decode,
+    decode_chunks,
+    decode_files,
+    is_folder,
+    walk,
+)
 from cifar_lit.errors import Failure
 from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
@@ -83,7 +91,10 @@ def _matches(pattern: str) -> set[str]:
 
 
 def _files_below(folder: str) -> Iterator[ImageFile]:
-    """Yield the images in a folder and below it; folders that cannot be read have an error."""
+    """Yield the images in a folder and below it; folders that cannot be read have an error.
+
+    HEIC files are among them: their rows then say why they are not read.
+    """
     errors: list[ImageFile] = []
 
     def visible(path: str) -> list[os.DirEntry[str]]:
@@ -94,7 +105,7 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
             return []
 
     for entry in walk(folder, visible):
-        if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry):
+        if entry.name.lower().endswith((*SUFFIXES, *HEIC_SUFFIXES)) and not is_folder(entry):
             yield ImageFile(entry.path)
     yield from errors
 

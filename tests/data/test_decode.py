@@ -157,7 +157,7 @@ def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone
     exif[0x0112] = 6  # lies on its side
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "No such file")):
+    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "missing: there is no such file")):
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -80,6 +80,17 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
 
 
+def test_heic_photos_are_told_what_to_do_with_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "train/cat/photo.HEIC").touch()
+    scan(root)
+    assert "1 are HEIC: convert HEIC photos to JPEG first, such as with `magick" in capsys.readouterr().err
+    for part in ("train", "test"):
+        (root / part / "fox").mkdir()
+        (root / part / "fox/photo.heif").touch()
+    with pytest.raises(UsageError, match="for class fox: convert HEIC photos to JPEG first"):
+        scan(root)
+
+
 def test_each_folder_is_visited_once_however_many_links_lead_to_it(root: Path) -> None:
     doubling_links(root / "train/cat/deep", 8)
     (root / "train/cat/itself").symlink_to("itself")
@@ -223,7 +234,7 @@ def test_damaged_images_fail_by_name_also_from_the_cache_unless_they_are_to_be_l
 ) -> None:
     damage(root / "train/cat/1.png")
     (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
-    text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(No such file.*--data.skip_bad true"
+    text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(missing.*--data.skip_bad true"
     for _ in range(2):
         with pytest.raises(Failure, match=text):
             open_set(root)
