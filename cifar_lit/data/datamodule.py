@@ -28,6 +28,7 @@ from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
 SAMPLINGS = ("none", "balanced")
+FEW_VALIDATION_IMAGES = 20  # one image is 5 % of the accuracy or more
 MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
 
 
@@ -154,12 +155,23 @@ class ImageData(pl.LightningDataModule):
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
 
     def setup(self, stage: str) -> None:
-        """Begins a training without a loss of any image, where they are needed."""
+        """Reset the per-image losses used by `skip_easy`, and warn of classes and validation sets that are too small."""
         if stage == "fit":
+            self._warn_of_few_images()
             trainer: Any = self.trainer
             skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
             self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
             self._resumed = None  # of an earlier fit
+
+    def _warn_of_few_images(self) -> None:
+        few = [name for name, count in zip(self.classes, self.class_counts.tolist(), strict=True) if count <= 1]
+        if few:
+            names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
+            note_once(f"{len(few):,} of {self.class_count:,} classes have one training image or none ({names}): add some to them")
+        count = len(self.split[1])
+        if 0 < count < FEW_VALIDATION_IMAGES:
+            images = "1 image chooses" if count == 1 else f"{count} images choose"
+            note_once(f"{images} the best epoch: raise --data.val_size, or set it to 0 to train on all images and keep the last")
 
     @cached_property
     def train_images(self) -> ImageSet:

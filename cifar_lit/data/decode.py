@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import stat
 import sys
@@ -12,7 +13,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +29,23 @@ from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
+MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
 MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once (a large JPEG is unpacked smaller); with alpha, each takes 12 bytes
+# Pillow unpacks WebP, also a still picture, by way of two frames of an animation: 22 bytes a pixel.
+MAX_WEBP_PIXELS = MAX_UNPACKED_PIXELS // 2
+# A JPEG in several scans is held as a whole, at 6 bytes a pixel or more, and each scan goes over all of it.
+MAX_SCANS = 100  # encoders write about 10
+MAX_SCANNED_PIXELS = 1 << 31  # scans × pixels
+MAX_BUFFERED_PIXELS = 1 << 26
+MAX_SEGMENTS = 400  # of a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
+MAX_PARTS = 10_000  # chunks of a PNG or WebP or blocks before a GIF's image, and one more per 1,000 bytes
+MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of a segment with a length, or the end of the image
 _OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
-    b"ftypavif": "an AVIF", b"ftypheic": "a HEIC", b"ftypheix": "a HEIC", b"ftypmif1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
 RESIZES = {  # by which an image of other proportions gets a size
     "crop": "scaled until it covers the size, and cut to its middle",
@@ -81,18 +95,14 @@ def decode(
     """
     with _decode_errors(source):
         data = _read(source) if isinstance(source, str | Path) else source.read()
-        if not data:
-            raise OSError("the file is empty")
-        for signature, kind in _OTHER_FORMATS.items():
-            if data.startswith(signature) or data.startswith(signature, 4):
-                raise OSError(f"it is {kind}: save it as JPEG or PNG")
-        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = _open(data)
         _refuse_cut(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
             width, height = _part((size[1], size[0]), image.size, resize, turned=_orientation(image) >= 5)
             image.draft(None, (2 * width, 2 * height))  # decoded smaller, yet no less than twice what it is scaled to
-        if image.width * image.height > MAX_UNPACKED_PIXELS:
-            raise OSError(f"more than {MAX_UNPACKED_PIXELS:,} pixels to unpack: save it smaller")
+        most = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
+        if image.width * image.height > most:
+            raise OSError(f"more than {most:,} pixels to unpack: save it smaller")
         image.load()
         return _upright(image, size, channels, resize)
 
@@ -119,10 +129,45 @@ def pixel_limit(pixels: int) -> Iterator[None]:
 
 
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
-    """(H, W) that `decode` would give without `size`; reads the header only. Raises DecodeError."""
-    with _decode_errors(source), Image.open(source, formats=FORMATS) as image:
+    """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
+    with _decode_errors(source):
+        image = _open(_read(source) if isinstance(source, str | Path) else source.read())
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder and of all folders below it, depth first, in the order that `visible` gives.
+
+    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
+    would otherwise take 2^levels visits, and a link to a folder above would never end.
+    """
+    visited: set[tuple[int, int]] = set()
+
+    def enter(path: str) -> bool:
+        """Return whether a folder is new, and put its entries on the stack."""
+        with suppress(OSError):  # `visible` meets the error again, and handles it
+            status = os.stat(path)  # noqa: PTH116
+            if (status.st_dev, status.st_ino) in visited:
+                return False
+            visited.add((status.st_dev, status.st_ino))
+        left.extend(reversed(visible(path)))
+        return True
+
+    left: list[os.DirEntry[str]] = []
+    enter(folder)
+    while left:
+        entry = left.pop()
+        if not is_folder(entry) or enter(entry.path):
+            yield entry
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def decode_files(
@@ -195,6 +240,65 @@ def _read(path: str | Path) -> bytes:
         raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
     with open(path, "rb") as file:  # noqa: PTH123
         return file.read()
+
+
+def _open(data: bytes) -> Image.Image:
+    """Open an image without unpacking it. Raise OSError for other formats, and for files built to take long."""
+    if not data:
+        raise OSError("the file is empty")
+    for signature, kind in _OTHER_FORMATS.items():
+        if data.startswith(signature) or data.startswith(signature, 4):
+            raise OSError(f"it is {kind}: save it as JPEG or PNG")
+    scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
+    if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
+        raise OSError("too many parts for an image: save it anew")
+    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    pixels = image.width * image.height
+    if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
+        raise OSError(f"{scans} scans of {pixels:,} pixels: save it as a baseline JPEG, or smaller")
+    if image.format == "BMP" and image.info.get("compression") in (1, 2) and pixels + len(data) > MAX_RLE:
+        raise OSError("a large run-length encoded BMP: save it as PNG")
+    return image
+
+
+def _count_scans(data: bytes) -> int:
+    """Return the number of scans of a JPEG. Raise OSError for more scans or segments than a picture has."""
+    place, segments, scans = 2, 0, 0
+    while (match := _JPEG_MARKER.search(data, place)) and match[0] != b"\xff\xd9":
+        place = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
+        segments += 1
+        scans += match[0] == b"\xff\xda"
+        if scans > MAX_SCANS or segments > MAX_SEGMENTS:
+            most = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
+            raise OSError(f"more than {most}: save it as a baseline JPEG")
+    return scans
+
+
+def _parts(data: bytes) -> Iterator[int]:
+    """Yield the place of each chunk of a PNG or WebP, or of each block before the image of a GIF."""
+    if data.startswith(b"\x89PNG"):
+        place = 8
+        while place < len(data) and data[place + 4 : place + 8] != b"IEND":
+            yield place
+            place += 12 + int.from_bytes(data[place : place + 4], "big")
+    elif data.startswith(b"RIFF"):
+        place = 12
+        end = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
+        while place < end:
+            yield place
+            length = int.from_bytes(data[place + 4 : place + 8], "little")
+            place += 8 + length + length % 2
+    elif data.startswith(b"GIF8") and len(data) > 13:
+        place = 13 + (3 << (data[10] % 8 + 1) if data[10] >= 128 else 0)  # after the palette
+        in_extension = False
+        while place < len(data) and (in_extension or data[place] not in b",;"):
+            yield place
+            if in_extension:
+                in_extension = data[place] > 0
+                place += 1 + data[place]
+            else:  # Pillow skips a byte that begins nothing
+                in_extension = data[place : place + 1] == b"!"
+                place += 1 + in_extension
 
 
 def _refuse_cut(data: bytes, file_format: str | None) -> None:
@@ -296,6 +400,8 @@ def _decode_errors(source: object) -> Iterator[None]:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             yield
+    except FileNotFoundError:
+        raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
         raise DecodeError(name, "not a JPEG, PNG, WebP, BMP or GIF, or its beginning is damaged") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

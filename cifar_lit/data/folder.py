@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
-from cifar_lit.data.decode import SUFFIXES
+from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, walk
 from cifar_lit.data.image_set import ImageSet, ImageSize, check_class_names, parse_image_size
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.splits import draw_rows, group_files
@@ -22,6 +23,7 @@ from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, nearest
 
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
+HEIC_REMEDY = "convert HEIC photos to JPEG first, such as with `magick mogrify -format jpg *.heic`"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}  # by what a table calls them
 
@@ -103,8 +105,8 @@ def folder(
 
     images, bad, duplicates = decoded(root, files, arrange, size, channels, cache_dir, resize)
     if bad and not skip_bad:
-        damaged = f"{len(bad):,} of {len(files):,} images {where} are damaged: {_listed(bad)}"
-        raise Failure(f"{damaged}; mend or remove them, or go on without with --data.skip_bad true")
+        faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_listed(bad)}"
+        raise Failure(f"{faults}; mend or remove them, or go on without with --data.skip_bad true")
     if duplicates:
         parts = parts_by(duplicates)
         _tell_duplicates(parts, duplicates, where)
@@ -122,7 +124,7 @@ def folder(
         labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
         if left_out and part in chosen:
             of = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(left_out):,} of {of} are damaged and left out: {_listed(left_out)}")
+            note_once(f"{len(left_out):,} of {of} are {_fault(left_out)} and left out: {_listed(left_out)}")
     chosen_labels = torch.tensor([label for part in chosen for label in labels[part]], dtype=torch.int64)
     count = len(chosen_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
@@ -186,7 +188,7 @@ def scan(root: Path) -> Listing:
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
-    level = {entry.name: entry for entry in _visible(str(root)) if entry.is_dir()}
+    level = {entry.name: entry for entry in _visible(str(root)) if is_folder(entry)}
     others = [name for name in level if name not in ("train", "test")]
     named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
     if named:
@@ -208,7 +210,9 @@ def scan(root: Path) -> Listing:
     else:
         parts = {"all": _tree(root, "", ignored)}
     if ignored:
-        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}")
+        heic = sum(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
+        remedy = f". {heic:,} are HEIC: {HEIC_REMEDY}" if heic else ""
+        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}{remedy}")
     return Listing(parts)
 
 
@@ -283,8 +287,8 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     """The classes below `root` with their files, whose paths get `prefix`; names of other files go to `ignored`."""
     level = _visible(str(root))
     table = next((f" Is --data-dir {entry.path} meant?" for entry in level if entry.name.lower().endswith(TABLES)), "")
-    classes = [entry for entry in level if entry.is_dir()]
-    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()]
+    classes = [entry for entry in level if is_folder(entry)]
+    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
     if loose:
         raise UsageError(
             f"{len(loose):,} images lie directly in {root} ({_listed(loose)}): "
@@ -299,27 +303,29 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
     empty = [name for name, files in tree.items() if not files]
     if empty:
-        raise UsageError(f"no {KINDS} image in {root} for class {_listed(empty)}: add some or remove the folder")
+        is_heic = any(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
+        remedy = HEIC_REMEDY if is_heic else "add some or remove the folder"
+        raise UsageError(f"no {KINDS} image in {root} for class {_listed(empty)}: {remedy}")
     return tree
 
 
-def _images(path: str, prefix: str, ignored: list[str], above: frozenset[str] = frozenset()) -> Iterator[File]:
-    """Image files in the folder `path` and below; a link that leads back to a folder above is not followed."""
-    here = os.path.realpath(path)
-    if here in above:
-        return
-    for entry in _visible(path):
-        name = prefix + entry.name
-        if entry.is_dir():
-            yield from _images(entry.path, f"{name}/", ignored, above | {here})
-        elif not entry.name.lower().endswith(SUFFIXES):
+def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
+    """Yield the image files in the folder `path` and below it. Names of other files go to `ignored`."""
+    for entry in walk(path, _visible):
+        name = prefix + entry.path[len(path) + 1 :].replace(os.sep, "/")
+        if is_folder(entry):
+            continue
+        if not entry.name.lower().endswith(SUFFIXES):
             ignored.append(name)
-        elif entry.is_file():
-            status = entry.stat()
-            yield File(name, status.st_size, status.st_mtime_ns)
-        elif not Path(entry.path).exists():  # a link to nothing: decoding will name it among the damaged
+            continue
+        try:
+            status = os.stat(entry.path)  # noqa: PTH116 (faster than Path's for many files)
+        except OSError:  # a link to nothing: decoding reports it as missing
             yield File(name, 0, 0)
-        else:  # a pipe would be waited for, a device never end
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield File(name, status.st_size, status.st_mtime_ns)
+        else:  # reading a pipe or a device may never end
             ignored.append(name)
 
 
@@ -333,7 +339,13 @@ def _visible(path: str) -> list[os.DirEntry[str]]:
 
 
 def _has_subfolders(path: str) -> bool:
-    return any(entry.is_dir() for entry in _visible(path))
+    return any(is_folder(entry) for entry in _visible(path))
+
+
+def _fault(bad: Mapping[str, str]) -> str:
+    """Return what is wrong with files, by their reasons."""
+    missing = [reason == MISSING for reason in bad.values()]
+    return "missing" if all(missing) else "damaged or missing" if any(missing) else "damaged"
 
 
 def _listed(names: Iterable[str] | Mapping[str, str]) -> str:

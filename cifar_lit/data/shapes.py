@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cifar_lit.data.image_set import ImageSet, ImageSize, parse_image_size
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
+from cifar_lit.hardware import free_memory
 
 Array = NDArray[np.floating]  # float32 throughout, which numpy's types do not follow through arithmetic
 
@@ -96,6 +97,12 @@ def shapes(
         raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
     if count < 1 or seed < 0:
         raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
+    free = free_memory(torch.device("cpu"))
+    if free is not None and count * height * width * channels > free:
+        needed = count * height * width * channels / 1e9
+        raise UsageError(
+            f"{count:,} drawn images take {needed:,.1f} GB, of which {free / 1e9:,.1f} GB are free: lower data.count"
+        )
     images = np.empty((count, height, width, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number

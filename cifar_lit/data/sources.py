@@ -9,7 +9,7 @@ import gzip
 import pickle
 import tarfile
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class Source:
     """A data set: how its images come, and what is known of it before they do.
 
     load: the train (True) or the test images, downloaded, decoded or drawn when they are not there yet.
-    at_hand: whether `load` would need no download.
+    at_hand: whether `load` would only read: nothing has to be downloaded or unpacked, and no lock is taken.
     fixed: settings that this data set has one value of, such as {"image_size": 32}.
     labels: where images have labels of several kinds, how many classes each has; `data.labels` names one.
     """
@@ -155,8 +155,31 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
     return shapes(train, image_size=size, channels=channels, num_classes=num_classes, count=count, seed=settings.split_seed)
 
 
-def _has_any(*files: str) -> Callable[[SourceSettings], bool]:
-    return lambda settings: any((settings.path / file).exists() for file in files)
+def _has_cifar(name: str, settings: SourceSettings) -> bool:
+    """Return whether all unpacked files of a CIFAR are there with the md5s that torchvision knows."""
+    if not settings.path.is_dir():  # spares the import of torchvision
+        return False
+    from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity
+
+    reader = getattr(datasets, name.upper())
+    md5s = dict([*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])])
+    folder = settings.path / reader.base_folder
+    with suppress(OSError):
+        return all((folder / file).stat().st_size <= MAX_DOWNLOAD for file in md5s) and all(
+            check_integrity(folder / file, md5) for file, md5 in md5s.items()
+        )
+    return False
+
+
+def _has_fashion_mnist(settings: SourceSettings) -> bool:
+    """Return whether all four packed files are there. `fetch` checks them, and changes no file that exists."""
+    if not settings.path.is_dir():
+        return False
+    from torchvision.datasets import FashionMNIST
+
+    raw = settings.path / "FashionMNIST" / "raw"
+    return all((raw / filename).exists() for filename, _ in FashionMNIST.resources)
 
 
 def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
@@ -164,14 +187,14 @@ def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
 
 
 SOURCES: dict[str, Source] = {
-    "cifar10": Source(partial(_cifar, "cifar10"), _has_any("cifar-10-batches-py", "cifar-10-python.tar.gz"), _sizes(32, 3, 10)),
+    "cifar10": Source(partial(_cifar, "cifar10"), partial(_has_cifar, "cifar10"), _sizes(32, 3, 10)),
     "cifar100": Source(
         partial(_cifar, "cifar100"),
-        _has_any("cifar-100-python", "cifar-100-python.tar.gz"),
+        partial(_has_cifar, "cifar100"),
         _sizes(32, 3, 100),
         labels={"fine": 100, "coarse": 20},
     ),
-    "fashion_mnist": Source(_fashion_mnist, _has_any("FashionMNIST/raw"), _sizes(28, 1, 10)),
+    "fashion_mnist": Source(_fashion_mnist, _has_fashion_mnist, _sizes(28, 1, 10)),
     "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),
     "shapes": Source(_shapes),
 }
@@ -202,7 +225,7 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
 
 
 def at_hand(dataset: str, settings: SourceSettings) -> bool:
-    """Whether a data set can be read without a download. Raises UsageError for an unknown name."""
+    """Return whether a data set is complete, so that `load_images` only reads. Raises UsageError for an unknown name."""
     return _source(dataset).at_hand(settings)
 
 

@@ -18,7 +18,16 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import SUFFIXES, DecodeError, decode, decode_chunks, decode_files
+from cifar_lit.data.decode import (
+    HEIC_SUFFIXES,
+    SUFFIXES,
+    DecodeError,
+    decode,
+    decode_chunks,
+    decode_files,
+    is_folder,
+    walk,
+)
 from cifar_lit.errors import Failure
 from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
@@ -52,9 +61,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
             lines = data.split(b"\0" if b"\0" in data else b"\n")
             literal = [os.fsdecode(line) for line in lines if line]
         elif PATTERN.search(path) and not os.path.lexists(path):
-            matches = sorted(glob.glob(path, recursive=True), key=natural_key)  # noqa: PTH207
-            # ** gives what is in a folder too
-            literal = [match for match in matches if "**" not in path or not os.path.isdir(match)]  # noqa: PTH112
+            literal = sorted(_matches(path), key=natural_key)
             if not literal:
                 yield ImageFile(path, "no file fits this pattern")
         else:
@@ -68,24 +75,52 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
                 yield ImageFile(name)
 
 
-def _files_below(folder: str, parents: frozenset[str] = frozenset()) -> Iterator[ImageFile]:
-    """Images in a folder and below it; a link that leads back to a parent is not followed."""
-    real = os.path.realpath(folder)
-    if real in parents:
-        return
-    try:
-        with os.scandir(folder) as scan:
-            entries = sorted(
-                (entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: natural_key(entry.name)
-            )
-    except OSError as error:
-        yield ImageFile(folder, f"the folder cannot be read: {error.strerror}")
-        return
-    for entry in entries:
-        if entry.is_dir():
-            yield from _files_below(entry.path, parents | {real})
-        elif entry.name.lower().endswith(SUFFIXES):
+def _matches(pattern: str) -> set[str]:
+    """Return the paths that fit a pattern; of one with **, files only. Folders below ** are visited once each, as in `walk`."""
+    parts = pattern.replace(os.sep, "/").split("/")
+    if "**" not in parts:
+        return set(glob.glob(pattern))  # noqa: PTH207
+    place = parts.index("**")
+    rest = "/".join(part for part in parts[place + 1 :] if part) or "*"
+    matches: set[str] = set()
+    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:  # noqa: PTH207
+        folders = [top, *(f"{entry.path}/" for entry in walk(top, _visible_if_readable) if is_folder(entry))]
+        folders = folders if place else [path.removeprefix("./") for path in folders]
+        matches |= {match for folder in folders for match in _matches(glob.escape(folder) + rest)}
+    return {match for match in matches if not os.path.isdir(match)}  # noqa: PTH112
+
+
+def _files_below(folder: str) -> Iterator[ImageFile]:
+    """Yield the images in a folder and below it; folders that cannot be read have an error.
+
+    HEIC files are among them: their rows then say why they are not read.
+    """
+    errors: list[ImageFile] = []
+
+    def visible(path: str) -> list[os.DirEntry[str]]:
+        try:
+            return _visible(path)
+        except OSError as error:
+            errors.append(ImageFile(path, f"the folder cannot be read: {error.strerror}"))
+            return []
+
+    for entry in walk(folder, visible):
+        if entry.name.lower().endswith((*SUFFIXES, *HEIC_SUFFIXES)) and not is_folder(entry):
             yield ImageFile(entry.path)
+    yield from errors
+
+
+def _visible_if_readable(path: str) -> list[os.DirEntry[str]]:
+    try:
+        return _visible(path)
+    except OSError:
+        return []
+
+
+def _visible(path: str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder in natural order, without hidden ones."""
+    with os.scandir(path) as entries:
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: natural_key(entry.name))
 
 
 # ---- From files to rows: decoded by other processes where that pays, classified as they come, in their order.

@@ -6,6 +6,7 @@ And what such a file may choose: see `check_choices`.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,28 @@ def check_choices(settings: dict[str, Any]) -> None:
     | setting | what a file may say |
     |---|---|
     | `logs`, `data.cache_dir`, `ckpt_path` | places in the working folder |
-    | `data.root` | also one elsewhere, where the data set is already: it is read; nothing is downloaded there |
+    | `data.root` | also one elsewhere, where a data set of ours is complete: it is read, nothing is written there |
     | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
     | `trainer.devices`, `data.workers` | as many processes as the machine has cores, or eight |
     | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
     """
     for key, text in unsafe_choices(settings):
-        if (key[-1], text) not in _allowed and not (key == ("data", "root") and _has_data(settings["data"])):
-            setting = ".".join(name for name in key if name != "init_args")
-            line = f"a configuration file sets {setting} to {text[:200]!r}, which no file may choose"
-            raise UsageError(f"{line}: type that setting yourself, or give --trust if you know where the file comes from")
+        if (key[-1], text) in _allowed:
+            continue
+        fault, remedy = "which no file may choose", "type that setting yourself"
+        if key == ("data", "root"):
+            dataset = str(settings["data"].get("dataset", "cifar10"))
+            if _has_data(dataset, text):
+                continue
+            fault = f"where {dataset[:80]} is not complete, and no file may choose a place to write to"
+            remedy = f"type --data-dir {shlex.quote(text[:200])} yourself"
+        setting = ".".join(name for name in key if name != "init_args")
+        line = f"a configuration file sets {setting} to {text[:200]!r}, {fault}"
+        raise UsageError(f"{line}: {remedy}, or give --trust if you know where the file comes from")
 
 
-def _has_data(settings: dict[str, Any]) -> bool:
-    from cifar_lit.data.sources import SourceSettings, at_hand  # here, as it imports torch
+def _has_data(dataset: str, root: str) -> bool:
+    """Return whether `root` holds a complete data set of ours, which is then only read. Other sources may write there."""
+    from cifar_lit.data.sources import SOURCES, SourceSettings, at_hand  # imports torch
 
-    return at_hand(str(settings.get("dataset", "cifar10")), SourceSettings(root=str(settings["root"])))
+    return dataset in SOURCES and at_hand(dataset, SourceSettings(root=root))

@@ -23,6 +23,8 @@ class Mirror:
     bytes_per_second: float = 0.0  # 0: as fast as it can
     content_type: str = "application/octet-stream"
     length: bool = True  # says how much will come
+    promised: int = -1  # the length that it says, where that is wrong
+    location: str = ""  # redirects every request there
     requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
     url: str = ""
 
@@ -30,6 +32,10 @@ class Mirror:
         path = handler.path.lstrip("/")
         first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
         self.requests.append((path, first))
+        if self.location:
+            handler.send_response(302)
+            handler.send_header("Location", self.location)
+            return handler.end_headers()
         if self.status or path not in self.files:
             return handler.send_error(self.status or 404)
         content = self.files[path]
@@ -41,7 +47,7 @@ class Mirror:
         handler.send_response(206 if first else 200)
         handler.send_header("Content-Type", self.content_type)
         if self.length:
-            handler.send_header("Content-Length", str(len(content) - first))
+            handler.send_header("Content-Length", str(self.promised if self.promised >= 0 else len(content) - first))
         handler.end_headers()
         body, step = content[first:][: self.cuts.pop(0) if self.cuts else None], 1000
         for at in range(0, len(body), step):

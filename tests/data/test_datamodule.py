@@ -45,6 +45,23 @@ def test_sampling_balances_the_training_images_alone_and_counts_are_of_them() ->
     assert rows_of(data.test_dataloader()) == list(range(12))
 
 
+def test_too_few_images_of_a_class_or_to_validate_on_are_told_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, count in (("cat", 12), ("dog", 1)):
+        for part in ("train", "test"):
+            for number in range(count):
+                save(tmp_path / f"pets/{part}/{name}/{number}.png", 20 * number)
+    settings = {"dataset": "folder", "root": str(tmp_path / "pets"), "cache_dir": str(tmp_path / "cache")}
+    ImageData(**settings, val_size=3).setup("fit")
+    err = capsys.readouterr().err
+    assert "1 of 2 classes have one training image or none (dog): add some to them\n" in err
+    assert "3 images choose the best epoch: raise --data.val_size, or set it to 0" in err
+    shapes_data(count=400, val_size=40).setup("fit")
+    ImageData(**settings, val_size=0).setup("validate")
+    assert "choose" not in capsys.readouterr().err
+
+
 def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
     first, second = (shapes_data(seed=seed) for seed in (0, 1))
     assert torch.equal(first.split[1], second.split[1])

@@ -15,6 +15,7 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
+from security.hostile_files import progressive_jpeg
 
 from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size, pixels_of
 
@@ -156,13 +157,32 @@ def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone
     exif[0x0112] = 6  # lies on its side
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "No such file")):
+    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "missing: there is no such file")):
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert image_size(tmp_path / "a.jpg") == (32, 16)
     with pytest.raises(DecodeError, match="not a JPEG, PNG"):
         image_size(tmp_path / "b.jpg")
+
+
+def test_what_follows_an_image_counts_neither_as_scans_nor_as_chunks() -> None:
+    """Phones append films to JPEGs, and some programs fill PNGs up with zeros."""
+    for behind, kind in ((b"\xff\xda\0\2" * 1000, "JPEG"), (bytes(1_000_000), "PNG")):
+        data = encoded(blocks(), kind)
+        assert (decode(io.BytesIO(data + behind)) == decode(io.BytesIO(data))).all()
+
+
+def test_a_jpeg_with_restart_markers_and_padding_is_one_scan() -> None:
+    data = encoded(blocks(256, 256), "JPEG", restart_marker_blocks=1)
+    assert data.count(b"\xff\xd0") > 20
+    padded = data[:2] + b"\xff" * 20 + data[2:]
+    assert (decode(io.BytesIO(padded)) == decode(io.BytesIO(data))).all()
+
+
+@pytest.mark.parametrize(("scans", "side"), [(80, 8), (20, 2000)])
+def test_a_progressive_jpeg_of_many_scans_is_read(scans: int, side: int) -> None:
+    assert decode(io.BytesIO(progressive_jpeg(scans, side)), (8, 8)).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit and only warns up to it

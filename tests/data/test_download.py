@@ -155,6 +155,25 @@ def test_the_next_mirror_goes_on_from_what_is_right(
     assert len(bad.requests) == attempts and good.requests == [("a.gz", start)]
 
 
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "data:,x", "/a.gz", "//[", "ftp://127.0.0.1:9/a.gz", "http://127.0.0.1:9/a.gz"]
+)
+def test_a_mirror_that_redirects_elsewhere_or_without_end_is_left(
+    mirror: Callable[..., Mirror], target: Path, location: str
+) -> None:
+    redirecting = mirror(location=location)
+    get(target, redirecting, mirror())
+    assert target.read_bytes() == CONTENT and len(redirecting.requests) <= 11
+
+
+@pytest.mark.parametrize("promised", [0, 50_000, 200_000, 10**30])
+def test_a_mirror_that_gives_another_length_than_it_says_is_left(
+    mirror: Callable[..., Mirror], target: Path, promised: int
+) -> None:
+    get(target, mirror(promised=promised), mirror())
+    assert target.read_bytes() == CONTENT
+
+
 @pytest.mark.parametrize("as_url", [True, False], ids=["file url", "plain path"])
 def test_a_local_copy_is_a_source_like_any_other(tmp_path: Path, target: Path, as_url: bool) -> None:
     copy = tmp_path / "copy of a.gz"

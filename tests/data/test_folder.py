@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from own_images import damage, decodings, open_set, save, values
+from own_images import damage, decodings, doubling_links, open_set, save, values
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import RESIZES
@@ -77,6 +78,39 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
     assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
+
+
+def test_heic_photos_are_told_what_to_do_with_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "train/cat/photo.HEIC").touch()
+    scan(root)
+    assert "1 are HEIC: convert HEIC photos to JPEG first, such as with `magick" in capsys.readouterr().err
+    for part in ("train", "test"):
+        (root / part / "fox").mkdir()
+        (root / part / "fox/photo.heif").touch()
+    with pytest.raises(UsageError, match="for class fox: convert HEIC photos to JPEG first"):
+        scan(root)
+
+
+def test_each_folder_is_visited_once_however_many_links_lead_to_it(root: Path) -> None:
+    doubling_links(root / "train/cat/deep", 8)
+    (root / "train/cat/itself").symlink_to("itself")
+    names = [file.path for file in scan(root).parts["train"]["cat"]]
+    assert len(names) == 4 and names[-1].endswith("/deep.png")
+
+
+def test_folders_may_be_nested_deeper_than_python_recurses(root: Path) -> None:
+    folder = root / "train/cat"
+    for _ in range(400):
+        folder = folder / "a"
+        folder.mkdir()
+    save(folder / "deep.png")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(300)
+    try:
+        files = scan(root).parts["train"]["cat"]
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(files) == 4
 
 
 @pytest.mark.parametrize(
@@ -200,7 +234,7 @@ def test_damaged_images_fail_by_name_also_from_the_cache_unless_they_are_to_be_l
 ) -> None:
     damage(root / "train/cat/1.png")
     (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
-    text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(No such file.*--data.skip_bad true"
+    text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(missing.*--data.skip_bad true"
     for _ in range(2):
         with pytest.raises(Failure, match=text):
             open_set(root)

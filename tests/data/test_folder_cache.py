@@ -257,7 +257,7 @@ def test_a_file_that_is_deleted_or_rewritten_while_others_are_decoded_is_named_o
 ) -> None:
     victim = root / "train/cat/1.png"
     during_the_decoding(monkeypatch, victim.unlink)
-    with pytest.raises(Failure, match=r"1 of 7 images .* are damaged: train/cat/1\.png \(No such file or directory\)"):
+    with pytest.raises(Failure, match=r"1 of 7 images .* are missing: train/cat/1\.png \(missing: there is no such file\)"):
         open_set(root)
     assert values(root) == [0, 2, 3, 4]  # the next start lists what is there
     save(victim, 1)

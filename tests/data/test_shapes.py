@@ -56,6 +56,11 @@ def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, Any], text: 
         shapes(True, **{"count": 10, **wrong})
 
 
+def test_more_images_than_the_memory_holds_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^100,000,000,000 drawn images take 307,200.0 GB, .*: lower data.count$"):
+        shapes(True, count=10**11)
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_fills_its_disc_is_its_own_mirror_image_and_has_an_edge_of_one_pixel(name: str) -> None:
     x, y = np.meshgrid(*[np.linspace(-1.5, 1.5, 301, dtype=np.float32)] * 2)

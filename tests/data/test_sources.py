@@ -20,7 +20,6 @@ import pytest
 import torch
 from filelock import FileLock
 from local_mirrors import Mirror, serving
-from own_images import save
 from torchvision import datasets
 
 from cifar_lit import plugins
@@ -206,21 +205,30 @@ def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str
             use(typed, SourceSettings())
 
 
-@pytest.mark.parametrize(
-    ("dataset", "file"),
-    [
-        ("cifar10", "cifar-10-batches-py/x"),
-        ("cifar10", "cifar-10-python.tar.gz"),
-        ("cifar100", "cifar-100-python.tar.gz"),
-        ("fashion_mnist", "FashionMNIST/raw/x"),
-        ("folder", "train/x"),
-    ],
-)
-def test_a_data_set_is_at_hand_where_its_files_are(tmp_path: Path, dataset: str, file: str) -> None:
-    settings = SourceSettings(root=str(tmp_path / "here"))
-    assert not at_hand(dataset, settings) and not at_hand(dataset, SourceSettings(root=None if dataset == "folder" else "no"))
-    save(tmp_path / "here" / file / "0.png")
-    assert at_hand(dataset, settings) and at_hand("shapes", SourceSettings())
+@pytest.mark.parametrize("name", ["cifar", "fashion"])
+@pytest.mark.parametrize("lack", ["nothing", "a file", "all but the archive"])
+def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(name: str, lack: str, request: pytest.FixtureRequest) -> None:
+    served: Served = request.getfixturevalue(name)
+    settings = SourceSettings(root=str(served.root))
+    assert not at_hand(served.dataset, settings)
+    served.load()
+    unpacked = served.root / (FOLDER if name == "cifar" else "FashionMNIST/raw")
+    if lack == "a file":
+        next(unpacked.iterdir()).unlink()
+    elif lack == "all but the archive":
+        unpacked.rename(served.root / "moved")
+    assert at_hand(served.dataset, settings) == (lack == "nothing")
+
+
+def test_a_damaged_batch_is_not_at_hand(cifar: Served) -> None:
+    cifar.load()
+    os.truncate(cifar.root / FOLDER / "data_batch_3", 20)
+    assert not at_hand("cifar10", SourceSettings(root=str(cifar.root)))
+
+
+def test_a_folder_of_own_images_is_at_hand_where_it_exists_and_shapes_always_are(root: Path) -> None:
+    assert at_hand("folder", SourceSettings(root=str(root))) and at_hand("shapes", SourceSettings())
+    assert not at_hand("folder", SourceSettings(root=str(root / "none"))) and not at_hand("folder", SourceSettings())
 
 
 def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root: Path) -> None:

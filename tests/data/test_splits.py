@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from cifar_lit.cli.flags import RECIPES
 from cifar_lit.data.image_set import ImageSet, channel_statistics
 from cifar_lit.data.splits import connect, fold_rows, split_validation
 from cifar_lit.errors import UsageError
@@ -159,3 +161,10 @@ def test_channel_statistics_are_numpys_over_the_chosen_images(channels: int) -> 
     spread = chosen[np.arange(6) * len(chosen) // 6]  # own images lie class by class
     np.testing.assert_allclose(few, (images[spread] / 255).mean((0, 1, 2)), atol=6e-5)
     assert min(channel_statistics(as_set(torch.full((10, 2, 2, 3), 77, dtype=torch.uint8)), torch.arange(10))[1]) > 0
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_recipes_hold_out_a_fraction_so_that_any_number_of_images_can_be_split(recipe: str) -> None:
+    size = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()).get("data", {}).get("val_size", 0.1)
+    train, val = split_validation(torch.arange(300) % 10, size, seed=0)
+    assert len(train) >= 200 and len(val) == 300 * size

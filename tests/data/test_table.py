@@ -110,7 +110,10 @@ def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pyt
     with pytest.raises(UsageError, match=text):
         open_set(table)
     assert values(table, skip_bad=True) == [0, 1, 3, 4]
-    assert f"5 of 9 train images of {table} are damaged and left out: gone/0.png (No such file" in capsys.readouterr().err
+    assert (
+        f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file"
+        in capsys.readouterr().err
+    )
     damage(pets / "cat/1.png")
     write(table, "path,label,split", *rows)
     with pytest.raises(Failure, match=f"1 of 6 images of {table} are damaged: cat/1.png"):

@@ -15,6 +15,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.inference.classify import find_images
 from cifar_lit.text import natural_key
 
 COLUMNS = ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3",
@@ -62,7 +63,7 @@ def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys
     assert list(first) == [*COLUMNS[:8], "class_4", "probability_4", *COLUMNS[8:]]  # there are four classes
     assert sum(first[name] for name in first if name.startswith("probability")) == pytest.approx(1, abs=1e-5)
     assert (first["index"], first["label"], first["error"]) == (0, None, None)
-    assert (second["predicted"], second["probability"], second["error"]) == (None, None, "No such file or directory")
+    assert (second["predicted"], second["probability"], second["error"]) == (None, None, "missing: there is no such file")
     answer = classify(capsys, run, "--csv", "made/a.csv", "--jsonl=b.jsonl", "pictures")
     assert answer == (0, "", "3 rows in b.jsonl\n3 rows in made/a.csv\n")
     assert len(rows(Path("made/a.csv").read_text())) == len(Path("b.jsonl").read_text().splitlines()) == 3
@@ -128,6 +129,27 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
     assert [row["error"].partition(",")[0] for row in rows(out)] == [
         "the folder holds no JPEG", "no file fits this pattern", "it is no file", "", "not a JPEG",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["links", "links/**/*.png", "**/deep.png"])
+def test_each_folder_is_visited_once_however_many_links_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    for level in range(8):
+        (tmp_path / f"links/{level}").mkdir(parents=True)
+        for name in "xy":
+            (tmp_path / f"links/{level}/{name}").symlink_to(f"../{level + 1}")
+    (tmp_path / "links/8").mkdir()
+    (tmp_path / "links/8/deep.png").touch()
+    monkeypatch.chdir(tmp_path)
+    assert len(list(find_images([path], io.BytesIO()))) == 1
+
+
+def test_a_heic_in_a_folder_is_a_row_that_says_what_to_do(run: Path, capsys: Capture) -> None:
+    Path("phone").mkdir()
+    Path("phone/1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    code, out, _ = classify(capsys, run, "--csv", "phone")
+    assert (code, rows(out)[0]["error"]) == (1, "it is a HEIC: save it as JPEG or PNG")
 
 
 def test_names_are_sorted_as_one_counts() -> None:

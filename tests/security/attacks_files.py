@@ -159,6 +159,22 @@ def cache_with_a_pipe(folder: Path) -> None:
     os.mkfifo(slot / "index.json")
 
 
+def doubling_links(folder: Path) -> None:
+    """Images, and beside them folders of which each has two links to the next, by which 2³⁰ paths lead to the last."""
+    images(folder)
+    for level in range(30):
+        (folder / f"images/a/{level}").mkdir()
+        for name in "xy":
+            (folder / f"images/a/{level}/{name}").symlink_to(f"../{level + 1}")
+
+
+def table_of_pipes(folder: Path) -> None:
+    """A table whose images are a pipe that nobody writes to."""
+    os.mkfifo(folder / "0.png")
+    (folder / "pipes.csv").write_text("path,label\n" + "".join(f"{'./' * n}0.png,{'ab'[n % 2]}\n" for n in range(8)))
+
+
+CLASSIFY = ["classify", "run", "--device", "cpu"]
 DECODE = ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null"]
 DECODE += ["--data.val_size=1", "--logs", "logs"]
 
@@ -251,5 +267,13 @@ ATTACKS: dict[str, Attack] = {
     "a link for the index of a cache": Attack(cache_with("index.json"), DECODE, refused=False),
     "a link for the half-written index of a cache": Attack(cache_with(f"index.json{PART}"), DECODE, refused=False),
     "a link for the lock of a cache": Attack(cache_with("lock"), DECODE, refused=False, says="nothing is cached"),
+    "folders of links that double at every level": Attack(doubling_links, DECODE, refused=False),
+    "the same, to classify": Attack(doubling_links, [*CLASSIFY, "images"], refused=False),
+    "the same, to classify by a pattern": Attack(doubling_links, [*CLASSIFY, "images/**/*.png"], refused=False),
+    "a table whose images are a pipe": Attack(
+        table_of_pipes,
+        [word.replace("images", "pipes.csv") for word in DECODE] + ["--data.image_size=null"],
+        says="it is no file",
+    ),
     "an index of a cache from a pipe": Attack(cache_with_a_pipe, DECODE, refused=False),
 }

@@ -130,6 +130,36 @@ def refused_place(prepare: Prepare, setting: str, *words: str) -> Attack:
     return Attack(prepare, beside(*words), says=f"a configuration file sets {setting} to ")
 
 
+def half_there(dataset: str, decoy: str) -> Attack:
+    """A configuration with a data set's folder elsewhere, in which one file has a name of that data set."""
+
+    def prepare(folder: Path) -> None:
+        place = folder / "elsewhere" / decoy
+        place.parent.mkdir(parents=True)
+        place.write_text("mine")
+        config(f"data: {{dataset: {dataset}, root: {folder}/elsewhere}}")(folder)
+
+    def typed() -> int:
+        code = beside("--data.url", "none", *NO_SHAPES)()
+        files = [path.relative_to("../elsewhere") for path in Path("../elsewhere").rglob("*") if path.is_file()]
+        assert files == [Path(decoy)] and (Path("../elsewhere") / decoy).read_text() == "mine", files
+        return code
+
+    return Attack(prepare, typed, says=f"where {dataset} is not complete")
+
+
+def own_source(folder: Path) -> None:
+    """A source of the user's own that writes to its root, as torchvision's do with download=True."""
+    lines = (
+        "import pathlib",
+        "def load(settings, train):",
+        "    pathlib.Path(settings.root, 'download').touch()",
+        "    raise SystemExit(3)",
+    )
+    (folder / "mine.py").write_text("\n".join(lines))
+    config("data: {root: OUTSIDE}")(folder)
+
+
 def with_pipe(prepare: Prepare) -> Prepare:
     """And a named pipe part.yaml, that nobody writes to."""
 
@@ -276,6 +306,13 @@ ATTACKS: dict[str, Attack] = {
     ),
     "the same, by a link": refused_place(
         with_link(config("data: {dataset: fashion_mnist, root: here}"), "here"), "data.root", "--data.url", "none", *NO_SHAPES
+    ),
+    "a folder with a file that is called as one of CIFAR-10's batches": half_there("cifar10", "cifar-10-batches-py/data_batch_1"),
+    "a folder with a file that is called as CIFAR-10's archive": half_there("cifar10", "cifar-10-python.tar.gz"),
+    "a folder with a file that is called as one of CIFAR-100's": half_there("cifar100", "cifar-100-python/meta"),
+    "a folder with a file of Fashion-MNIST's": half_there("fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"),
+    "a root in the user's folder for a source of the user's own": refused_place(
+        own_source, "data.root", "--dataset", "mine.load", *NO_SHAPES
     ),
     # what a configuration has fetched and read
     "an archive from an address of a stranger's": refused_place(

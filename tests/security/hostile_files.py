@@ -11,6 +11,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from security.hostile_models import MKDIR, Maker, content
@@ -155,6 +156,63 @@ def _jpeg_claim() -> bytes:
     return bytes(data)
 
 
+def _encoded(kind: str, side: int = 8, **settings: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, kind, **settings)
+    return file.getvalue()
+
+
+def progressive_jpeg(scans: int, side: int = 8) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    data = _encoded("JPEG", side, progressive=True)
+    place = data.rindex(b"\xff\xda")
+    return data[:place] + data[place:-2] * scans + b"\xff\xd9"
+
+
+def _scans_behind_an_end() -> bytes:
+    """1,000 scans behind a comment that holds the bytes which end an image."""
+    data = progressive_jpeg(1000, 1000)
+    place = data.index(b"\xff\xda")
+    return data[:place] + b"\xff\xfe\0\4\xff\xd9" + data[place:]
+
+
+def jpeg_with(segment: bytes, count: int) -> bytes:
+    data = _encoded("JPEG")
+    return data[:2] + segment * count + data[2:]
+
+
+def png_with_chunks(count: int) -> bytes:
+    """A PNG with empty chunks that no reader knows."""
+    return png(struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(72)), *[(b"prVt", b"")] * count)
+
+
+def gif_with_blocks(count: int) -> bytes:
+    """A GIF with a comment in blocks of a byte."""
+    data = _encoded("GIF")
+    place = data.index(b",", 13 + (3 << (data[10] % 8 + 1)))
+    return data[:place] + b"!\xfe" + b"\1a" * count + b"\0" + data[place:]
+
+
+def _webp_claim(side: int, animated: bool) -> bytes:
+    """A WebP of about 100 bytes that claims this many pixels a side."""
+    frames = {"save_all": True, "append_images": [Image.new("RGB", (8, 8), "red")]} if animated else {}
+    data = bytearray(_encoded("WEBP", lossless=True, **frames))
+    if animated:
+        data[24:30] = (side - 1).to_bytes(3, "little") * 2
+    else:
+        claim = struct.unpack("<I", data[21:25])[0] >> 28 << 28
+        data[21:25] = struct.pack("<I", claim | (side - 1) << 14 | side - 1)
+    return bytes(data)
+
+
+def _packed_bmp(width: int) -> bytes:
+    """A run-length encoded BMP of one line, which ends after its first pixel."""
+    pixels = b"\1\0\0\0\0\1"
+    header = struct.pack("<IiiHHIIiiII", 40, width, 1, 1, 8, 1, len(pixels), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 1078 + len(pixels), 0, 0, 1078) + header + bytes(1024) + pixels
+
+
+EXIF = b"\xff\xe1\xff\xffExif\0\0" + bytes(65535 - 8)
 BMP = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 200, 0, 0, 54, 40, 60000, 60000, 1, 24, 0, 0, 0, 0, 0, 0)
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(%pipe%touch ran) (w) file\n"
 
@@ -172,6 +230,18 @@ IMAGES: dict[str, Maker] = {
     "a GIF that claims 65535 × 65535": content(b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\0;"),
     "a BMP that claims 60000 × 60000": content(BMP),
     "a JPEG that claims 65500 × 65500": content(_jpeg_claim),
+    "a progressive JPEG of 1,000 scans": content(lambda: progressive_jpeg(1000, 1000)),
+    "the same, with the end of an image in a comment": content(_scans_behind_an_end),
+    "a progressive JPEG of 60 scans of 6100 × 6100": content(lambda: progressive_jpeg(60, 6100)),
+    "a progressive JPEG of 8500 × 8500": content(lambda: progressive_jpeg(1, 8500)),
+    "a JPEG with 500 times EXIF": content(lambda: jpeg_with(EXIF, 500)),
+    "a JPEG with a million comments": content(lambda: jpeg_with(b"\xff\xfe\0\2", 1_000_000)),
+    "a PNG of 300,000 empty chunks": content(lambda: png_with_chunks(300_000)),
+    "a GIF with a comment of three million blocks": content(lambda: gif_with_blocks(3_000_000)),
+    "a GIF that begins with 20 MB of nothing": content(lambda: _encoded("GIF")[:13] + b"a" * 20_000_000),
+    "a WebP animation of 100 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, True)),
+    "a WebP of 40 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, False)),
+    "a packed BMP that ends a line of 33 million pixels after the first": content(lambda: _packed_bmp(33_000_000)),
     "PostScript that would start ghostscript": content(POSTSCRIPT),
     "a page of HTML": content(b"<html><script>alert(1)</script></html>"),
     "a pickle": content(pickle.dumps(MKDIR)),
