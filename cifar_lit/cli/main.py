@@ -70,6 +70,17 @@ OWN = {
 }
 
 
+_SYNONYMS = {  # commands of other programs
+    **dict.fromkeys(("run", "start", "training"), "train"),
+    **dict.fromkeys(("eval", "evaluate", "score"), "test"),
+    **dict.fromkeys(("infer", "inference", "detect", "label"), "classify"),
+    **dict.fromkeys(("val", "valid"), "validate"),
+    **dict.fromkeys(("convert", "onnx"), "export"),
+    **dict.fromkeys(("benchmark", "speed"), "bench"),
+    "list": "recipes",
+}
+
+
 def main(argv: list[str] | None = None, default: str = "fit") -> int:
     """Runs a command line; what goes wrong is one line on stderr, with --debug after its traceback.
 
@@ -105,13 +116,22 @@ def _run(argv: list[str], default: str) -> int:
         return 0
     if name not in OWN:
         known = [*flags.TRAINING, *OWN]
-        raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+        raise UsageError(f"no command is called {name!r}.{_command_hint(name, known)} There are {', '.join(known)}.")
     trusted = "--trust" in rest and name != "bench"  # which hands its flags on
     _allow_runs(rest, trusted)
     module, _, function = OWN[name].partition(":")
     with all_imports_allowed() if trusted else nullcontext():
         code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
     return code or 0
+
+
+def _command_hint(name: str, known: list[str]) -> str:
+    """Return `" Did you mean X?"` for an unknown command, which may be a recipe or a command of another program."""
+    if name in flags.recipe_names():
+        return f" Did you mean train --recipe {name}?"
+    if synonym := _SYNONYMS.get(name.lower()):
+        return f" Did you mean {synonym}?"
+    return nearest(name, known)
 
 
 def _allow_runs(argv: list[str], trusted: bool) -> None:

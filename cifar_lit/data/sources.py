@@ -6,6 +6,7 @@ One from elsewhere is named by its import path (`my_data.load`), or put into `SO
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import tarfile
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet, ImageSize
 from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.plugins import import_callable, is_import_path
+from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
 # CIFARs; BrainChip keeps one for its own examples; the authors' host comes last: since June 2026 it has served 50-85 kB/s.
@@ -212,4 +213,7 @@ def _source(dataset: str) -> Source:
     if is_import_path(dataset):
         target = import_callable(dataset)
         return target if isinstance(target, Source) else Source(target)
-    raise UsageError(f"no data set is called {dataset!r}.{nearest(dataset, SOURCES)} There are {', '.join(SOURCES)}.")
+    check_no_file(dataset)
+    own = os.path.isdir(dataset)  # noqa: PTH112 (a Path raises errors for names that no file can have)
+    hint = f" Did you mean --dataset folder --data-dir {dataset}?" if own else nearest(dataset, SOURCES)
+    raise UsageError(f"no data set is called {dataset!r}.{hint} There are {', '.join(SOURCES)}.")
