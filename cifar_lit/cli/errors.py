@@ -190,14 +190,13 @@ def _wrong_value(key: str, message: str) -> str:
         remedy = "give its full path, or the name of one of Lightning's"
         return f"{name}: no class is called {match[1]}; {remedy}.{nearest(match[1], _lightning_classes())}"
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
-        return f"{name}: {match[1]} has no {match[2]!r}.{nearest(match[2], vars(sys.modules[match[1]]) if match[1] in sys.modules else ())}"
+        return f"{name}: {match[1]} has no {match[2]!r}.{nearest(match[2], dir(sys.modules.get(match[1])))}"
     if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
         return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
     if key == "trainer.precision":
-        value_hint = _PRECISIONS.get(value.lower(), "")
-        choices = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-        hint = f" Did you mean {value_hint}?" if value_hint else nearest(value, choices)
-        return f"{name} must be one of {', '.join(choices)}, not {value}.{hint}"
+        precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+        hint = nearest(_PRECISIONS.get(value.lower(), value), precisions)
+        return f"{name} must be one of {', '.join(precisions)}, not {value}.{hint}"
     literals = " ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"'([^']+)'", literals)))
     kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]

@@ -46,7 +46,7 @@ flags of fit, train, validate, test and predict
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --folds 5          of `train`: cross-validation, a training for each fifth of the images, which is tested on
-  --resume [PATH]    go on with the newest run, or with the given one
+  --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs, and
                      any place; also for the runs of classify, report, export and serve
   --debug            show the traceback of a failure

@@ -99,7 +99,10 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
     assert outputs(1.5) == [round(1.5 * units) for units in plain[:-1]] + [10]
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18"), ("resnet", "resnet18"), ("ResNet-50", "resnet50")])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18"), ("resnet", "resnet18"), ("ResNet-50", "resnet50")],
+)
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
         build(typed)
