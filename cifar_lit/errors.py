@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -32,10 +33,21 @@ class InvalidFileError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`" Did you mean X?"` for the choice closest to `word`, or an empty string when none is close."""
-    options = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(word.lower(), options, n=1, cutoff=0.5)
+    """Return `" Did you mean X?"` for the choice closest to `word`, or an empty string if none is close.
+
+    Case, dashes and underscores do not count. A choice that begins with `word` is closer than any other.
+    """
+    options: dict[str, str] = {}
+    for choice in sorted(choices):
+        options.setdefault(_letters(choice), choice)
+    plain = _letters(word)
+    longer = [option for option in options if len(plain) > 2 and option.startswith(plain)]
+    close = [min(longer, key=len)] if longer else get_close_matches(plain, options, n=1, cutoff=0.5)
     return f" Did you mean {options[close[0]]}?" if close else ""
+
+
+def _letters(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower())
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:

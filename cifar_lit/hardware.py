@@ -135,7 +135,8 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
     machine lacks some of it; it says what the machine has.
     """
     if accelerator not in ACCELERATORS:
-        raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}")
+        hint = " Choose one of several GPUs with --devices, such as --devices 0," if ":" in accelerator else ""
+        raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
     kind = machine.kind(accelerator)
     if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
@@ -159,7 +160,9 @@ def _parse_devices(devices: Any) -> Any:
     ids = [int(part) for part in re.findall(r"\d+", text)]
     if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,)*\d*", text) and len(set(ids)) == len(ids):
         return ids
-    raise UsageError(f"--devices {devices} names no device, or one twice: use a number (2), ids (0,1) or auto")
+    kind = text.partition(":")[0]
+    hint = f" Did you mean --accelerator {kind}?" if kind in ACCELERATORS else ""
+    raise UsageError(f"--devices {devices} names no device, or one twice: use a number (2), ids (0,1) or auto.{hint}")
 
 
 def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:

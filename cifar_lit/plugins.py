@@ -7,6 +7,7 @@ may have come from anyone too, is searched for their modules alone, after all ot
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -75,12 +76,48 @@ def import_module_of(path: str) -> ModuleType:
         sys.path[:] = [place for place in sys.path if place is not here]  # the module may have added some of its own
 
 
-def import_callable(path: str) -> Callable[..., Any]:
-    """What a dotted name stands for.
+MAX_SOURCE = 1 << 18  # bytes of a Python file that is read for its names
 
-    Raises UntrustedName for a name that is not allowed, UsageError for one that is not there, Failure when its module cannot be
-    imported.
+
+def check_no_file(name: str) -> None:
+    """Raise UsageError if `name` is a Python file rather than the dotted name of something in it.
+
+    Recognises `my_nets.py`, `folder/my_nets.py`, `my_nets.py:MyNet`, and `my_nets` if there is such a file. Nothing is imported.
     """
+    place, _, member = name.partition(":")
+    file = Path(place if place.endswith(".py") else f"{place}.py")
+    if not place.endswith(".py") and (not place.isidentifier() or not file.is_file()):
+        return
+    path = file.resolve()
+    below = path.is_relative_to(Path.cwd())
+    module = ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if below else path.stem
+    if not path.is_file():
+        raise UsageError(f"there is no file {place}: name a class or function as {module}.{member or 'NAME'}")
+    names = [member] if member else _public_names(path)
+    others = f" It also has {', '.join(names[1:6])}." if names[1:] else ""
+    remedy = f"name a class or function in it, as {module}.{names[0] if names else 'NAME'}"
+    elsewhere = "" if below else f", and put {path.parent} on PYTHONPATH"
+    raise UsageError(f"{name} is a file: {remedy}{elsewhere}.{others}")
+
+
+def _public_names(file: Path) -> list[str]:
+    """Return the classes, then the functions, that a Python file defines at its top level; none if it cannot be parsed."""
+    try:
+        with file.open("rb") as opened:
+            nodes = ast.parse(opened.read(MAX_SOURCE)).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return [node.name for kind in kinds for node in nodes if isinstance(node, kind) and not node.name.startswith("_")]
+
+
+def import_callable(path: str) -> Callable[..., Any]:
+    """Return what a dotted name stands for.
+
+    Raises UntrustedName for a name that is not allowed, UsageError for a missing one or for the name of a file, Failure if its
+    module cannot be imported.
+    """
+    check_no_file(path)
     if _allowed.isdisjoint((path, _EVERY_NAME)):
         raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")
     module, name = import_module_of(path), path.rpartition(".")[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,20 @@ from contract.command_line import RECIPE, SMALL, Training, run_command
 __all__ = ["browser", "open_page"]
 
 TESTS = Path(__file__).parent
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing: a handler for signals that this process ignores."""
+
+
+def pytest_configure() -> None:
+    """Start child processes with the default handlers for SIGINT and SIGHUP, also in a background job or under nohup.
+
+    A process inherits SIG_IGN from its parent, but a function as handler is reset to the default.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _ignore)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -60,7 +60,7 @@ INSTEAD = "leave --accelerator out, or use --accelerator cpu"
 CPUS_ONLY = "and this torch is a build for CPUs only"
 NAMES = "{} names GPUs, but {}: --devices 2 runs two processes on it"
 MORE = "{} asks for more GPUs than there are: this machine has GPUs 0 H200, 1 H200"
-NONE = "{} names no device, or one twice: use a number (2), ids (0,1) or auto"
+NONE = "{} names no device, or one twice: use a number (2), ids (0,1) or auto."
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,11 @@ def _settings(argv: list[str]) -> Namespace:
     add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images, as bombs are")
     add("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     settings = parsed(parser, _sorted_argv(argv))
+    if not _may_be_run(settings.run) and (run := next(filter(_may_be_run, settings.paths), None)):
+        raise UsageError(f"the run comes before the pictures: cifar-lit classify {run} {settings.run}")
     if not settings.paths:
+        if not _may_be_run(settings.run):
+            raise UsageError(f"classify needs a run before the pictures: cifar-lit classify lightning_logs/NAME {settings.run}")
         raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
     if settings.top < 1 or settings.max_pixels < 1:
         raise UsageError("--top and --max-pixels must be at least 1")
@@ -95,6 +99,11 @@ def _settings(argv: list[str]) -> Namespace:
         if settings[name] not in (None, "-"):
             settings[name] = str(Path(settings[name]).expanduser())
     return settings
+
+
+def _may_be_run(path: str) -> bool:
+    names = ("config.yaml", "model.safetensors")
+    return path.endswith(".safetensors") or any(os.path.exists(os.path.join(path, name)) for name in names)  # noqa: PTH110, PTH118
 
 
 def _sorted_argv(argv: list[str]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterable
 from traceback import walk_tb
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from cifar_lit.cli.flags import SHORT
+from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.text import printable
@@ -88,6 +89,12 @@ def _while_restoring(error: BaseException) -> bool:
 UNTRUSTED = (
     "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
 )
+_PRECISIONS = {  # names of other programs
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "mixed", "mixed16", "mixed_float16"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "mixed_bfloat16"), "bf16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float", "full", "single"), "32-true"),
+    **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
+}
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "settings by name"}
 
 
@@ -117,15 +124,24 @@ def long_flags(parser: ArgumentParser) -> list[str]:
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
-    """One line for the parser's, often a screen of alternatives. keys: every flag that there is, without its dashes."""
+    """Return one line for the parser's message, often a screen of alternatives. keys: all valid flags, without dashes."""
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return UNTRUSTED.format(match[1])
     if match := re.match(r"unrecognized arguments: (\S+)", message):
         flag = match[1].partition("=")[0]
-        # compared without the dashes, which would make any two flags look alike
-        return f"there is no flag {flag}.{nearest(flag.lstrip('-'), keys).replace('mean ', 'mean --')}"
+        return f"there is no flag {flag}.{_flag_hint(flag, keys)}"
+    if match := re.match(r"argument -h/--help: ignored explicit argument '(.*)'", message):
+        return "write --help alone, with two dashes and without a value"
+    if match := re.match(r"the following arguments are required: (.+)", message):
+        flags = set(keys)
+        names = [f"--{name}" if name in flags else name.upper() for name in match[1].split(", ")]
+        return f"{' and '.join(names)} must be given, see --help"
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
-        return f"no setting is called {match[1]}.{nearest(match[1], keys)}"
+        return f"no setting is called {match[1]}.{_setting_hint(match[1], keys)}"
+    if match := re.match(r'Parser key "(data|model|trainer)":\s*Unable to load config \'(.*)\'', message):
+        what = f"--{match[1]} takes a YAML file of settings, and there is no file {match[2]}."
+        hint = _flag_hint(match[1], keys) if match[1] in SYNONYMS else ""
+        return what + hint.replace("?", f" {match[2]}?")
     if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
         source = "--seed" if match[1] == "data.seed" else "the data"
         return f"{match[1] or match[2]} follows from {source}: leave it out"
@@ -136,15 +152,51 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
     return " ".join(line.strip() for line in message.splitlines() if line.strip())
 
 
+def _flag_hint(flag: str, keys: Iterable[str]) -> str:
+    """Return `" Did you mean --X?"` for an unknown flag, or an empty string. Flags of other programs have a table."""
+    flags = set(keys)
+    word = flag.lstrip("-")
+    setting, _, value = SYNONYMS.get(_dashed(word.rpartition(".")[2]), "").partition(" ")
+    short = next((name for name, long in SHORT.items() if long == setting), setting)
+    if name := next((name for name in (short, setting) if name in flags or name.rpartition(".")[0] in flags), None):
+        return f" Did you mean --{name}{value and f' {value}'}?"
+    # compared without the dashes, which would make any two flags look alike; a letter is like no word
+    return nearest(word, flags).replace("mean ", "mean --") if len(word) > 1 else ""
+
+
+def _setting_hint(key: str, keys: Iterable[str]) -> str:
+    """Return `" Did you mean X?"` for an unknown key of a YAML file, which has no short names, or an empty string."""
+    settings = [name for name in keys if name in ("recipe", "logs") or name not in (*SHORT, *OWN)]
+    last = _dashed(key.rpartition(".")[2])
+    setting = SHORT.get(last) or SYNONYMS.get(last, "").partition(" ")[0]
+    return f" Did you mean {setting}?" if setting in settings else nearest(key, settings)
+
+
+def _dashed(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _lightning_classes() -> set[str]:
+    modules = (sys.modules.get(f"lightning.pytorch.{group}") for group in ("callbacks", "loggers", "profilers", "strategies"))
+    return {name for module in modules for name in getattr(module, "__all__", ())}
+
+
 def _wrong_value(key: str, message: str) -> str:
     short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
     name = f"{short} ({key})" if short else key
     typed = re.search(r"(?:Given value|Got value): (.*)", message)
     value = typed[1].strip() if typed else "that"
     if match := re.search(r"dot import path string: (\S+)", message):
-        return f"{name}: no class is called {match[1]}; give its full path, or the name of one of Lightning's"
+        remedy = "give its full path, or the name of one of Lightning's"
+        return f"{name}: no class is called {match[1]}; {remedy}.{nearest(match[1], _lightning_classes())}"
+    if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
+        return f"{name}: {match[1]} has no {match[2]!r}.{nearest(match[2], dir(sys.modules.get(match[1])))}"
     if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):
         return f"{name}: {match[1].rpartition('.')[2]} has no setting {match[2]}"
+    if key == "trainer.precision":
+        precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+        hint = nearest(_PRECISIONS.get(value.lower(), value), precisions)
+        return f"{name} must be one of {', '.join(precisions)}, not {value}.{hint}"
     literals = " ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"'([^']+)'", literals)))
     kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]

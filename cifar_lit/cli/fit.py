@@ -33,12 +33,12 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
-from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.runs.run_folder import RunFolder, check_checkpoint, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.text import is_name, note, say
 from cifar_lit.train import Run
 from cifar_lit.training.callbacks import Interrupted, NoProfiler
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
-from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.finetune import choose_training
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
@@ -126,11 +126,13 @@ class TrainingCLI(LightningCLI):
         if self.name != "fit":
             raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
         chosen = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
-        checkpoint = Path(chosen) if chosen else find_resumable(logs_of(command), command.resume or None)
+        needs_test = command.name == "train"
+        resume = command.resume or None
+        checkpoint = Path(chosen) if chosen else find_resumable(logs_of(command), resume, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
-        check_unfinished(run, needs_test=command.name == "train")
+        check_unfinished(run, needs_test)
         # a line may be repeated from the history: the run's own recipe, and searches that it has made, are said again
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
@@ -196,8 +198,7 @@ class TrainingCLI(LightningCLI):
             tested = self.settings.ckpt_path
             if tested is None:
                 raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
-            if not Path(tested).expanduser().is_file():
-                raise UsageError(f"there is no checkpoint {tested}")
+            check_checkpoint(tested)
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and trainer.devices == "auto":
@@ -364,6 +365,7 @@ def check_settings(settings: Any) -> None:
     for flag, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{flag} must be at least 1, not {number}")
+    check_model(settings.model.as_dict())
     if settings.model.class_weights != "none" and data.sampling != "none":
         both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
         raise UsageError(f"{both} would make up for unequal classes twice: set one of them to none")

@@ -34,6 +34,56 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
+# Flags and YAML keys of other programs (timm, Ultralytics, Keras, Lightning 1): the setting that they stand for, with its value
+# where the name implies one. Spelled with dashes, in lower case.
+_SYNONYMS = {
+    "trainer.accelerator": "device cuda-device",
+    "trainer.accelerator cpu": "cpu no-cuda no-gpu",
+    "trainer.accelerator gpu": "cuda gpu use-cuda use-gpu",
+    "trainer.devices": "gpus num-gpus ngpus n-gpus gpu-ids nproc nproc-per-node num-devices num-processes tpu-cores world-size",
+    "trainer.num_nodes": "num-nodes nnodes",
+    "trainer.max_epochs": "e epoch num-epochs n-epochs nb-epoch train-epochs num-train-epochs",
+    "trainer.max_steps": "steps num-steps iterations iters max-iters",
+    "trainer.precision 16-mixed": "amp fp16 half mixed-precision native-amp",
+    "trainer.precision bf16-mixed": "bf16",
+    "trainer.strategy": "distributed-backend",
+    "trainer.gradient_clip_val": "clip-grad grad-clip max-norm max-grad-norm clip-norm clipnorm",
+    "trainer.accumulate_grad_batches": "grad-accum-steps gradient-accumulation-steps accumulate",
+    "trainer.fast_dev_run true": "dry-run smoke-test",
+    "data.dataset": "data-set dataset-name dataset-type",
+    "data.root": "d data data-path dataset-dir dataset-path dataset-root imagedir image-dir images input-dir train-dir source",
+    "data.batch_size": "b bs batch batchsize mini-batch-size train-batch-size per-device-train-batch-size",
+    "data.eval_batch_size": "test-batch-size val-batch-size validation-batch-size per-device-eval-batch-size",
+    "data.workers": "j worker num-workers nb-workers n-workers dataloader-num-workers loader-workers",
+    "data.val_size": "val-split validation-split valid-split val-ratio val-pct val-fraction",
+    "data.test_size": "test-split test-ratio",
+    "data.image_size": "imgsz imgsize img-size img input-size resolution crop-size target-size",
+    "data.num_classes": "classes nc n-classes",
+    "data.augment": "augmentation aug transforms",
+    "data.augment.mixup": "mixup mixup-alpha",
+    "data.augment.cutmix": "cutmix cutmix-alpha",
+    "data.flip random": "hflip horizontal-flip fliplr",
+    "model.net": "m model arch architecture backbone model-name net-name network",
+    "model.lr": "learning-rate base-lr init-lr lr0 rate",
+    "model.optimizer": "opt optim",
+    "model.weight_decay": "wd decay l2",
+    "model.label_smoothing": "smoothing",
+    "model.schedule": "sched scheduler lr-scheduler lr-schedule",
+    "model.warmup_epochs": "warmup warmup-epoch",
+    "model.ema_decay": "ema model-ema model-ema-decay",
+    "model.weights": "weights pretrained pretrained-weights initial-checkpoint finetune-from",
+    "model.weights imagenet": "use-pretrained",
+    "model.patience": "early-stopping early-stop early-stopping-patience",
+    "model.metrics": "metric",
+    "seed_everything": "random-seed random-state manual-seed rng-seed",
+    "recipe": "r preset",
+    "config": "cfg config-file yaml yml hyp conf",
+    "logs": "o output out output-dir out-dir outdir save-dir savedir save-path log-dir logdir log-path project default-root-dir",
+    "ckpt_path": "checkpoint checkpoint-path ckpt resume-from resume-from-checkpoint load load-from model-path",
+    "debug": "verbose traceback",
+    "help": "h usage",
+}
+SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in words.split()}
 AUTO = {"auto": "training", "auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
@@ -91,17 +141,20 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    """The YAML file of a packaged recipe, or of one's own when `name` is a path; raises UsageError when there is none."""
+    """Return the YAML file of a packaged recipe, or of a user's own if `name` is a path; raise UsageError if there is none."""
     path = _expand_home(name)
+    if (path / "config.yaml").is_file():
+        raise UsageError(f"--recipe {name} is a run folder: repeat the run with --config {path / 'config.yaml'}")
     if path.suffix not in (".yaml", ".yml"):
         return packaged_recipe(name)
     if not path.is_file():
-        raise UsageError(f"there is no recipe file {name}")
+        hint = nearest(path.stem, recipe_names()) or " Check the path; `cifar-lit recipes` lists the packaged ones."
+        raise UsageError(f"there is no recipe file {name}.{hint.replace('mean ', 'mean --recipe ')}")
     return path
 
 
 def packaged_recipe(name: str) -> Path:
-    """The YAML file of a packaged recipe; raises UsageError when there is none of this name."""
+    """Return the YAML file of a packaged recipe; raise UsageError if there is none of this name."""
     names = recipe_names()
     if name not in names:
         raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
@@ -116,16 +169,17 @@ def _expand_home(path: str) -> Path:
 
 
 def parse(name: str, argv: list[str]) -> Command:
-    """The training command `name` with its arguments; of a repeated flag the last counts, but for --config.
+    """Return the training command `name` with its arguments; of a repeated flag other than --config the last counts.
 
-    Raises UsageError for a flag without its value, a word that belongs to no flag, or a --config file that there is not.
+    Raises UsageError for a flag without its value, a word that belongs to no flag, or a missing --config file.
     """
     command = Command(name)
     rest = deque(argv)
     while rest:
         word = rest.popleft()
         if not _is_flag(word):
-            raise UsageError(f"{word!r} belongs to no flag; flags begin with --, see --help")
+            before = argv[len(argv) - len(rest) - 2] if len(argv) > len(rest) + 1 else ""
+            raise UsageError(f"{word!r} belongs to no flag.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
         value_follows = not equals and bool(rest) and not _is_flag(rest[0])
@@ -145,13 +199,50 @@ def parse(name: str, argv: list[str]) -> Command:
                 command.flags.append(f"--{SHORT[key]}={value}")
             elif key != "config":
                 setattr(command, key, value)
-            elif _expand_home(value).is_file():
-                command.configs.append(value)
             else:
-                raise UsageError(f"there is no configuration file {value}")
+                command.configs.append(_config_file(value))
         else:
             command.flags.append(f"{word}={rest.popleft()}" if value_follows else word)
     return command
+
+
+def _config_file(name: str) -> str:
+    """Return `name` if it is a file; raise UsageError with the likely remedy otherwise."""
+    path = _expand_home(name)
+    if path.is_file():
+        return name
+    if (path / "config.yaml").is_file():
+        raise UsageError(f"--config {name} is a folder: name its file, {path / 'config.yaml'}")
+    if name in recipe_names():
+        raise UsageError(f"there is no configuration file {name}. Did you mean --recipe {name}?")
+    raise UsageError(f"there is no configuration file {name}: check the path")
+
+
+def _stray_word_hint(command: str, word: str, before: str) -> str:
+    """Return the remedy for a word that follows no flag, as a sentence. before: the preceding word of the line, or ''."""
+    if _is_flag(before) and before.endswith("="):
+        return f" Leave out the space after {before}"
+    if word.startswith(("–", "—", "−")):  # typographic dashes, as copied from a formatted page
+        return f" It begins with a typographic dash. Did you mean --{word.lstrip('–—−-')}?"
+    if word in TRAINING:
+        return f" The command comes first: cifar-lit {word} …"
+    if word == "help":
+        return f" Did you mean {command} --help?"
+    if word in recipe_names():
+        return f" Did you mean --recipe {word}?"
+    if "=" in word:
+        return f" Did you mean --{word}?"
+    joined, path = f"{before.rpartition('=')[2]} {word}", _expand_home(word)
+    if before and _expand_home(joined).exists():
+        return f' Put a path with spaces into quotes: "{joined}"'
+    if path.suffix in (".yaml", ".yml"):
+        return f" Did you mean --config {word}?"
+    if path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
+        checkpoint = path if path.suffix == ".ckpt" else path / "checkpoints" / "best.ckpt"
+        return f" Did you mean --resume {word}?" if command in ("fit", "train") else f" Did you mean --ckpt_path {checkpoint}?"
+    if path.is_dir():
+        return f" Did you mean --dataset folder --data-dir {word}?"
+    return " Flags begin with --, see --help."
 
 
 def check_one_device(devices: str | None, what: str) -> None:

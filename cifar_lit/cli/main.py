@@ -47,7 +47,7 @@ flags of fit, train, validate, test and predict
   --logs DIR         folder for run folders (lightning_logs)
   --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
   --folds 5          of `train`: cross-validation, a training for each fifth of the images, which is tested on
-  --resume [PATH]    go on with the newest run, or with the given one
+  --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs, and
                      any place; also for the runs of classify, report, export and serve
   --debug            show the traceback of a failure
@@ -68,6 +68,17 @@ OWN = {
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
+}
+
+
+_SYNONYMS = {  # commands of other programs
+    **dict.fromkeys(("run", "start", "training"), "train"),
+    **dict.fromkeys(("eval", "evaluate", "score"), "test"),
+    **dict.fromkeys(("infer", "inference", "detect", "label"), "classify"),
+    **dict.fromkeys(("val", "valid"), "validate"),
+    **dict.fromkeys(("convert", "onnx"), "export"),
+    **dict.fromkeys(("benchmark", "speed"), "bench"),
+    "list": "recipes",
 }
 
 
@@ -107,13 +118,22 @@ def _run(argv: list[str], default: str) -> int:
         return 0
     if name not in OWN:
         known = [*flags.TRAINING, *OWN]
-        raise UsageError(f"no command is called {name!r}.{nearest(name, known)} There are {', '.join(known)}.")
+        raise UsageError(f"no command is called {name!r}.{_command_hint(name, known)} There are {', '.join(known)}.")
     trusted = "--trust" in rest and name != "bench"  # which hands its flags on
     _allow_runs(rest, trusted)
     module, _, function = OWN[name].partition(":")
     with all_imports_allowed() if trusted else nullcontext():
         code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
     return code or 0
+
+
+def _command_hint(name: str, known: list[str]) -> str:
+    """Return `" Did you mean X?"` for an unknown command, which may be a recipe or a command of another program."""
+    if name in flags.recipe_names():
+        return f" Did you mean train --recipe {name}?"
+    if synonym := _SYNONYMS.get(name.lower()):
+        return f" Did you mean {synonym}?"
+    return nearest(name, known)
 
 
 def _allow_runs(argv: list[str], trusted: bool) -> None:

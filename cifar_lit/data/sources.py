@@ -6,12 +6,14 @@ One from elsewhere is named by its import path (`my_data.load`), or put into `SO
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import numpy as np
 import torch
 
 from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet, ImageSize
 from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.plugins import import_callable, is_import_path
+from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
 # CIFARs; BrainChip keeps one for its own examples; the authors' host comes last: since June 2026 it has served 50-85 kB/s.
@@ -212,6 +215,10 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
+    in_archives = bool(source.fixed) and source.at_hand(settings)
+    if dataset in SOURCES and dataset != "folder" and settings.root and not in_archives and _holds_class_folders(settings.path):
+        reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
+        raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")
     if settings.resize != "crop" and "image_size" in source.fixed:
         raise UsageError(f"the images of {dataset} have one size: leave data.resize out")
     fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed
@@ -222,6 +229,14 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
     if not isinstance(images, ImageSet):
         raise UsageError(f"{dataset} must return a cifar_lit.data.image_set.ImageSet, not a {type(images).__name__}")
     return images if images.images.is_contiguous() else replace(images, images=images.images.contiguous())
+
+
+def _holds_class_folders(root: Path) -> bool:
+    """Return whether `root` has images in `<class>/` or `train/<class>/`, judging by the first files of each folder."""
+    with suppress(OSError):
+        folders = [path for pattern in ("*", "train/*") for path in root.glob(pattern) if path.is_dir()]
+        return any(path.name.lower().endswith(IMAGES) for folder in folders for path in islice(folder.iterdir(), 20))
+    return False
 
 
 def at_hand(dataset: str, settings: SourceSettings) -> bool:
@@ -235,4 +250,7 @@ def _source(dataset: str) -> Source:
     if is_import_path(dataset):
         target = import_callable(dataset)
         return target if isinstance(target, Source) else Source(target)
-    raise UsageError(f"no data set is called {dataset!r}.{nearest(dataset, SOURCES)} There are {', '.join(SOURCES)}.")
+    check_no_file(dataset)
+    own = os.path.isdir(dataset)  # noqa: PTH112 (a Path raises errors for names that no file can have)
+    hint = f" Did you mean --dataset folder --data-dir {dataset}?" if own else nearest(dataset, SOURCES)
+    raise UsageError(f"no data set is called {dataset!r}.{hint} There are {', '.join(SOURCES)}.")

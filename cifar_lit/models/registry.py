@@ -6,9 +6,11 @@ A new net of ours is a builder and its line in `NETS`. A net from elsewhere is n
 from __future__ import annotations
 
 import inspect
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net, torchvision_names
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
-from cifar_lit.plugins import import_callable, is_import_path
+from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 
 class NetSpec(NamedTuple):
@@ -78,11 +80,8 @@ def build_net(
         raise UsageError(f"A net needs 1 channel, class and pixel at least, not {channels}, {num_classes} and {shape}.")
     if not 0 < width < float("inf"):
         raise UsageError(f"width multiplies the hidden widths, so it must be above 0, not {width}.")
-    spec, options = net_spec(name), dict(options or {})
-    for option in options:
-        if spec.options is not None and option not in spec.options:
-            known = ", ".join(spec.options) or "none: leave model.net_options out"
-            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, spec.options)} It has {known}.")
+    options = dict(options or {})
+    spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
     if min(size) < min_size:
         raise UsageError(f"{name} cannot take {shape} images; the least size is {min_size}×{min_size}.")
@@ -96,8 +95,60 @@ def build_net(
     return net
 
 
+def check_net(name: str, options: Mapping[str, Any]) -> NetSpec:
+    """Return how a net is built; raise UsageError for an unknown name or option."""
+    spec = net_spec(name)
+    for option in options:
+        if spec.options is not None and option not in spec.options:
+            known = ", ".join(spec.options) or "none: leave model.net_options out"
+            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, spec.options)} It has {known}.")
+    return spec
+
+
+def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
+    """Raise UsageError unless `net` takes images (B, *input_shape) to logits (B, num_classes).
+
+    Two blank images pass through the net in evaluation mode. Its weights, buffers and modes stay as they are, and so does
+    torch's random number generator.
+    """
+    weight = next(net.parameters(), torch.empty(0))
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = net(weight.new_zeros(2, *input_shape))
+    except Exception as error:
+        if _NEEDS_GPU.search(str(error)):
+            return  # a net with kernels for GPUs only, built on the CPU
+        images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
+        remedy = "A net must be built for its arguments channels and image_size."
+        reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
+        raise UsageError(f"{name} cannot take {images}: {reason}. {remedy}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not isinstance(output, Tensor):
+        raise UsageError(f"{name} must return a tensor of logits (images, {num_classes}), not a {type(output).__name__}")
+    if tuple(output.shape) != (2, num_classes):
+        shape = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
+        raise UsageError(f"{name} {shape}: the data have {num_classes} classes, so its last layer must have num_classes outputs")
+
+
+_NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
+
+
+def _failed_layer(net: nn.Module, error: Exception) -> str:
+    """Return the layer without children that an error was raised in, as the beginning of a sentence; '' if there is none."""
+    names = {module: name for name, module in net.named_modules()}
+    modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
+    if not layers or layers[-1] is net or any(layers[-1].children()):
+        return ""
+    return f"its layer {names[layers[-1]]}, {layers[-1]}, fails with "
+
+
 def net_spec(name: str) -> NetSpec:
-    """How a net is built, whoever wrote it. Raises UsageError for an unknown name."""
+    """Return how a net is built, whoever wrote it; raise UsageError for an unknown name."""
     if name in NETS:  # before anything else: torchvision takes long to import
         return NETS[name]
     if name.startswith(TIMM):
@@ -107,6 +158,7 @@ def net_spec(name: str) -> NetSpec:
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     names = [*NETS, *torchvision_names()]
     if name not in names:
+        check_no_file(name)
         raise UsageError(
             f"There is no net named {name!r}.{nearest(name, names)} There are {', '.join(NETS)}, torchvision's and timm/NAME."
         )

@@ -122,8 +122,8 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 
 # ---- Of files, from `cifar-lit classify`, as CSV or as JSON lines; what a row does not know is empty, or null in JSON.
 #
-#     index, label                    place among the files; the true class, which is not known of files
-#     predicted, probability          the likeliest class and its probability
+#     index                           place among the files
+#     label, probability              the likeliest class and its probability, named as in `serve` and `Prediction`
 #     class_2, probability_2, …       the next ones
 #     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that is more than nearly
 #                                     all validation images are (yes or no), and why the file could not be read
@@ -144,9 +144,9 @@ class Row:
 
     def values(self, top: int) -> dict[str, Any]:
         """The row by column, None where it has nothing; probabilities and distances with six digits."""
-        values: dict[str, Any] = {"index": self.index, "label": None}
+        values: dict[str, Any] = {"index": self.index}
         for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
-            values["predicted" if rank == 1 else f"class_{rank}"] = name
+            values["label" if rank == 1 else f"class_{rank}"] = name
             values["probability" if rank == 1 else f"probability_{rank}"] = probability
         values |= {"path": self.path, "novelty": self.novelty, "unlike": self.unlike, "error": self.error}
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}

@@ -176,16 +176,28 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file() else None
 
 
-def find_resumable(logs: Path, name: str | None) -> Path:
-    """The checkpoint that `--resume` goes on from; raises UsageError when there is none.
+def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None, first: bool = True) -> Path:
+    """Return the checkpoint that `--resume` continues from; raise UsageError if there is none.
 
-    name: a checkpoint, a run folder, or None for the newest run in `logs` that trained.
+    Args:
+        logs: The folder of all runs.
+        name: A checkpoint, a run folder, or None for the newest run in `logs` that trained.
+        needs_test: As of `is_finished`: prefer the newest run that is unfinished and has a checkpoint, and say so. None takes
+            the newest run.
+        first: Whether this is the run's first process, which prints.
     """
     if name is None:
-        runs = [place.parent for place in logs.glob("*/checkpoints") if (place.parent / "config.yaml").is_file()]
+        trained = [place.parent for place in logs.glob("*/checkpoints") if (place.parent / "config.yaml").is_file()]
+        runs = sorted(trained, key=_started, reverse=True)
         if not runs:
             raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-        path = max(runs, key=_started)
+        path = runs[0]
+        if needs_test is not None:
+            unfinished = (run for run in runs if not is_finished(run, needs_test) and _newest_checkpoint(run).is_file())
+            path = next(unfinished, runs[0])
+        if path != runs[0] and first:
+            state = "is finished" if is_finished(runs[0], bool(needs_test)) else "has no checkpoint"
+            note(f"resuming {display_path(path)}: the newest run, {display_path(runs[0])}, {state}")
     else:
         path = Path(name).expanduser()
     checkpoint = _newest_checkpoint(path) if path.is_dir() else path
@@ -195,6 +207,16 @@ def find_resumable(logs: Path, name: str | None) -> Path:
     if run := path if path.is_dir() else run_of(path):
         check_files(run)
     return checkpoint
+
+
+def check_checkpoint(name: str) -> None:
+    """Raise UsageError unless `name` is a file; for a folder, name a checkpoint in it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        example = path / ("best.ckpt" if path.name == "checkpoints" else "checkpoints/best.ckpt")
+        raise UsageError(f"{name} is a folder: name a checkpoint in it, such as --ckpt_path {example}")
+    if not path.is_file():
+        raise UsageError(f"there is no checkpoint {name}: check the path")
 
 
 def check_files(run: Path) -> None:

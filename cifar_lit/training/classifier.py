@@ -18,9 +18,10 @@ from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memory
-from cifar_lit.models.registry import build_net
+from cifar_lit.models.registry import build_net, check_net, check_shapes
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.training.callbacks import EarlyStop, NotFiniteLoss, WeightAverage, check_finite, gather_rows
 from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
 from cifar_lit.training.finetune import HeadFit, load_pretrained
@@ -67,6 +68,28 @@ def _schedule_kind(h: Mapping[str, Any]) -> tuple[object, ...]:
     """What must not change in mid-training: a checkpoint counts the schedule's steps, and has a rate for each group of layers."""
     timed = h.get("schedule", "constant") != "constant" or h.get("warmup_epochs") or h.get("whiten_epochs") is not None
     return bool(timed), h.get("schedule_every", "step"), h.get("frozen", 0.0), h.get("input_lr") is None
+
+
+def check_model(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for settings of ImageClassifier that are invalid for any images; builds nothing.
+
+    Imports a net and an optimizer that are named by their import paths.
+    """
+    check_net(settings["net"], settings["net_options"] or {})
+    if is_import_path(settings["optimizer"]):
+        import_callable(settings["optimizer"])
+    _check_choices(settings)
+    check_choice("model.monitor", settings["monitor"], [*Evaluation(num_classes=6).names, *(settings["metrics"] or {})])
+
+
+def _check_choices(h: Mapping[str, Any]) -> None:
+    check_settings(h)
+    check_choice("model.tta", h["tta"], VIEWS)
+    check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
+    if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
+        raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
+    if h["frozen"] and not h["weights"]:
+        raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
 
 
 class ImageClassifier(pl.LightningModule):
@@ -158,13 +181,7 @@ class ImageClassifier(pl.LightningModule):
         super().__init__()
         input_shape = list(input_shape or (3, 32, 32))
         self.save_hyperparameters(ignore=["metrics"])
-        check_settings(self.hparams)
-        check_choice("model.tta", tta, VIEWS)
-        check_choice("model.class_weights", class_weights, CLASS_WEIGHTS)
-        if head_views < 0 or not (unfreeze or (weights and head_views)):
-            raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
-        if frozen and not weights:
-            raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
+        _check_choices(self.hparams)
         channels, *size = input_shape
         shape: dict[str, Any] = {"channels": channels, "image_size": tuple(size), "num_classes": num_classes}
         self.net: nn.Module = build_net(net, **shape, width=width, options=net_options)
@@ -172,6 +189,7 @@ class ImageClassifier(pl.LightningModule):
             for parameter in self.net.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        check_shapes(self.net, net, input_shape, num_classes)
         parameters = list(self.net.parameters())
         for parameter in parameters[: int(frozen * len(parameters))]:
             parameter.requires_grad_(False)

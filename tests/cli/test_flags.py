@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,46 @@ def test_a_flag_without_its_value_is_refused_with_an_example(flag: str) -> None:
 def test_a_word_that_belongs_to_no_flag_is_refused(argv: str) -> None:
     with pytest.raises(UsageError, match=f"'{argv.split()[-1]}' belongs to no flag"):
         parse("fit", argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["quickstart"], "Did you mean --recipe quickstart?"),
+        (["photos"], "Did you mean --dataset folder --data-dir photos?"),
+        (["--data-dir", "my", "photos"], 'Put a path with spaces into quotes: "my photos"'),
+        (["--data-dir=my", "photos"], 'Put a path with spaces into quotes: "my photos"'),
+        (["small.yaml"], "Did you mean --config small.yaml?"),
+        (["run-1"], "Did you mean --resume run-1?"),
+        (["--epochs=", "3"], "Leave out the space after --epochs="),
+        (["epochs=3"], "Did you mean --epochs=3?"),
+        (["—epochs", "3"], "Did you mean --epochs?"),
+        (["--lr", "1", "train"], "The command comes first: cifar-lit train …"),
+        (["help"], "Did you mean fit --help?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_word_without_a_flag_is_answered_with_the_flag_that_it_lacks(
+    working_folder: Path, argv: list[str], remedy: str
+) -> None:
+    for folder in ("photos", "my photos", "run-1/checkpoints"):
+        (working_folder / folder).mkdir(parents=True)
+    with pytest.raises(UsageError, match=re.escape(remedy)):
+        parse("fit", argv)
+
+
+def test_a_run_that_is_typed_without_a_flag_is_tested_by_its_best_checkpoint(working_folder: Path) -> None:
+    (working_folder / "run-1/checkpoints").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"Did you mean --ckpt_path run-1/checkpoints/best\.ckpt\?"):
+        parse("test", ["run-1"])
+
+
+def test_a_run_folder_is_no_recipe_and_no_configuration_but_its_config_yaml_is(working_folder: Path) -> None:
+    (working_folder / "run-1").mkdir()
+    (working_folder / "run-1/config.yaml").touch()
+    for refused in (lambda: recipe_path("run-1"), lambda: parse("fit", ["--config", "run-1"])):
+        with pytest.raises(UsageError, match=r"run-1/config\.yaml"):
+            refused()
 
 
 def test_a_packaged_recipe_goes_by_its_name_and_ones_own_by_its_path(working_folder: Path) -> None:

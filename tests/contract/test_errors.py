@@ -12,6 +12,9 @@ import pytest
 import torch
 from security.hostile_models import MKDIR
 
+from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
+from cifar_lit.data import datamodule
+
 from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, copy_run, run_command
 
 S = "--recipe small.yaml"
@@ -41,6 +44,36 @@ TYPED: list[tuple[str, list[str]]] = [
     ("recipes --all", ["no flag --all", "cifar-lit recipes NAME"]),
     ("devices --net lenett", ["'lenett'", "Did you mean lenet?"]),
     ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
+    (f"{S} --model.metrics.f1 torchmetrics.classification.MulticlasF1", ["Did you mean MulticlassF1Score?"]),
+    # names of other programs
+    (f"{S} --learning-rate 0.1", ["no flag --learning-rate", "Did you mean --lr?"]),
+    (f"{S} --device cpu", ["no flag --device", "Did you mean --accelerator?"]),
+    (f"{S} --gpus 1", ["no flag --gpus", "Did you mean --devices?"]),
+    (f"{S} --num_workers 1", ["no flag --num_workers", "Did you mean --data.workers?"]),
+    (f"{S} --dataset-dir photos", ["no flag --dataset-dir", "Did you mean --data-dir?"]),
+    (f"{S} --output-dir there", ["no flag --output-dir", "Did you mean --logs?"]),
+    (f"{S} --checkpoint last.ckpt", ["no flag --checkpoint", "Did you mean --ckpt_path?"]),
+    (f"{S} --model resnet18", ["--model takes a YAML file", "Did you mean --net resnet18?"]),
+    (f"{S} --amp", ["no flag --amp", "Did you mean --precision 16-mixed?"]),
+    (f"{S} --mixup 0.2", ["no flag --mixup", "Did you mean --data.augment.mixup?"]),
+    (f"{S} --precision fp16", ["--precision", "Did you mean 16-mixed?"]),
+    (f"{S} --config gpus.yaml", ["no setting is called gpus", "Did you mean trainer.devices?"]),
+    (f"{S} --config rate.yaml", ["no setting is called model.learning_rate", "Did you mean model.lr?"]),
+    (f"{S} --config epochs.yaml", ["no setting is called epochs", "Did you mean trainer.max_epochs?"]),
+    ("serve small.yaml --device cpu", ["no flag --device", "Did you mean --accelerator?"]),
+    ("evaluate", ["no command is called 'evaluate'", "Did you mean test?"]),
+    ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
+    (f"{S} --devices gpu", ["--devices gpu", "Did you mean --accelerator gpu?"]),
+    (f"{S} --dataset CIFAR-10", ["'CIFAR-10'", "Did you mean cifar10?"]),
+    (f"{S} --net ResNet-18", ["'ResNet-18'", "Did you mean resnet18?"]),
+    ("--recipe Quick_Start", ["'Quick_Start'", "Did you mean quickstart?"]),
+    # places
+    ("--recipe quickstart.yaml", ["no recipe file quickstart.yaml", "Did you mean --recipe quickstart?"]),
+    (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
+    ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
+    ("test --ckpt_path photos", ["photos is a folder", "--ckpt_path photos/checkpoints/best.ckpt"]),
+    ("classify photos", ["classify needs a run before the pictures"]),
+    ("export photos", ["--to must be given"]),
     # abbreviations
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
     (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
@@ -96,11 +129,72 @@ def files(working_folder: Path) -> Path:
     for name, text in {
         "key.yaml": "trainer:\n  max_epoch: 3\n",
         "top.yaml": "trainr:\n  max_epochs: 3\n",
+        "gpus.yaml": "gpus: 1\n",
+        "rate.yaml": "model:\n  learning_rate: 0.1\n",
+        "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
         "loose.ckpt": "",
     }.items():
         (working_folder / name).write_text(text)
+    (working_folder / "photos").mkdir()
     return working_folder
+
+
+def test_every_name_of_another_program_stands_for_a_flag_that_exists() -> None:
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN}
+    settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
+    assert settings - flags - {"data.augment.mixup", "data.augment.cutmix"} == set()
+    assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        (["--net", "resnet19"], "no net named 'resnet19'"),
+        (["--model.net_options", "{depth: 3}"], "lenet has no 'depth'"),
+        (["--model.optimizer", "adma"], "'adma'"),
+        (["--model.optimizer", "torch.optim.Adma"], "torch.optim has no 'Adma'"),
+        (["--model.monitor", "acuracy"], "'acuracy'"),
+        (["--model.tta", "yes"], "'yes'"),
+        (["--net", "my_nets.py"], "my_nets.MyNet"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
+    files: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str], part: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise AssertionError("the images were touched")
+
+    monkeypatch.setattr(datamodule, "load_images", fail)
+    (files / "my_nets.py").write_text("class MyNet:\n    pass\n")
+    assert_refused(run_command(*S.split(), *wrong), 2, part)
+
+
+NETS = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, channels, image_size, num_classes, width, inputs=784, outputs=4):
+        super().__init__(nn.Flatten(), nn.Linear(inputs, outputs))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("{}", ["images of 3×16×16", "its layer 1, Linear(in_features=784", "(2x768 and 784x4)"]),
+        ("{inputs: 768, outputs: 3}", ["shape (2, 3) for 2 images, not (2, 4)", "the data have 4 classes"]),
+    ],
+    ids=["inputs", "outputs"],
+)
+def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_no_run(
+    files: Path, options: str, parts: list[str]
+) -> None:
+    (files / "misfit.py").write_text(NETS)
+    answer = run_command(*S.split(), "--net", "misfit.Net", "--model.net_options", options)
+    assert_refused(answer, 2, "misfit.Net", *parts)
+    assert not (files / "lightning_logs").exists()
 
 
 @pytest.mark.parametrize(("line", "parts"), TYPED, ids=[line.replace(S, "…") for line, _ in TYPED])

@@ -231,6 +231,18 @@ def test_a_folder_of_own_images_is_at_hand_where_it_exists_and_shapes_always_are
     assert not at_hand("folder", SourceSettings(root=str(root / "none"))) and not at_hand("folder", SourceSettings())
 
 
+@pytest.mark.parametrize("dataset", ["cifar10", "shapes"])
+@pytest.mark.parametrize("part", [".", "train"])
+def test_folders_of_own_images_are_not_taken_for_the_place_of_another_data_set(tmp_path: Path, dataset: str, part: str) -> None:
+    (tmp_path / part / "cat").mkdir(parents=True)
+    settings = SourceSettings(root=str(tmp_path), count=20, image_size=8)
+    if dataset == "shapes":
+        assert len(load_images(dataset, settings, train=True)) == 20  # nothing in it is an image
+    (tmp_path / part / "cat" / "1.JPG").touch()
+    with pytest.raises(UsageError, match=f"holds folders of images, but the data set is {dataset}: add --dataset folder"):
+        load_images(dataset, settings, train=True)
+
+
 def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root: Path) -> None:
     for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
         with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):

@@ -18,7 +18,7 @@ from cifar_lit.cli import main
 from cifar_lit.inference.classify import find_images
 from cifar_lit.text import natural_key
 
-COLUMNS = ["index", "label", "predicted", "probability", "class_2", "probability_2", "class_3", "probability_3",
+COLUMNS = ["index", "label", "probability", "class_2", "probability_2", "class_3", "probability_3",
            "path", "novelty", "unlike", "error"]  # fmt: skip
 
 Capture = pytest.CaptureFixture[str]
@@ -54,16 +54,16 @@ def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys
     assert out.splitlines()[0].split(",") == COLUMNS
     assert paths(out) == ["pictures/2.png", "pictures/10.jpg", "pictures/more/1.webp"]
     for row, prediction in zip(rows(out), cifar_lit.load(run).predict(paths(out)), strict=True):
-        best = [(row["predicted"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
+        best = [(row["label"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
         assert best == [(name, f"{probability:.6f}") for name, probability in prediction.top]
-        assert row["label"] == row["novelty"] == row["unlike"] == row["error"] == ""
+        assert row["novelty"] == row["unlike"] == row["error"] == ""
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1
-    assert list(first) == [*COLUMNS[:8], "class_4", "probability_4", *COLUMNS[8:]]  # there are four classes
+    assert list(first) == [*COLUMNS[:7], "class_4", "probability_4", *COLUMNS[7:]]  # there are four classes
     assert sum(first[name] for name in first if name.startswith("probability")) == pytest.approx(1, abs=1e-5)
-    assert (first["index"], first["label"], first["error"]) == (0, None, None)
-    assert (second["predicted"], second["probability"], second["error"]) == (None, None, "missing: there is no such file")
+    assert (first["index"], first["label"], first["error"]) == (0, cifar_lit.load(run).predict(["pictures/2.png"])[0].label, None)
+    assert (second["label"], second["probability"], second["error"]) == (None, None, "missing: there is no such file")
     answer = classify(capsys, run, "--csv", "made/a.csv", "--jsonl=b.jsonl", "pictures")
     assert answer == (0, "", "3 rows in b.jsonl\n3 rows in made/a.csv\n")
     assert len(rows(Path("made/a.csv").read_text())) == len(Path("b.jsonl").read_text().splitlines()) == 3

@@ -57,7 +57,7 @@ def test_its_report_is_made_anew_with_a_look_at_the_training_images(run: Path) -
 def test_pictures_are_classified_and_explained_at_its_size(run: Path) -> None:
     answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv", "--explain=explained")
     assert answer.code == 0, answer.err
-    assert [row["predicted"] for row in rows_of(Path("rows.csv"))] == ["discs"] * 4
+    assert [row["label"] for row in rows_of(Path("rows.csv"))] == ["discs"] * 4
     sheet = Image.open("explained/00000-0.png").convert("RGB")
     view, mapped = (sheet.crop((left, GAP, left + SIDE, GAP + SIDE)) for left in (GAP, 2 * GAP + SIDE))
     colours = np.asarray(mapped, float) - 0.4 * np.asarray(view.convert("L"), float)[..., None]  # what lies over the grey picture

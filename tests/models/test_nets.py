@@ -1,3 +1,4 @@
+import copy
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from cifar_lit import plugins
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.models.registry import NETS, NetSpec, build_net, build_on_meta_device, net_spec
+from cifar_lit.models.registry import NETS, NetSpec, build_net, build_on_meta_device, check_shapes, net_spec
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
@@ -98,7 +99,10 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
     assert outputs(1.5) == [round(1.5 * units) for units in plain[:-1]] + [10]
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18")])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18"), ("resnet", "resnet18"), ("ResNet-50", "resnet50")],
+)
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
         build(typed)
@@ -224,3 +228,64 @@ def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(name: str, 
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [("a_net.py", "a_net.Net"), ("./a_net.py", "a_net.Net"), ("a_net", "a_net.Net"), ("a_net.py:make", "a_net.make"),
+     ("nets/a_net.py", "nets.a_net.Net")],
+)  # fmt: skip
+def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets").mkdir()
+    for folder in (tmp_path, tmp_path / "nets"):
+        (folder / "a_net.py").write_text("def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise SystemExit('imported')")
+    with pytest.raises(UsageError, match=f"as {member}\\.") as refusal:
+        build(name)
+    assert "_Hidden" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("source", [b"", b"\xff\0", b"(" * 100_000, b"-" * 100_000 + b"1", b"class A" * 100_000])
+def test_a_file_that_is_no_python_is_answered_without_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.py").write_bytes(source)
+    with pytest.raises(UsageError, match=r"odd\.py is a file: name a class or function in it, as odd\.NAME"):
+        build("odd.py")
+
+
+@pytest.mark.parametrize("name", [*sorted(NETS), "resnet18", "vit_b_16"])
+def test_the_check_of_shapes_changes_neither_the_net_nor_random_numbers(name: str) -> None:
+    net = build(name)
+    net.train()
+    next(net.children()).eval()
+    modes, state, random_state = [part.training for part in net.modules()], copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    check_shapes(net, name, (3, 32, 32), 10)
+    assert [part.training for part in net.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class Drawing(nn.Linear):
+    """A net that draws random numbers in evaluation too."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.flatten(1) + torch.rand(()))
+
+
+def test_the_check_of_shapes_hides_the_random_numbers_that_a_net_draws() -> None:
+    net, before = Drawing(12, 2), torch.get_rng_state()
+    check_shapes(net, "drawing", (3, 2, 2), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert net.training
+
+
+def test_a_net_whose_kernels_need_a_gpu_is_left_to_the_training() -> None:
+    class OnGpu(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            raise RuntimeError("Expected a CUDA tensor")
+
+    check_shapes(OnGpu(), "on_gpu", (3, 2, 2), 2)

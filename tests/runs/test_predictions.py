@@ -90,13 +90,13 @@ def test_csv_and_json_say_the_same_of_files_read_and_not() -> None:
     CsvRows(as_csv, 2).write(rows)
     JsonRows(as_json, 2).write(rows)
     assert as_csv.getvalue().splitlines() == [
-        "index,label,predicted,probability,class_2,probability_2,path,novelty,unlike,error",
-        r"0,,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # for people; exact is the path in JSON
-        '1,,,,,,"b,c.png",,,cut short',
+        "index,label,probability,class_2,probability_2,path,novelty,unlike,error",
+        r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # for people; exact is the path in JSON
+        '1,,,,,"b,c.png",,,cut short',
     ]
     first, second = map(json.loads, as_json.getvalue().splitlines())
     assert first == {
-        "index": 0, "label": None, "predicted": "cat", "probability": 0.5, "class_2": "dog", "probability_2": 0.25,
+        "index": 0, "label": "cat", "probability": 0.5, "class_2": "dog", "probability_2": 0.25,
         "path": "a\udce9.png", "novelty": 1.5, "unlike": True, "error": None,
     }  # fmt: skip
     assert (second["probability"], second["unlike"], second["error"]) == (None, None, "cut short")

@@ -151,6 +151,35 @@ def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_pat
     assert run_of(best) is None
 
 
+def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "old-1", age=400)
+    unfinished = make_run(tmp_path, "cut-1", age=300)
+    (make_run(tmp_path, "fitted-1", age=200) / "metrics.json").write_text('{"val": {"accuracy": 0.5}}')
+    newest = make_run(tmp_path, "tested-1", age=100)
+    (newest / "metrics.json").write_text('{"test": {"accuracy": 0.5}}')
+    assert find_resumable(tmp_path, None, needs_test=False) == unfinished / "checkpoints/last.ckpt"
+    assert capsys.readouterr().err == f"resuming {unfinished}: the newest run, {newest}, is finished\n"
+    assert find_resumable(tmp_path, None, needs_test=True).parent.parent.name == "fitted-1"
+    assert find_resumable(tmp_path, None).parent.parent == newest  # as a restarted job asks
+    crashed = make_run(tmp_path, "crashed-1")
+    for checkpoint in (crashed / "checkpoints").iterdir():
+        checkpoint.unlink()
+    capsys.readouterr()
+    assert find_resumable(tmp_path, None, needs_test=False, first=False) == unfinished / "checkpoints/last.ckpt"
+    assert capsys.readouterr().err == ""
+    find_resumable(tmp_path, None, needs_test=False)
+    assert capsys.readouterr().err == f"resuming {unfinished}: the newest run, {crashed}, has no checkpoint\n"
+
+
+def test_of_finished_runs_only_the_newest_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, age in (("fast-1", 200), ("fast-2", 100)):
+        (make_run(tmp_path, name, age) / "metrics.json").write_text('{"test": {"accuracy": 0.5}}')
+    assert find_resumable(tmp_path, None, needs_test=True) == tmp_path / "fast-2/checkpoints/last.ckpt"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", [None, "logs/fast-1", "logs/fast-1/checkpoints/last.ckpt"])
 @pytest.mark.parametrize("place", ["metrics.csv", "checkpoints/best.ckpt", "plots", "deep/down/there"])
 def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
