@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from cifar_lit.errors import UsageError
+from cifar_lit.files import read_text
 from cifar_lit.hardware import core_count
 
 MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
@@ -33,11 +34,7 @@ def plain_values(file: Path) -> Any:
 def plain_text(file: Path) -> str:
     """The text of a configuration file; raises UsageError for one that would do more than set values."""
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
-        text = content.decode()
+        text = read_text(file, MAX_BYTES)
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None

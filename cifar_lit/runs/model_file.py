@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import writing
+from cifar_lit.files import file_size, writing
 from cifar_lit.models.pretrained import TIMM
 from cifar_lit.models.registry import build_net, build_on_meta_device, net_spec, with_versions
 from cifar_lit.plugins import UntrustedName, is_import_path
@@ -126,15 +126,19 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def load_model_file(path: str | Path) -> LoadedNet:
-    """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
+    """Build the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    Raises UsageError if there is no such file, Failure if it is damaged or was not written by this program.
     """
     file = weights_file(path)
     try:
-        with file.open("rb") as start:
-            length = int.from_bytes(start.read(8), "little")
-        if length > min(MAX_HEADER, max(file.stat().st_size - 8, 0)):
+        size = file_size(file)
+        with file.open("rb") as opened:
+            start = opened.read(8)
+        if start.startswith(b"PK"):
+            raise UsageError(f"{file} is no model.safetensors, but a file of torch: name a run folder")
+        length = int.from_bytes(start, "little")
+        if length > min(MAX_HEADER, max(size - 8, 0)):
             raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, Any] = opened.metadata() or {}
@@ -160,7 +164,9 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except PermissionError:
         raise Failure(f"{file} may not be read by you: copy it with rights to read") from None
-    except (InvalidFileError, SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: of torch, where it maps the file
+    except OSError as error:
+        raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
+    except (InvalidFileError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     return net
 

@@ -261,11 +261,17 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
 
 
 def weights_file(path: str | Path) -> Path:
-    """The `model.safetensors` of a run folder, or the file itself; raises UsageError when there is none."""
+    """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
     file = Path(path).expanduser()
     file = file / "model.safetensors" if file.is_dir() else file
-    if not file.is_file():
+    if not file.exists():
         raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    if file.suffix == ".ckpt":
+        run = file.parent.parent
+        known = (run / "model.safetensors").is_file()
+        raise UsageError(
+            f"{file} is a checkpoint: name {display_path(run) if known else 'the folder of a run that ended'} instead"
+        )
     return file
 
 

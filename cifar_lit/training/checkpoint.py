@@ -224,7 +224,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
-    """A mapping out of a file of torch.save, which `check` raises InvalidFileError or Failure for."""
+    """Return the mapping in a file of torch.save. check: raises InvalidFileError or Failure for contents that are refused."""
+    if path.is_dir() or path.suffix == ".safetensors":
+        best = (path if path.is_dir() else path.parent) / "checkpoints" / BEST
+        kind = "a folder" if path.is_dir() else "no checkpoint, but holds weights alone"
+        raise UsageError(f"{path} is {kind}: name a checkpoint" + (f", {best}" if best.is_file() else " of a run"))
     try:
         _check_file(path)
         with warnings.catch_warnings():
@@ -287,7 +291,8 @@ def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(4)
     if start != b"PK\3\4":
-        return check_pickles(path, None)
+        check_pickles(path, None)
+        return
     with zipfile.ZipFile(path) as container:
         entries = container.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
-from security.hostile_models import MKDIR, Maker, content
+from security.hostile_models import MKDIR, Maker, content, kernel_messages
 
 # A module in the working folder, whose import leaves the folder `ran`, and a configuration that names it.
 BESIDE = {
@@ -122,6 +122,8 @@ ARCHIVES: dict[str, Maker] = {
     "an archive of 4 GB, all of it a hole": _hole,
     "an archive that is a named pipe": os.mkfifo,
     "an archive that is a link to /dev/zero": lambda path: path.symlink_to(ZEROS),
+    "an archive that is a link to the kernel's messages": kernel_messages,
+    "batches that are links to the kernel's messages": _batches(kernel_messages),
     "batches that are gadgets": _batches(content(pickle.dumps(MKDIR))),
     "batches of 4 GB, all of it a hole": _batches(_hole),
 }
@@ -177,5 +179,6 @@ IMAGES: dict[str, Maker] = {
     "a pickle": content(pickle.dumps(MKDIR)),
     "a named pipe": os.mkfifo,
     "a link to /dev/zero": lambda path: path.symlink_to(ZEROS),
+    "a link to the kernel's messages": kernel_messages,
     "a link to a folder above": lambda path: path.symlink_to(".."),
 }

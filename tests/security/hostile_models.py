@@ -36,6 +36,12 @@ def content(data: bytes | Callable[[], bytes]) -> Maker:
     return lambda path: path.write_bytes(data() if callable(data) else data)
 
 
+def kernel_messages(path: Path) -> None:
+    """A link to a regular file of size 0, whose reading waits for the kernel's next message."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/kmsg")
+
+
 def changed(change: Callable[[bytes], bytes]) -> Maker:
     """The genuine bytes after a change."""
     return lambda path: path.write_bytes(change(path.read_bytes()))
@@ -112,7 +118,7 @@ _TUPLE = b"(" + b"K\1" * 100_000 + b"t"
 
 
 def _called_often(value: bytes, call: bytes) -> Maker:
-    """A pickle of a dict whose only value is a list of results: a call, 5000 times over, with the value that the file has once."""
+    """A pickle with a value once, and 5000 calls with it, whose results are in a list."""
     return _zip_with(b"\x80\2}K\1](" + value + b"q\0" + call * 5000 + b"es.")
 
 
@@ -257,5 +263,6 @@ MODELS: dict[str, Maker] = {
     "class names that cannot be printed": _card(classes=["\ud800", "b"]),
     "weights as whole numbers": changed(lambda data: data.replace(b'"F32"', b'"I32"')),
     "weights that are not finite": changed(_not_finite),
+    "a model that is a link to the kernel's messages": kernel_messages,
     "a pickle under its name": content(pickle.dumps(MKDIR)),
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, read_checkpoint
 
 CONTENT: dict[str, Any] = {
@@ -137,4 +137,15 @@ def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Pa
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     assert line in refusal(path)
     assert "execute code" not in refusal(path)
-    assert "it is a folder" in refusal(tmp_path)
+
+
+def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:
+    run, best = checkpoint.parent.parent, checkpoint.with_name("best.ckpt")
+    (run / "model.safetensors").touch()
+    for place, kind in ((run, "a folder"), (run / "model.safetensors", "no checkpoint, but holds weights alone")):
+        with pytest.raises(UsageError, match=f"{place} is {kind}: name a checkpoint of a run"):
+            read_checkpoint(place)
+    checkpoint.rename(best)
+    for place in (run, run / "model.safetensors"):
+        with pytest.raises(UsageError, match=f"name a checkpoint, {best}"):
+            read_checkpoint(place)
