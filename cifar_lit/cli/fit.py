@@ -37,7 +37,13 @@ from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path,
 from cifar_lit.text import is_name, note, say
 from cifar_lit.train import Run
 from cifar_lit.training.callbacks import Interrupted, NoProfiler
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.checkpoint import (
+    AtomicCheckpointIO,
+    check_checkpoint_path,
+    latest_valid_checkpoint,
+    read_checkpoint,
+    regular_checkpoint,
+)
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.finetune import choose_training
 
@@ -195,8 +201,7 @@ class TrainingCLI(LightningCLI):
             tested = self.settings.ckpt_path
             if tested is None:
                 raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
-            if not Path(tested).expanduser().is_file():
-                raise UsageError(f"there is no checkpoint {tested}")
+            check_checkpoint_path(Path(tested).expanduser())
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and trainer.devices == "auto":

@@ -21,7 +21,7 @@ from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import file_size, writing
 from cifar_lit.models.pretrained import TIMM
-from cifar_lit.models.registry import build_net, build_on_meta_device, net_spec, with_versions
+from cifar_lit.models.registry import MAX_WIDTH, build_net, build_on_meta_device, net_spec, with_versions
 from cifar_lit.plugins import UntrustedName, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
@@ -176,7 +176,6 @@ def load_model_file(path: str | Path) -> LoadedNet:
 MAX_CARD = 3 << 20  # bytes of the header
 MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
 MAX_CHANNELS = 64
-MAX_WIDTH = 1000.0  # times the hidden widths
 MAX_CLASSES = 100_000
 MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
 MAX_TEMPERATURE = 20.0  # and the inverse of the least

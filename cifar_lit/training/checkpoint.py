@@ -223,12 +223,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
-    """Return the mapping in a file of torch.save. check: raises InvalidFileError or Failure for contents that are refused."""
+def check_checkpoint_path(path: Path) -> None:
+    """Raise UsageError if there is no such file, or a run folder or a model, with the checkpoint to name instead."""
+    if not path.exists():
+        raise UsageError(f"there is no checkpoint {path}")
     if path.is_dir() or path.suffix == ".safetensors":
         best = (path if path.is_dir() else path.parent) / "checkpoints" / BEST
         kind = "a folder" if path.is_dir() else "no checkpoint, but holds weights alone"
         raise UsageError(f"{path} is {kind}: name a checkpoint" + (f", {best}" if best.is_file() else " of a run"))
+
+
+def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
+    """Return the mapping in a file of torch.save. check: raises InvalidFileError or Failure for contents that are refused."""
+    check_checkpoint_path(path)
     try:
         _check_file(path)
         with warnings.catch_warnings():
@@ -237,8 +244,6 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
         if not isinstance(contents, dict):
             raise Failure(f"{path} is no Lightning checkpoint, nor weights by name")
         check(contents)
-    except FileNotFoundError:
-        raise Failure(f"there is no checkpoint {path}") from None
     except Failure:
         raise
     except OSError as error:
