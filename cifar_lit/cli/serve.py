@@ -54,7 +54,7 @@ def serve(argv: list[str]) -> None:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         own = socket.gethostname().lower()
-        names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
+        own_names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
         device = resolve_device(settings.accelerator)
         classifier = load(file, device)
 
@@ -65,7 +65,7 @@ def serve(argv: list[str]) -> None:
                 say(f"open to every machine that reaches {host}: there is no password and no encryption")
             say(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it")
 
-        run_service(classifier, sock, names, limits, __version__, on_ready)
+        run_service(classifier, sock, own_names, limits, __version__, on_ready)
     say("stopped")
 
 

@@ -134,10 +134,9 @@ def load_model_file(path: str | Path) -> LoadedNet:
     try:
         size = file_size(file)
         with file.open("rb") as opened:
-            start = opened.read(8)
-        if start.startswith(b"PK"):
-            raise UsageError(f"{file} is no model.safetensors, but a file of torch: name a run folder")
-        length = int.from_bytes(start, "little")
+            length, brace = int.from_bytes(opened.read(8), "little"), opened.read(1)
+        if brace not in (b"", b"{"):
+            raise UsageError(f"{file} is no model.safetensors: name a run folder, or its model.safetensors")
         if length > min(MAX_HEADER, max(size - 8, 0)):
             raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:

@@ -202,10 +202,10 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint, on the CPU; no code in it is executed.
+    """Return the contents of a checkpoint, on the CPU; no code in it is executed.
 
-    Raises DamagedCheckpoint when it is cut short, or not as it was written, Failure when it is missing, no checkpoint, or would
-    execute code.
+    Raises DamagedCheckpoint if it is cut short, or not as it was written, Failure if it is no checkpoint or would execute code,
+    and what `check_checkpoint_path` raises.
     """
     return _read(path, _check_contents)
 

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import NoneType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 from zipfile import ZipFile
 
 import torch
@@ -70,7 +70,7 @@ def check_pickles(path: Path, container: ZipFile | None) -> None:
             _Checker(file, size).load()
 
 
-def _counted(load: Callable[[_Checker], None]) -> Callable[[_Checker], None]:
+def _counted(load: Callable[[Any], None]) -> Callable[[_Checker], None]:
     """Return an opcode's function that raises InvalidFileError for more than MAX_CONTAINERS."""
 
     def load_counted(checker: _Checker) -> None:
@@ -89,6 +89,9 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         size: bytes of the file, the limit for all storages together and for all values that functions copy.
         records: bytes of each part of the zip file by name; None for the format before torch 1.6.
     """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: IO[bytes], size: int, records: dict[str, int] | None = None) -> None:
         super().__init__(file, encoding="utf-8")
@@ -129,7 +132,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
 
     # ---- stand-ins for functions
 
-    def copy(self, values: Any, kind: type | tuple[type, ...] = (list, tuple)) -> Any:
+    def copy(self, values: Any, kind: Any = (list, tuple)) -> Any:
         """Return `values`, which a function is about to copy; raise InvalidFileError if the copies exceed the file."""
         if not isinstance(values, kind):
             raise InvalidFileError("it asks for memory that it does not fill")
@@ -225,7 +228,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         """Raise UnpicklingError for an opcode that torch.save does not write."""
         raise pickle.UnpicklingError("an opcode that torch.save does not write")
 
-    dispatch = dict.fromkeys(range(256), load_unknown)
+    dispatch: ClassVar[Any] = dict.fromkeys(range(256), load_unknown)
     dispatch |= {code[0]: pickle._Unpickler.dispatch[code[0]] for code in PLAIN}
     dispatch |= {code[0]: _counted(pickle._Unpickler.dispatch[code[0]]) for code in CONTAINERS}
     dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems, pickle.BUILD[0]: load_build}

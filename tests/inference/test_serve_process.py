@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import alive, picture, running
+from serving import JPEG, alive, picture, running
 
 from cifar_lit.cli import main
 

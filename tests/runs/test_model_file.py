@@ -139,8 +139,11 @@ def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) 
     path.unlink()
     with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a run that ended instead"):
         load_model_file(checkpoint)
-    with pytest.raises(UsageError, match=r"is no model\.safetensors, but a file of torch: name a run folder"):
+    with pytest.raises(UsageError, match=r"is no model\.safetensors: name a run folder, or its model\.safetensors"):
         load_model_file(checkpoint.rename(path))
+    path.write_text(json.dumps({"accuracy": 0.9}, indent=2))
+    with pytest.raises(UsageError, match=r"is no model\.safetensors"):
+        load_model_file(path)
 
 
 SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))
