@@ -74,12 +74,39 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def file_size(path: str | Path, most: int | None = None) -> int:
+    """Return the bytes of a file that can be read to its end; raise OSError for any other.
+
+    Reading a pipe waits, a device never ends, and so do files of the kernel such as /proc/kmsg: they are regular files of size 0.
+
+    most: the largest size in bytes; None for any.
+    """
+    state = os.stat(path)  # noqa: PTH116 (faster than Path's for many small files)
+    if stat.S_ISDIR(state.st_mode):
+        raise OSError(errno.EISDIR, "it is a folder", str(path))
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
+    if state.st_size == 0:
+        raise OSError(errno.EINVAL, "the file is empty", str(path))
+    if most is not None and state.st_size > most:
+        raise OSError(errno.EFBIG, f"it is larger than {_size_text(most)}", str(path))
+    return state.st_size
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """Return the contents of a file of at most `most` bytes; raise OSError for a file that `file_size` refuses."""
+    size = file_size(path, most)
+    with open(path, "rb") as file:  # noqa: PTH123 (faster than Path's)
+        return file.read(size)
+
+
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
-    """The text of a file of at most `most` bytes; raises OSError for others: a pipe would be waited for, a device never ends."""
-    state = path.stat()
-    if not stat.S_ISREG(state.st_mode) or state.st_size > most:
-        raise OSError(errno.EFBIG, f"not a file of at most {most >> 20} MiB", str(path))
-    return path.read_bytes().decode()
+    """Return the text of a file in UTF-8; raise what `read_bytes` raises."""
+    return read_bytes(path, most).decode()
+
+
+def _size_text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _new_name(path: Path) -> Path:

@@ -33,11 +33,17 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
-from cifar_lit.runs.run_folder import RunFolder, check_checkpoint, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.text import is_name, note, say
 from cifar_lit.train import Run
 from cifar_lit.training.callbacks import Interrupted, NoProfiler
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.checkpoint import (
+    AtomicCheckpointIO,
+    check_checkpoint_path,
+    latest_valid_checkpoint,
+    read_checkpoint,
+    regular_checkpoint,
+)
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.finetune import choose_training
 
@@ -198,7 +204,7 @@ class TrainingCLI(LightningCLI):
             tested = self.settings.ckpt_path
             if tested is None:
                 raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
-            check_checkpoint(tested)
+            check_checkpoint_path(Path(tested).expanduser())
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
         trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and trainer.devices == "auto":

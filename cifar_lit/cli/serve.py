@@ -30,7 +30,7 @@ def serve(argv: list[str]) -> None:
     parser = command_parser("serve", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="folder of a run that ended, or its model.safetensors")
-    add("--host", type=str, default="127.0.0.1", help="address to be reached at; 0.0.0.0 for all of this machine's")
+    add("--host", type=str, default="127.0.0.1", help="address or name to be reached at; 0.0.0.0 for all of this machine's")
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--accelerator", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest body of a request, in MB")
@@ -53,6 +53,8 @@ def serve(argv: list[str]) -> None:
     with _listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        own = socket.gethostname().lower()
+        own_names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
         device = resolve_device(settings.accelerator)
         classifier = load(file, device)
 
@@ -63,7 +65,7 @@ def serve(argv: list[str]) -> None:
                 say(f"open to every machine that reaches {host}: there is no password and no encryption")
             say(f"page and POST /predict at {_url(host, port)} · Ctrl-C stops it")
 
-        run_service(classifier, sock, local, limits, __version__, on_ready)
+        run_service(classifier, sock, own_names, limits, __version__, on_ready)
     say("stopped")
 
 

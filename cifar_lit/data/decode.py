@@ -6,7 +6,6 @@ import io
 import os
 import re
 import signal
-import stat
 import sys
 import threading
 import warnings
@@ -24,6 +23,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
+from cifar_lit.files import read_bytes
 from cifar_lit.hardware import core_count
 from cifar_lit.text import printable
 
@@ -94,7 +94,7 @@ def decode(
     Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above `pixel_limit`.
     """
     with _decode_errors(source):
-        data = _read(source) if isinstance(source, str | Path) else source.read()
+        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
         image = _open(data)
         _refuse_cut(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
@@ -131,7 +131,7 @@ def pixel_limit(pixels: int) -> Iterator[None]:
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
     """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
     with _decode_errors(source):
-        image = _open(_read(source) if isinstance(source, str | Path) else source.read())
+        image = _open(read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read())
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
@@ -230,16 +230,6 @@ def start_worker(pixel_limit: int | None) -> None:
             os._exit(1)  # a killed parent would otherwise leave its workers waiting for ever
 
         threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _read(path: str | Path) -> bytes:
-    status = os.stat(path)  # noqa: PTH116 (this and open are faster than Path's for many small files)
-    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device may never end
-        raise OSError("it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no file")
-    if status.st_size > MAX_FILE_BYTES:
-        raise OSError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
 
 
 def _open(data: bytes) -> Image.Image:

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure
+from cifar_lit.files import file_size
 from cifar_lit.text import note
 
 STALL_SECONDS = 20.0  # no connection, or no byte, for so long: the next mirror
@@ -60,11 +61,13 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
             return part.replace(target)
-        problem = ""
-        if not target.is_file() or _size(target) > MAX_DOWNLOAD:  # a pipe would be waited for, a device never end
-            problem = f"another file: wanted is a file of at most {MAX_DOWNLOAD >> 20} MiB with md5 {md5}"
-        elif (digest := _md5_of(target)) != md5:
-            problem = f"damaged or another file: its md5 is {digest}, wanted is {md5}"
+        try:
+            file_size(target, MAX_DOWNLOAD)
+        except OSError as error:
+            problem = f"another file ({error.strerror}): wanted is one with md5 {md5}"
+        else:
+            digest = _md5_of(target)
+            problem = "" if digest == md5 else f"damaged or another file: its md5 is {digest}, wanted is {md5}"
         if problem:
             raise Failure(f"{target} is {problem}; delete it or replace it")
     return target

@@ -25,6 +25,7 @@ from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet, ImageSize
 from cifar_lit.errors import UsageError, check_choice, nearest
+from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
@@ -86,11 +87,11 @@ def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
     folder, archive = root / reader.base_folder, root / reader.filename
 
     def read_if_intact() -> Any | None:
-        if any(file.stat().st_size > MAX_DOWNLOAD for file in folder.glob("*")):  # long to check
-            return None
         try:
+            for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
+                file_size(folder / file, MAX_DOWNLOAD)
             return reader(root, train)
-        except RuntimeError:  # what torchvision raises for a missing file or a wrong md5
+        except (OSError, RuntimeError):  # torchvision raises RuntimeError for a missing file or a wrong md5
             return None
 
     with disk_errors(root):
@@ -108,7 +109,7 @@ def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
     images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
     if settings.labels == "coarse":  # which torchvision leaves in the files that it has checked
         files = ("train" if train else "test", "meta")
-        part, meta = (pickle.loads((folder / file).read_bytes(), encoding="latin1") for file in files)
+        part, meta = (pickle.loads(read_bytes(folder / file, MAX_DOWNLOAD), encoding="latin1") for file in files)
         labels, classes = part["coarse_labels"], meta["coarse_label_names"]
     return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
 
@@ -125,7 +126,9 @@ def _fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
             fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls], md5, raw / filename)
             for filename, md5 in FashionMNIST.resources
         ]
-    images, labels = (bytearray(gzip.decompress(path.read_bytes())) for path in (packed[:2] if train else packed[2:]))
+    images, labels = (
+        bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD))) for path in (packed[:2] if train else packed[2:])
+    )
     pixels = torch.frombuffer(images, dtype=torch.uint8, offset=16).view(-1, 28, 28, 1)  # behind the sizes
     return ImageSet(pixels, torch.frombuffer(labels, dtype=torch.uint8, offset=8).long(), tuple(FashionMNIST.classes))
 
@@ -169,9 +172,7 @@ def _has_cifar(name: str, settings: SourceSettings) -> bool:
     md5s = dict([*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])])
     folder = settings.path / reader.base_folder
     with suppress(OSError):
-        return all((folder / file).stat().st_size <= MAX_DOWNLOAD for file in md5s) and all(
-            check_integrity(folder / file, md5) for file, md5 in md5s.items()
-        )
+        return all(file_size(folder / file, MAX_DOWNLOAD) and check_integrity(folder / file, md5) for file, md5 in md5s.items())
     return False
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import stat
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.files import file_size
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 COLUMNS = {  # by what is in them; upper case, spaces and underscores make no difference
@@ -119,9 +119,7 @@ def _text(value: Any) -> str:
 def _lines(table: Path) -> Iterator[str]:
     """The lines of a text in UTF-8 with or without a byte order mark; raises UsageError for what is none."""
     try:
-        state = table.stat()
-        if not stat.S_ISREG(state.st_mode) or state.st_size > MAX_BYTES:
-            raise UsageError(f"{table} is not a table of at most {MAX_BYTES >> 20} MiB")
+        file_size(table, MAX_BYTES)
         with table.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:

@@ -74,11 +74,11 @@ def build_timm_net(
 
     Raises UsageError where timm is not installed, has no such net, or the net cannot take images of that size.
     """
-    timm, short = import_timm(), timm_name(name)
     if width != 1:
         raise UsageError(f"{name} has a width of its own: leave width at 1")
     if side is not None and not (type(side) is int and min(image_size) <= side <= MAX_SIDE):
         raise UsageError(f"model.net_options.side is {side!r}, not a number of pixels from {min(image_size)} to {MAX_SIDE}")
+    timm, short = import_timm(), timm_name(name)
     size = scaled_size(image_size, side) if side else image_size
     cfg = timm.get_pretrained_cfg(short)
     fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}

@@ -42,6 +42,7 @@ class NetSpec(NamedTuple):
     options: tuple[str, ...] | None = ()
 
 
+MAX_WIDTH = 1000.0  # times the hidden widths
 NETS: dict[str, NetSpec] = {
     "whitened": NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS),
     "shapenet": NetSpec(shapenet, min_size=8, any_size=True),
@@ -78,8 +79,8 @@ def build_net(
     shape = f"{size[0]}×{size[1]}"
     if min(channels, num_classes, *size) < 1:
         raise UsageError(f"A net needs 1 channel, class and pixel at least, not {channels}, {num_classes} and {shape}.")
-    if not 0 < width < float("inf"):
-        raise UsageError(f"width multiplies the hidden widths, so it must be above 0, not {width}.")
+    if not 0 < width <= MAX_WIDTH:
+        raise UsageError(f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}.")
     options = dict(options or {})
     spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
@@ -97,7 +98,8 @@ def build_net(
 
 def check_net(name: str, options: Mapping[str, Any]) -> NetSpec:
     """Return how a net is built; raise UsageError for an unknown name or option."""
-    spec = net_spec(name)
+    # Refuse wrong options of timm's nets before timm is imported, which takes seconds.
+    spec = NetSpec(partial(build_timm_net, name), options=TIMM_OPTIONS) if name.startswith(TIMM) else net_spec(name)
     for option in options:
         if spec.options is not None and option not in spec.options:
             known = ", ".join(spec.options) or "none: leave model.net_options out"

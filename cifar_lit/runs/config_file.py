@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from cifar_lit.errors import UsageError
+from cifar_lit.files import read_text
 from cifar_lit.hardware import core_count
 
 MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
@@ -34,11 +35,7 @@ def plain_values(file: Path) -> Any:
 def plain_text(file: Path) -> str:
     """The text of a configuration file; raises UsageError for one that would do more than set values."""
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UsageError(f"{file} was not read: a configuration has at most {MAX_BYTES >> 10} KiB")
-        text = content.decode()
+        text = read_text(file, MAX_BYTES)
         root = yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
@@ -82,7 +79,10 @@ _COUNTS = {"devices", "workers"}
 _NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
 _NAMED = {"recipe", "filename", "name"}
 PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
-_NAME = re.compile(r"(?!\.\.?$)(?:[^/\\{}]|\{\w+(?:/\w+)*(?::[\w.]*)?\})*")  # in braces a metric, as ModelCheckpoint takes them
+# A file name of at most 255 characters. In braces a metric, as ModelCheckpoint takes them, with a width below 100.
+_NAME = re.compile(r"(?!\.\.?$)(?!.{256})(?:[^/\\{}]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*")
+_FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # of numbers in a progress bar
+MAX_METRIC_SETTING = 1000  # classes, labels or thresholds of a torchmetrics class, which reserves memory for them
 _allowed: set[tuple[str, str]] = set()
 
 
@@ -106,8 +106,19 @@ def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         near = name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
         number = text.replace(" ", "") if name in _COUNTS else ""
         many = number.isdecimal() and (len(number) > 4 or int(number) > MAX_PROCESSES)
-        if key[0] != "model" and (many or (name in PLACES and not plain and not near)):
+        wide = name == "metrics_format" and not _FORMAT.fullmatch(text)
+        if key[0] != "model" and (many or wide or (name in PLACES and not plain and not near)):
             yield key, text
+        if key[:2] == ("model", "metrics") and _is_above(text, MAX_METRIC_SETTING):
+            yield key, text
+
+
+def _is_above(text: str, limit: float) -> bool:
+    """Return whether a text is a number above `limit`."""
+    try:
+        return float(text) > limit
+    except ValueError:
+        return False
 
 
 def allow_choices(settings: Any) -> None:
@@ -123,6 +134,8 @@ def check_choices(settings: dict[str, Any]) -> None:
     | `logs`, `data.cache_dir`, `ckpt_path` | places in the working folder |
     | `data.root` | also one elsewhere, where a data set of ours is complete: it is read, nothing is written there |
     | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
+    | `metrics_format` of RichProgressBar, `{epoch:02d}` in `filename` | widths and digits below 100 |
+    | numbers of `model.metrics` | at most 1000 |
     | `trainer.devices`, `data.workers` | as many processes as the machine has cores, or eight |
     | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
     """

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import writing
+from cifar_lit.files import file_size, writing
 from cifar_lit.models.pretrained import TIMM
-from cifar_lit.models.registry import build_net, build_on_meta_device, net_spec, with_versions
+from cifar_lit.models.registry import MAX_WIDTH, build_net, build_on_meta_device, net_spec, with_versions
 from cifar_lit.plugins import UntrustedName, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
@@ -126,15 +126,18 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def load_model_file(path: str | Path) -> LoadedNet:
-    """Builds the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
+    """Build the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    Raises UsageError if there is no such file, Failure if it is damaged or was not written by this program.
     """
     file = weights_file(path)
     try:
-        with file.open("rb") as start:
-            length = int.from_bytes(start.read(8), "little")
-        if length > min(MAX_HEADER, max(file.stat().st_size - 8, 0)):
+        size = file_size(file)
+        with file.open("rb") as opened:
+            length, brace = int.from_bytes(opened.read(8), "little"), opened.read(1)
+        if brace not in (b"", b"{"):
+            raise UsageError(f"{file} is no model.safetensors: name a run folder, or its model.safetensors")
+        if length > min(MAX_HEADER, max(size - 8, 0)):
             raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, Any] = opened.metadata() or {}
@@ -160,7 +163,9 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except PermissionError:
         raise Failure(f"{file} may not be read by you: copy it with rights to read") from None
-    except (InvalidFileError, SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: of torch, where it maps the file
+    except OSError as error:
+        raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
+    except (InvalidFileError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     return net
 
@@ -170,7 +175,6 @@ def load_model_file(path: str | Path) -> LoadedNet:
 MAX_CARD = 3 << 20  # bytes of the header
 MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
 MAX_CHANNELS = 64
-MAX_WIDTH = 1000.0  # times the hidden widths
 MAX_CLASSES = 100_000
 MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
 MAX_TEMPERATURE = 20.0  # and the inverse of the least

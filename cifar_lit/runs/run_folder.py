@@ -209,16 +209,6 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
     return checkpoint
 
 
-def check_checkpoint(name: str) -> None:
-    """Raise UsageError unless `name` is a file; for a folder, name a checkpoint in it."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        example = path / ("best.ckpt" if path.name == "checkpoints" else "checkpoints/best.ckpt")
-        raise UsageError(f"{name} is a folder: name a checkpoint in it, such as --ckpt_path {example}")
-    if not path.is_file():
-        raise UsageError(f"there is no checkpoint {name}: check the path")
-
-
 def check_files(run: Path) -> None:
     """Raises Failure for a run that cannot be gone on with in its folder, as a stranger may have made it.
 
@@ -283,11 +273,17 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
 
 
 def weights_file(path: str | Path) -> Path:
-    """The `model.safetensors` of a run folder, or the file itself; raises UsageError when there is none."""
+    """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
     file = Path(path).expanduser()
     file = file / "model.safetensors" if file.is_dir() else file
-    if not file.is_file():
+    if not file.exists():
         raise UsageError(f"there is no {file}: name a run folder that ended, or a model.safetensors")
+    if file.suffix == ".ckpt":
+        run = file.parent.parent
+        known = (run / "model.safetensors").is_file()
+        raise UsageError(
+            f"{file} is a checkpoint: name {display_path(run) if known else 'the folder of a run that ended'} instead"
+        )
     return file
 
 

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import atomic_write
+from cifar_lit.files import atomic_write, file_size
 from cifar_lit.training.callbacks import validates_next, within_epoch
+from cifar_lit.training.checkpoint_pickle import check_pickles
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -201,10 +202,10 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint, on the CPU; no code in it is executed.
+    """Return the contents of a checkpoint, on the CPU; no code in it is executed.
 
-    Raises DamagedCheckpoint when it is cut short, or not as it was written, Failure when it is missing, no checkpoint, or would
-    execute code.
+    Raises DamagedCheckpoint if it is cut short, or not as it was written, Failure if it is no checkpoint or would execute code,
+    and what `check_checkpoint_path` raises.
     """
     return _read(path, _check_contents)
 
@@ -222,20 +223,31 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def check_checkpoint_path(path: Path) -> None:
+    """Raise UsageError if there is no such file, or a run folder or a model, with the checkpoint to name instead."""
+    if not path.exists():
+        raise UsageError(f"there is no checkpoint {path}")
+    if path.is_dir() or path.suffix == ".safetensors":
+        best = (path if path.is_dir() else path.parent) / "checkpoints" / BEST
+        kind = "a folder" if path.is_dir() else "no checkpoint, but holds weights alone"
+        raise UsageError(f"{path} is {kind}: name a checkpoint" + (f", {best}" if best.is_file() else " of a run"))
+
+
 def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
-    """A mapping out of a file of torch.save, which `check` raises InvalidFileError or Failure for."""
+    """Return the mapping in a file of torch.save. check: raises InvalidFileError or Failure for contents that are refused."""
+    check_checkpoint_path(path)
     try:
-        _check_container(path)
+        _check_file(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about old and foreign formats: it is the contents that decide
             contents = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(contents, dict):
             raise Failure(f"{path} is no Lightning checkpoint, nor weights by name")
         check(contents)
-    except FileNotFoundError:
-        raise Failure(f"there is no checkpoint {path}") from None
     except Failure:
         raise
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror or error}): use another checkpoint") from None
     except InvalidFileError as error:
         raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except pickle.UnpicklingError as error:
@@ -274,28 +286,31 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
         return ValidCheckpoint(other, contents, str(error).rpartition(": ")[0])
 
 
-def _check_container(path: Path) -> None:
-    """Checks the zip file that torch keeps a checkpoint in by the CRC of each of its parts, which torch.load does not look at.
+def _check_file(path: Path) -> None:
+    """Check a file of torch.save before torch.load reads it: the CRC of each part of the zip file, then the pickle.
 
-    Raises ValueError when one does not match, and what zipfile does where the end is missing; InvalidFileError when parts are
-    packed (torch writes them as they are, so these would grow). Files that are no zip pass: torch.load says what they are.
+    Raises ValueError if a checksum differs, whatever zipfile raises if the end is missing, and InvalidFileError if the file
+    claims more than it holds. torch.save does not compress, so compressed parts are refused: they would grow.
     """
+    size = file_size(path)
     with path.open("rb") as file:
         start = file.read(4)
-    if not start:
-        raise ValueError("the file is empty")
     if start != b"PK\3\4":
+        check_pickles(path, None)
         return
     with zipfile.ZipFile(path) as container:
         entries = container.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise InvalidFileError("its parts are packed, which a checkpoint's are not")
-        if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
             raise InvalidFileError("it claims to hold more than it does")
+        if len({entry.filename.lower() for entry in entries}) < len(entries):
+            raise InvalidFileError("two of its parts have the same name")
         if container.testzip() is not None:
             raise ValueError("its checksum does not match")
         if any(entry.external_attr & FOLDER_ATTRIBUTE for entry in entries):
             raise ValueError("a part of it is marked as a folder")
+        check_pickles(path, container)
 
 
 def _check_contents(checkpoint: Mapping[str, Any]) -> None:
@@ -321,11 +336,6 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
 
 def _count_values(value: Any, known: dict[int, int], depth: int) -> int:
     """The values in a nested value, shared ones as often as they are met."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise InvalidFileError("it has a tensor of a kind that no training wrote")
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise InvalidFileError(f"it has a tensor of {value.numel():,} numbers without the memory for them")
     if not isinstance(value, Mapping | list | tuple | set | frozenset):
         return 1
     if depth > MAX_DEPTH or known.get(id(value)) == 0:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.files import atomic_write
+from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
 from cifar_lit.models.registry import with_versions
 from cifar_lit.models.torchvision_nets import SMALL_STEM
@@ -98,7 +98,7 @@ def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
 
 def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
     """The tensors of a file by their names in the net, which has `own`: without what runs and other programs put before them."""
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
     tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
 
@@ -110,9 +110,13 @@ def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
 
 
 def _from_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; raise Failure if it cannot be read."""
     try:
+        file_size(path)
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise Failure(f"{path} cannot be read ({error.strerror or error}): name another file") from None
+    except SafetensorError as error:
         raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
 
 

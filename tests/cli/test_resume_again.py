@@ -46,7 +46,7 @@ def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) 
     assert_refused(named, 1, "last.ckpt is cut short or damaged (", "): use another checkpoint")  # it was named itself
     for path in (unfinished / "checkpoints").iterdir():
         path.write_bytes(b"")
-    assert_refused(run_command("--resume"), 1, "last.ckpt is cut short or damaged (the file is empty): use another checkpoint")
+    assert_refused(run_command("--resume"), 1, "last.ckpt cannot be read (the file is empty): use another checkpoint")
     assert not list(unfinished.glob(".*"))
 
 

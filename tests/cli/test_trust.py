@@ -100,7 +100,7 @@ def test_nets_of_packages_are_named_as_those_of_this_one(working_folder: Path) -
         ("a: &a [*a]", "nested too deep"),
         ("[" * 5000, "nested too deep"),
         ("".join(f"a{n}: &a{n} [{f'*a{n - 1}, *a{n - 1}' if n else 'x'}]\n" for n in range(18)), "aliases make more than 20,000"),
-        ("a: " + "x" * MAX_BYTES, "at most 32 KiB"),
+        ("a: " + "x" * MAX_BYTES, "larger than 32 KiB"),
         ("- 1\n", "must hold settings by name"),
         ("trainer: other.yaml", "trainer must hold settings by name, not 'other.yaml'"),
         ("a: [1", "not valid YAML at line 1"),

@@ -201,7 +201,7 @@ def endless(table: Path) -> None:
 )
 def test_pipes_devices_and_tables_of_any_size_are_not_read(pets: Path, make: Callable[[Path], object]) -> None:
     make(pets / "a.csv")
-    with pytest.raises(UsageError, match="not a table of at most 512 MiB"):
+    with pytest.raises(UsageError, match=r"a\.csv cannot be read: it is "):
         open_set(pets / "a.csv")
 
 

@@ -127,7 +127,7 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
     os.mkfifo("pipe.png")
     _, out, _ = classify(capsys, run, "--csv", "empty", "none*.png", "pipe.png", "pictures/2.png", "pictures/notes.txt")
     assert [row["error"].partition(",")[0] for row in rows(out)] == [
-        "the folder holds no JPEG", "no file fits this pattern", "it is no file", "", "not a JPEG",
+        "the folder holds no JPEG", "no file fits this pattern", "it is a pipe or a device", "", "not a JPEG",
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import alive, picture, running
+from serving import JPEG, alive, picture, running
 
 from cifar_lit.cli import main
 
@@ -50,7 +50,10 @@ def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(served_
 def test_decoders_that_died_are_started_again_and_a_killed_service_leaves_nothing_behind(served_run: Path) -> None:
     with running(served_run, "--host", "0.0.0.0") as service:
         assert "no password" in service.lines[1]
-        assert service.ask("GET", "/health", headers={"Host": "a.name.of.mine"}).status == 200
+        for host, status in {socket.gethostname(): 200, "192.0.2.7:8000": 200, "[2001:db8::1]": 200, "evil.example": 400}.items():
+            assert service.ask("GET", "/health", headers={"Host": host}).status == status, host
+        answer = service.predict(picture(), {**JPEG, "Host": "evil.example", "Origin": "http://evil.example"})
+        assert "does not answer to 'evil.example': use its address, or start it with --host and that name" in answer.error
         _, _, *decoders = service.processes()  # behind the one that counts what they share
         for decoder in decoders:
             os.kill(decoder, signal.SIGKILL)

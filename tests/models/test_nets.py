@@ -113,8 +113,9 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) ->
     [
         ("lenet", {"channels": 0}, "1 channel, class and pixel at least, not 0, 10 and 32×32"),
         ("lenet", {"image_size": (32, -1)}, "and 32×-1"),
-        ("lenet", {"width": 0.0}, "must be above 0, not 0.0"),
-        ("lenet", {"width": float("nan")}, "must be above 0, not nan"),
+        ("lenet", {"width": 0.0}, "above 0 and at most 1000, not 0.0"),
+        ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
+        ("lenet", {"width": float("nan")}, "above 0 and at most 1000, not nan"),
         ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a width of its own"),
         ("lenet", {"options": {"depth": 3}}, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
         ("resnet18", {"options": {"depth": 3}}, "net_options of resnet18 has no 'depth'. It has none"),

@@ -118,7 +118,9 @@ def refused(path: Path, reason: str) -> None:
 
 def test_a_model_that_is_cut_short_or_claims_a_longer_header_is_refused(path: Path) -> None:
     content = path.read_bytes()
-    for length in (0, 5, 100, len(content) // 2, len(content) - 20):
+    path.write_bytes(b"")
+    refused(path, r"cannot be read \(the file is empty\)")
+    for length in (5, 100, len(content) // 2, len(content) - 20):
         path.write_bytes(content[:length])
         refused(path, "is damaged")
     for claimed in (len(content) - 7, len(content) + (1 << 40), MAX_HEADER + 1):
@@ -126,6 +128,22 @@ def test_a_model_that_is_cut_short_or_claims_a_longer_header_is_refused(path: Pa
         if claimed == MAX_HEADER + 1:
             os.truncate(path, 2 * MAX_HEADER)
         refused(path, rf"\(its header claims {claimed:,} bytes\)")
+
+
+def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) -> None:
+    checkpoint = path.parent / "checkpoints" / "best.ckpt"
+    checkpoint.parent.mkdir()
+    torch.save({}, checkpoint)
+    with pytest.raises(UsageError, match=f"best.ckpt is a checkpoint: name {path.parent} instead"):
+        load_model_file(checkpoint)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a run that ended instead"):
+        load_model_file(checkpoint)
+    with pytest.raises(UsageError, match=r"is no model\.safetensors: name a run folder, or its model\.safetensors"):
+        load_model_file(checkpoint.rename(path))
+    path.write_text(json.dumps({"accuracy": 0.9}, indent=2))
+    with pytest.raises(UsageError, match=r"is no model\.safetensors"):
+        load_model_file(path)
 
 
 SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))

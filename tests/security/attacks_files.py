@@ -8,8 +8,10 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
+import torch
 from contract.command_line import draw_folder
 from security.attack import Attack
+from security.hostile_models import CHECKPOINTS
 
 from cifar_lit.cli import main
 from cifar_lit.data.cache import FORMAT
@@ -18,6 +20,8 @@ from cifar_lit.files import PART
 RESUME = ["train", "--resume", "run"]
 REPORT = ["report", "run", "--device", "cpu"]
 COMPARE = ["compare", "run", "--plot", "curves.png", "--json", "-"]
+FINETUNE = ["fit", "--recipe", "small.yaml", "--logs", "logs"]
+KERNEL = "/proc/kmsg"  # a regular file of size 0, whose reading waits
 LEADS_OUT = "is a link that leads out of its run"
 
 Prepare = Callable[[Path], object]
@@ -103,6 +107,13 @@ def another_run(folder: Path) -> None:
     last = folder / "run/checkpoints/last.ckpt"
     last.rename(folder / "mine/checkpoints/last.ckpt")
     last.symlink_to(folder / "mine/checkpoints/last.ckpt")
+
+
+def weights_of_a_bytearray(folder: Path) -> None:
+    """Weights whose pickle is a few bytes long and asks for 2 GB."""
+    path = folder / "weights.pth"
+    torch.save({}, path)
+    CHECKPOINTS["a bytearray of 2 GB in the pickle of a zip"](path)
 
 
 def resume_of_a_job(folder: Path) -> None:
@@ -257,6 +268,29 @@ ATTACKS: dict[str, Attack] = {
     "a configuration from a pipe": Attack(pipe("config.yaml"), COMPARE, refused=False, says="config.yaml is missing or damaged"),
     "a record of the owner from a pipe": Attack(pipe(".owner", unfinished=True), RESUME, refused=False),
     "a record of a job from a pipe": Attack(resume_of_a_job, start_job, refused=False),
+    "figures from the kernel's messages": Attack(link("metrics.json", KERNEL), COMPARE, refused=False, says="cannot be read"),
+    "curves from the kernel's messages": Attack(link("metrics.csv", KERNEL), COMPARE),
+    "predictions from the kernel's messages": Attack(link("predictions.csv", KERNEL), REPORT, refused=False),
+    "a configuration from the kernel's messages": Attack(link("config.yaml", KERNEL), COMPARE, refused=False),
+    "a checkpoint from the kernel's messages": Attack(
+        link("checkpoints/best.ckpt", KERNEL),
+        ["test", "--recipe", "small.yaml", "--ckpt_path", "run/checkpoints/best.ckpt"],
+        says="cannot be read (the file is empty)",
+    ),
+    "weights from the kernel's messages": Attack(
+        link("weights.pth", KERNEL), [*FINETUNE, "--model.weights", "run/weights.pth"], says="cannot be read (the file is empty)"
+    ),
+    "the same, as safetensors": Attack(
+        link("weights.safetensors", KERNEL), [*FINETUNE, "--model.weights", "run/weights.safetensors"], says="the file is empty"
+    ),
+    "weights of a bytearray of 2 GB": Attack(
+        weights_of_a_bytearray, [*FINETUNE, "--model.weights", "weights.pth"], says="it asks for memory that it does not fill"
+    ),
+    "a table of images from the kernel's messages": Attack(
+        link("table.csv", KERNEL),
+        ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "run/table.csv", "--data.num_classes=null"],
+        says="cannot be read: the file is empty",
+    ),
     "figures of 20 GiB": Attack(endless("metrics.json"), COMPARE, refused=False, says="cannot be read"),
     "curves of 20 GiB": Attack(endless("metrics.csv", "epoch,step\n0,1\n"), COMPARE),
     "predictions of 20 GiB": Attack(endless("predictions.csv", "index,label\n"), REPORT, refused=False),

@@ -96,6 +96,12 @@ def trainer(key: str, class_path: str, **init_args: Any) -> Prepare:
     return config(f"trainer: {{{key}: {f'[{value}]' if key == 'callbacks' else value}}}")
 
 
+def metric(name: str, **init_args: Any) -> Prepare:
+    """A configuration with a metric of torchmetrics."""
+    value = {"class_path": f"torchmetrics.classification.{name}", "init_args": init_args}
+    return config(f"model: {{metrics: {json.dumps({'curve': value})}}}")
+
+
 def with_pictures(prepare: Prepare) -> Prepare:
     """And a folder of images of two classes."""
 
@@ -274,6 +280,30 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a metric whose name leads out of the run, in a checkpoint's name": refused_place(
         trainer("callbacks", "ModelCheckpoint", filename="{../../../../outside/x}"), "trainer.callbacks.filename"
+    ),
+    "a checkpoint's name of 400 million digits": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="{epoch:0400000000d}"), "trainer.callbacks.filename"
+    ),
+    "a checkpoint's name with 400 million digits behind the point": refused_place(
+        trainer("callbacks", "ModelCheckpoint", monitor="val/loss", filename="{val/loss:.400000000f}"),
+        "trainer.callbacks.filename",
+    ),
+    "a checkpoint's name with the same metric 4000 times": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="{0}" * 4000), "trainer.callbacks.filename"
+    ),
+    "figures of 400 million digits beside the bar": refused_place(
+        trainer("callbacks", "RichProgressBar", theme={"metrics_format": ".400000000f"}), "trainer.callbacks.theme.metrics_format"
+    ),
+    "a metric of 10⁹ thresholds": refused_place(
+        metric("BinaryPrecisionRecallCurve", thresholds=10**9), "model.metrics.curve.thresholds"
+    ),
+    "a metric of 10⁵ classes": refused_place(
+        metric("MulticlassConfusionMatrix", num_classes=10**5), "model.metrics.curve.num_classes"
+    ),
+    "a net of a million times the width": Attack(
+        config("model: {width: 1000000}"),
+        beside(),
+        says="width multiplies the hidden widths: it must be above 0 and at most 1000",
     ),
     "a table of curves in the user's folder": refused_place(
         trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"

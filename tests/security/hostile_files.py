@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from security.hostile_models import MKDIR, Maker, content
+from security.hostile_models import MKDIR, Maker, content, kernel_messages
 
 # A module in the working folder, whose import leaves the folder `ran`, and a configuration that names it.
 BESIDE = {
@@ -123,6 +123,8 @@ ARCHIVES: dict[str, Maker] = {
     "an archive of 4 GB, all of it a hole": _hole,
     "an archive that is a named pipe": os.mkfifo,
     "an archive that is a link to /dev/zero": lambda path: path.symlink_to(ZEROS),
+    "an archive that is a link to the kernel's messages": kernel_messages,
+    "batches that are links to the kernel's messages": _batches(kernel_messages),
     "batches that are gadgets": _batches(content(pickle.dumps(MKDIR))),
     "batches of 4 GB, all of it a hole": _batches(_hole),
 }
@@ -247,5 +249,6 @@ IMAGES: dict[str, Maker] = {
     "a pickle": content(pickle.dumps(MKDIR)),
     "a named pipe": os.mkfifo,
     "a link to /dev/zero": lambda path: path.symlink_to(ZEROS),
+    "a link to the kernel's messages": kernel_messages,
     "a link to a folder above": lambda path: path.symlink_to(".."),
 }

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,12 @@ class Gadget:
 def content(data: bytes | Callable[[], bytes]) -> Maker:
     """Other bytes."""
     return lambda path: path.write_bytes(data() if callable(data) else data)
+
+
+def kernel_messages(path: Path) -> None:
+    """A link to a regular file of size 0, whose reading waits for the kernel's next message."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/kmsg")
 
 
 def changed(change: Callable[[bytes], bytes]) -> Maker:
@@ -100,6 +107,35 @@ def _legacy_claim() -> bytes:
     return claimed[: len(claimed) - 4 * 64_321]
 
 
+def _reduced(function: bytes, arguments: bytes) -> bytes:
+    """Opcodes that call a function, as protocol 2 names it, with the arguments that these opcodes make a tuple of."""
+    return b"c" + function.replace(b".", b"\n") + b"\n" + arguments + b"R"
+
+
+_BYTEARRAY = b"\x80\2" + _reduced(b"__builtin__.bytearray", b"J\0\0\0\x7f\x85") + b"."
+_TEXT = b"X" + (200_000).to_bytes(4, "little") + b"x" * 200_000
+_TUPLE = b"(" + b"K\1" * 100_000 + b"t"
+
+
+def _called_often(value: bytes, call: bytes) -> Maker:
+    """A pickle with a value once, and 5000 calls with it, whose results are in a list."""
+    return _zip_with(b"\x80\2}K\1](" + value + b"q\0" + call * 5000 + b"es.")
+
+
+def _keys_of_equal_hash(count: int) -> bytes:
+    """A pickle of a dict whose keys are integers that Python cannot tell apart by their hashes."""
+    numbers = ((2**61 - 1) * number for number in range(1, count + 1))
+    return b"\x80\2}(" + b"".join(b"\x8a\x0a" + number.to_bytes(10, "little") + b"N" for number in numbers) + b"u."
+
+
+def _two_pickles(path: Path) -> None:
+    """A zip with two parts of the same name."""
+    with zipfile.ZipFile(path, "a") as container, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        name = next(name for name in container.namelist() if name.endswith("data.pkl"))
+        container.writestr(name, _BYTEARRAY)
+
+
 def _tarred() -> bytes:
     file, data = io.BytesIO(), pickle.dumps(MKDIR)
     with tarfile.open(fileobj=file, mode="w") as tar:
@@ -122,6 +158,18 @@ CHECKPOINTS: dict[str, Maker] = {
     "a pickle in a tar of torch 0.1": content(_tarred),
     "a zip whose pickle is a gadget": _zip_with(pickle.dumps(MKDIR, 2)),
     "a bytearray of 64 GB by a call that is allowed": content(pickle.dumps(Gadget(bytearray, 1 << 36))),
+    "a bytearray of 2 GB in the pickle of a zip": _zip_with(_BYTEARRAY),
+    "the same, in the last pickle of the old format": content(lambda: _old_format({})[:-6] + _BYTEARRAY),
+    "the same, in a second pickle of the same name": _two_pickles,
+    "a text that becomes bytes 5000 times": _called_often(_TEXT, _reduced(b"_codecs.encode", b"h\0X\6\0\0\0latin1\x86")),
+    "a tuple that becomes a size 5000 times": _called_often(_TUPLE, _reduced(b"torch.Size", b"h\0\x85")),
+    "names that are copied into 5000 dicts": _called_often(
+        b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(50_000)) + b"u",
+        _reduced(b"collections.OrderedDict", b")") + b"h\0b",
+    ),
+    "8 million empty dicts": _zip_with(b"\x80\2](" + b"}" * 8_000_000 + b"e."),
+    "a key of tuples that hold the same tuple twice, 60 times over": _zip_with(b"\x80\2}K\1" + b"q\0h\0\x86" * 60 + b"Ns."),
+    "100,000 keys of equal hash": _zip_with(_keys_of_equal_hash(100_000)),
     "a storage that unpacks to 512 MB": _zip_with(b"", 512 << 20),
     "a pickle that claims a text of 4 GB": _zip_with(b"\x80\x02X\xff\xff\xff\xff."),
     "a pickle of 100,000 opening brackets": _zip_with(b"\x80\x02" + b"(" * 100_000 + b"l" * 100_000 + b"."),
@@ -215,5 +263,6 @@ MODELS: dict[str, Maker] = {
     "class names that cannot be printed": _card(classes=["\ud800", "b"]),
     "weights as whole numbers": changed(lambda data: data.replace(b'"F32"', b'"I32"')),
     "weights that are not finite": changed(_not_finite),
+    "a model that is a link to the kernel's messages": kernel_messages,
     "a pickle under its name": content(pickle.dumps(MKDIR)),
 }

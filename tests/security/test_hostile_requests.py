@@ -99,6 +99,8 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "a page at 0.0.0.0": (from_site("0.0.0.0:8000"), {400}),
     "a page at another loopback address": (from_site("127.0.0.1", "http://127.0.0.2"), {403}),
     "a page at another port": (from_site("localhost:8000", "http://localhost:3000"), {403}),
+    "a page of a file": (from_site("localhost:8000", "file://localhost:8000"), {403}),
+    "a page of an extension": (from_site("localhost:8000", "chrome-extension://localhost:8000"), {403}),
     "a page without a site": (from_site("localhost", "null"), {403}),
     "a site's name with a bracket left open": (from_site("localhost", "http://["), {403}),
     "a Host with a bracket left open": (get(headers="Host: [\r\n"), {400}),

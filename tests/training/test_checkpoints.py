@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, read_checkpoint
 
 CONTENT: dict[str, Any] = {
     "state_dict": OrderedDict(weight=torch.arange(300.0), bias=torch.ones(3, dtype=torch.bfloat16)),
     "epoch": 3,
     "hyper_parameters": {"lr": 0.1, "name": "x", "input_shape": [3, 4, 4]},
+    "callbacks": {  # whatever a callback of the user's may keep
+        "own": {
+            "size": torch.Size([3, 4]),
+            "kinds": (torch.float32, torch.device("cuda:1"), 1j, None, 2**200, 0.5),
+            "random": random.Random(0).getstate(),
+            "counts": Counter("aab"),
+            "seen": {1, "two", (3, 4)},
+            "bytes": (b"\0\xff", bytearray(b"\1")),
+            (1, "a"): OrderedDict(a=1),
+        },
+        "part": torch.arange(24.0).view(4, 6)[1:, ::2],
+        "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "empty": (torch.zeros(0, 3), torch.tensor(1, dtype=torch.int64), torch.ones(2, dtype=torch.complex64)),
+    },
 }
 
 
@@ -35,12 +49,14 @@ def equal(one: Any, other: Any) -> bool:
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and list(one) == list(other) and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other
 
 
 def refusal(path: Path) -> str:
     """The line with which a file is refused."""
-    with pytest.raises(Failure) as refused:
+    with pytest.raises((Failure, UsageError)) as refused:
         read_checkpoint(path)
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -121,4 +137,15 @@ def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Pa
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     assert line in refusal(path)
     assert "execute code" not in refusal(path)
-    assert "damaged" in refusal(tmp_path)
+
+
+def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:
+    run, best = checkpoint.parent.parent, checkpoint.with_name("best.ckpt")
+    (run / "model.safetensors").touch()
+    for place, kind in ((run, "a folder"), (run / "model.safetensors", "no checkpoint, but holds weights alone")):
+        with pytest.raises(UsageError, match=f"{place} is {kind}: name a checkpoint of a run"):
+            read_checkpoint(place)
+    checkpoint.rename(best)
+    for place in (run, run / "model.safetensors"):
+        with pytest.raises(UsageError, match=f"name a checkpoint, {best}"):
+            read_checkpoint(place)

@@ -49,12 +49,14 @@ SMALL_BODY_BYTES = 64_000  # which need not make room: all of them together are 
 
 
 def serve(
-    classifier: Classifier, sock: socket.socket, local: bool, limits: Limits, version: str, on_ready: Callable[[], None]
-) -> None:
+    classifier: Classifier, sock: socket.socket, names: frozenset[str] | None, limits: Limits, version: str,
+    on_ready: Callable[[], None],
+) -> None:  # fmt: skip
     """Serves a net until Ctrl-C or SIGTERM; requests that run then are answered first.
 
     Args:
-        sock: a listening socket; `local` if it is bound to this machine alone.
+        sock: a listening socket.
+        names: names of this machine that clients may use; None if the socket is bound to this machine alone.
         version: of the program, for /health.
         on_ready: called when requests are answered.
     """
@@ -62,7 +64,7 @@ def serve(
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
     keep_freed_memory()
     with closing(Decoders(classifier.size, classifier.channels, classifier.resize, limits)) as decoders:
-        app = App(NetRunner(classifier), decoders, limits, local, version)
+        app = App(NetRunner(classifier), decoders, limits, names, version)
         config = uvicorn.Config(
             app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connection_limit())), ws="none",
             lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False, proxy_headers=False,
@@ -96,13 +98,13 @@ def _log(what: str, error: BaseException | None) -> None:
 class App:
     """The ASGI application: who may ask, how many at a time, for how long; no exception leaves it.
 
-    A service that is bound to this machine alone (`local`) answers only to names of this machine: a page from elsewhere that
-    makes its own name point here (DNS rebinding) is refused. Pages of other sites are refused in any case, and no answer allows
-    them to read it.
+    A page from elsewhere that makes its own name point here (DNS rebinding) is refused: the service answers to localhost and
+    loopback addresses and, if it is not bound to this machine alone, to every address and to the `names` of this machine.
+    Pages of other sites are refused in any case, and no answer allows them to read it.
     """
 
-    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, local: bool, version: str) -> None:
-        self.net, self.decoders, self.limits, self.local = net, decoders, limits, local
+    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, names: frozenset[str] | None, version: str) -> None:
+        self.net, self.decoders, self.limits, self.names = net, decoders, limits, names
         classifier = net.classifier
         self._health = {
             "status": "ok", "net": classifier.card.net, "classes": classifier.classes, "image_size": classifier.size,
@@ -132,13 +134,16 @@ class App:
         await answer(scope, receive, send)
 
     def _check(self, request: Request) -> None:
-        """Raises RequestError where the client may not ask, or not now."""
-        host = ",".join(request.headers.getlist("host")).lower()  # which is no name where there are two
-        if self.local and not _is_local(host):
+        """Raise RequestError if the client may not ask."""
+        host = ",".join(request.headers.getlist("host")).lower()  # two names are none
+        if not _is_own_name(host, self.names):
             text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
+            if self.names is not None:
+                text = f"this service does not answer to {host[:80]!r}: use its address, or start it with --host and that name"
             raise RequestError(400, text)
-        origins = request.headers.getlist("origin")  # which browsers send with whatever is no GET of a page's own site
-        if request.method not in ("GET", "HEAD") and any(not host or one.partition("://")[2] != host for one in origins):
+        origins = request.headers.getlist("origin")  # browsers send it with all but a GET of a page's own site
+        own = (f"http://{host}", f"https://{host}")  # behind a proxy for TLS it is https
+        if request.method not in ("GET", "HEAD") and any(one not in own for one in origins):
             text = "pages of other sites may not use this service: ask it from its own page, or from a program"
             raise RequestError(403, text)
 
@@ -218,14 +223,18 @@ class App:
             raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
 
 
-def _is_local(host: str) -> bool:
-    """Whether a Host header names this machine and nothing else: localhost or a loopback address, with any port.
+def _is_own_name(host: str, names: frozenset[str] | None) -> bool:
+    """Return whether a Host header names this machine, with any port.
 
-    No other name is taken, not even *.localhost: where a name leads is said by whoever answers for it.
+    Whoever answers for a name says where it leads, so no other name is accepted, not even *.localhost. An address leads to
+    itself: all are accepted unless the service is bound to this machine alone (`names` is None).
     """
-    match = re.fullmatch(r"(?:\[([0-9a-f:]+)\]|([a-z0-9.]+))(?::[0-9]{1,5})?", host)
+    match = re.fullmatch(r"(?:\[([0-9a-f:]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", host)
     name = (match[1] or match[2]) if match else ""
+    if name == "localhost" or name in (names or ()):
+        return True
     try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
         return False
+    return names is not None or address.is_loopback
