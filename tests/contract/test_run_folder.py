@@ -122,8 +122,8 @@ def test_metrics_json_says_what_ran(run_dir: Path) -> None:
     assert 0 < metrics["parameters"] <= sum(numbers)
     assert torch.__version__.startswith(metrics["versions"]["torch"])
     assert "lightning" in metrics["versions"]
-    assert metrics["train_seconds"] > 0  # which includes validation; the rate does not
-    assert metrics["images_per_second"] * metrics["train_seconds"] >= 0.95 * 2 * 160
+    images = metrics["images_per_second"] * metrics["train_seconds"]
+    assert images > 1.001 * 2 * 160  # train_seconds includes validation, the rate does not
 
 
 def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_over_images(run_dir: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from own_images import decodings, open_set, photo, save_photo
 from PIL import Image, ImageEnhance
 
-from cifar_lit.data import cache
+from cifar_lit.data import cache, duplicates
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import pixels_of
 from cifar_lit.data.duplicates import near_duplicates
@@ -49,12 +49,16 @@ def test_a_picture_is_known_again_however_it_was_changed_and_no_other_is_taken_f
     assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
 
 
-def test_several_alike_are_one_group_and_their_order_makes_no_difference() -> None:
+def test_several_alike_are_one_group_and_neither_their_order_nor_the_size_of_a_part_makes_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pictures = [photo(seed) for seed in (*range(60), 7, 7, 9, 7)]
     assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
     order = np.random.default_rng(0).permutation(len(pictures))
     groups = near_duplicates(stack(pictures)[order])
     assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
+    monkeypatch.setattr(duplicates, "AT_ONCE_BYTES", 10 * 32 * 32 * 3)
+    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
 
 
 def test_the_search_takes_little_memory_beyond_a_thumbnail_of_each_picture() -> None:
@@ -140,6 +144,15 @@ def test_they_are_looked_for_once_and_kept_with_the_cache(
         sets = [open_set(twins, part, split_seed=seed) for part in (True, False)]
         assert sum(map(len, sets)) == 40
     assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True)) and decodings(capsys) == 0
+
+
+def test_they_are_looked_for_again_when_a_picture_is_added(twins: Path) -> None:
+    assert len(open_set(twins, True)) + len(open_set(twins, False)) == 40
+    photo(27).save(twins / "a" / "00-copy-of-27.jpg")
+    for seed in range(3):
+        train, test = (open_set(twins, part, split_seed=seed) for part in (True, False))
+        assert len(train) + len(test) == 41
+        assert not motifs(train.images) & motifs(test.images)
 
 
 def test_where_ones_own_split_has_parted_them_a_line_warns_and_nothing_is_moved(

@@ -33,6 +33,7 @@ def write(table: Path, *rows: str, encoding: str = "utf-8") -> Path:
 
 PARTS = ("train", "TRAIN", "VAL", "train", "test", "Validation")
 ROWS = [(name, name[:3], part) for name, part in zip(NAMES, PARTS, strict=True)]
+BY_KEY = [{"split": part, "path": path, "label": label} for path, label, part in ROWS]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ ROWS = [(name, name[:3], part) for name, part in zip(NAMES, PARTS, strict=True)]
         ("a.tsv", "utf-8", ["file_name\ttarget\tsubset", "", *map("\t".join, ROWS), "\t\t"]),
         ("a.jsonl", "utf-8-sig", [json.dumps({"n": [1], "image": row[0], "class": row[1], "set": row[2]}) for row in ROWS]),
         ("a.ndjson", "utf-8", ["", *[json.dumps(dict(zip(("split", "label", "path"), row[::-1], strict=True))) for row in ROWS]]),
+        ("a.jsonl", "utf-8", [json.dumps(keys, sort_keys=bool(place % 2)) for place, keys in enumerate(BY_KEY)]),
     ],
 )
 def test_a_table_is_read_as_people_write_it(pets: Path, name: str, encoding: str, rows: list[str]) -> None:

@@ -88,6 +88,7 @@ def test_several_processes_say_what_one_says(run: Path, capsys: Capture, monkeyp
     code, many, err = classify(capsys, run, "--csv", *files)
     assert code == 1 and "70 of 210 could not be classified" in err
     assert paths(many) == files
+    assert [row["index"] for row in rows(many)] == [str(number) for number in range(210)]
     few = rows(classify(capsys, run, "--csv", *files[:3])[1])
     assert [row["probability"] for row in rows(many)] == [row["probability"] for row in few] * 70
 

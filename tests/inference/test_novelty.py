@@ -79,13 +79,18 @@ def test_weights_keep_novelty_data_apart_from_the_nets_own(novelty_run: Path, ru
     assert sum(bool(prediction.unlike) for prediction in predictions[100:]) > 90
     assert marking.predict_batch(images[:0]) == []
 
-    def loaded(settings: dict[str, Any], tensors: dict[str, Tensor]) -> Prediction:
-        save_weights(tmp_path / "net.safetensors", net.net.state_dict(), replace(net.card, novelty=settings), tensors)
+    def loaded(settings: dict[str, Any], tensors: dict[str, Tensor], temperature: float | None = None) -> Prediction:
+        card = replace(net.card, novelty=settings, temperature=temperature)
+        save_weights(tmp_path / "net.safetensors", net.net.state_dict(), card, tensors)
         return cifar_lit.load(tmp_path / "net.safetensors").predict_batch(images[:1])[0]
 
     assert loaded(net.card.novelty, {}).unlike is None  # settings whose tensors are gone
     unsure = loaded({**net.card.novelty, "threshold": None}, net.novelty)  # no validation images
     assert (unsure.novelty, unsure.unlike) == (pytest.approx(predictions[0].novelty, rel=1e-3), None)
+    tempered = loaded(net.card.novelty, net.novelty, temperature=4.0)  # for the probabilities alone
+    assert tempered.probability < predictions[0].probability
+    assert tempered.novelty == pytest.approx(predictions[0].novelty, rel=1e-3)
+    assert tempered.unlike == predictions[0].unlike
     perplexity = float(Categorical(logits=marking(images[:1])).perplexity())
     before = loaded({"method": "nearest neighbours", "neighbour": 5, "threshold": 0.5, "held_out": "train"}, net.novelty)
     assert before.novelty == pytest.approx(predictions[0].novelty / perplexity, rel=1e-3)  # a file of before

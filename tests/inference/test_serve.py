@@ -58,8 +58,11 @@ def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> Non
     alone = [service.predict(one).json for one in pictures]
     assert len({json.dumps(one) for one in alone}) > 30
     with ThreadPoolExecutor(20) as threads:
-        together = list(threads.map(lambda one: service.predict(one).json, pictures * 3))
-    for answer, expected in zip(together, alone * 3, strict=True):
+        tops = [1 + number % 4 for number in range(120)]
+        answers = threads.map(lambda one, top: service.predict(one, query=f"?top={top}"), pictures * 3, tops)
+        together = [answer.json for answer in answers]
+    for answer, expected, top in zip(together, alone * 3, tops, strict=True):
+        assert len(answer["top"]) == top
         assert answer["label"] == expected["label"]
         assert answer["probability"] == pytest.approx(expected["probability"], abs=1e-5)
 

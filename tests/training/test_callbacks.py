@@ -195,6 +195,15 @@ def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(diverges: bool,
     assert all("far above its start" in line and "lower --lr" in line for line in lines)
 
 
+def test_a_resumed_training_diverges_only_above_the_loss_of_guessing(capsys: pytest.CaptureFixture[str]) -> None:
+    watcher, model = DivergenceWarning(), classifier()
+    fit: Any = SimpleNamespace(is_global_zero=True, global_step=100)
+    for loss, told in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
+        model.progress["loss"] = loss
+        watcher.on_train_batch_end(fit, model, None, None, 0)
+        assert ("diverges" in capsys.readouterr().err) == told
+
+
 def test_an_infinite_loss_is_not_finite_either() -> None:
     """As of a class that the net rules out: the loss is no NaN, and the weights are finite."""
     model: Any = classifier()

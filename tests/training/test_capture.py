@@ -98,7 +98,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "adamw": ({"optimizer": "adamw", "lr": 2**-10, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
     "smaller images first, norms": ({"net": "shapenet", "momentum": 0.9}, {"resolutions": {8: 0.4, 12: 0.2}}, {}),
-    "without the easy images": ({"momentum": 0.9}, {"skip_easy": 0.5, "skip_from": 0.5}, {}),
+    "without the easy images": ({"momentum": 0.9}, {"skip_easy": 0.5, "skip_from": 0.1}, {}),
     "class weights": ({"momentum": 0.9, "class_weights": "balanced"}, {}, {}),
     "bfloat16": ({"momentum": 0.9}, {}, {"precision": "bf16-mixed"}),
     "mixed images": ({"label_smoothing": 0.1}, {"augment": {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}}, {}),

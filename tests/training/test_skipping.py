@@ -19,11 +19,11 @@ SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternatin
 SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, in mid-epoch
 
 
-def loader_of(count: int, rows: torch.Tensor) -> TrainLoader:
+def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0)) -> TrainLoader:
     images = torch.randint(0, 256, (count, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     source = ImageSet(images, torch.zeros(count, dtype=torch.int64), ("a",))
     losses = LastLosses(count, torch.device("cpu"))
-    skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": (1, 0)}
+    skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": skip_from}
     return TrainLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
 
 
@@ -52,6 +52,31 @@ def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_
     for row in hardest:  # in the epoch before one way round, in the round the other
         before, after = looks[row][:2]
         assert torch.equal(before, after.flip(1))
+
+
+def test_the_first_round_within_an_epoch_mirrors_the_images_that_the_epoch_has_shown_already() -> None:
+    loader = loader_of(100, torch.arange(100), skip_from=(0, 8))
+    assert loader.losses is not None
+    before: dict[int, torch.Tensor] = {}
+    for number, batch in enumerate(loader):
+        loader.losses.latest[batch.indices] = 1.0
+        images = dict(zip(batch.indices.tolist(), batch.images, strict=True))
+        if number < 8:
+            before |= images
+            continue
+        shown_again = images.keys() & before.keys()
+        assert shown_again
+        assert all(torch.equal(images[row], before[row].flip(1)) for row in shown_again)
+
+
+def test_losses_are_shared_between_devices_before_an_epoch_gives_them_other_images() -> None:
+    """Otherwise a high loss of an earlier epoch would outlast the lower one that another device measured since."""
+    loader = loader_of(200, torch.arange(200), skip_from=(2, 0))
+    assert loader.losses is not None
+    loader.losses.latest.fill_(1.0)
+    loader.set_epoch(1)
+    next(iter(loader))
+    assert loader.losses.latest.tolist() == [-1.0] * 200  # nothing is left to share
 
 
 def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_change_nothing_until_gathered() -> None:

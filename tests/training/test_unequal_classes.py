@@ -74,6 +74,31 @@ def test_the_whole_loss_of_an_image_is_weighed_also_what_smoothing_spreads() -> 
     torch.testing.assert_close(model.training_step(Batch(images, labels, labels), 0), expected)
 
 
+def test_a_mixed_image_is_weighed_by_its_shares_of_the_classes() -> None:
+    torch.manual_seed(1)
+    images, labels, targets = torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.zeros(2, 10)
+    targets[0, :2] = torch.tensor([0.25, 0.75])
+    targets[1, 1] = 1.0
+    model = classifier()
+    model.class_weights = torch.tensor([2.0, 4.0, *[0.0] * 8])
+    logs = model(images).log_softmax(1)
+    first = -(0.25 * logs[0, 0] + 0.75 * logs[0, 1])
+    second = -logs[1, 1]
+    loss = model.training_step(Batch(images, labels, labels, 1.0, targets), 0)
+    torch.testing.assert_close(loss, (3.5 * first + 4.0 * second) / 2)
+
+
+def test_images_are_left_out_by_their_plain_losses_whatever_their_classes_weigh() -> None:
+    """Weighted losses would keep the rare classes and leave out the common ones, however well either is learnt."""
+    torch.manual_seed(1)
+    images, labels = torch.randn(2, 3, 16, 16), torch.tensor([0, 1])
+    model = classifier()
+    model.class_weights = torch.tensor([0.5, 50.0, *[0.0] * 8])
+    model.last_losses = torch.zeros(2)
+    model.training_step(Batch(images, labels, torch.arange(2)), 0)
+    torch.testing.assert_close(model.last_losses, F.cross_entropy(model(images), labels, reduction="none").detach())
+
+
 def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without() -> None:
     rows, model, data = Rows(), classifier(class_weights="balanced"), unequal_data()
     plain = classifier()
