@@ -142,6 +142,8 @@ def pair_line(first: str, second: str, test: McNemar) -> str:
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
     """Draws the curves; the runs of a group share one label, its recipe and settings."""
+    from matplotlib import style
+
     from cifar_lit.runs.compare import plot_curves
 
     labels = {run.name: run.name for run in runs}
@@ -150,7 +152,8 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
         label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
     try:
-        with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
+        # Without the user's matplotlibrc, which could choose TeX or the size of the picture.
+        with style.context("default"), writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
             plot_curves(runs, list(labels.values()), partial)
     except ValueError as error:
         raise Failure(f"{error}: leave --plot out") from None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 import torch
+from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -23,6 +24,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from cifar_lit.text import printable
 
+own_style = style.context("default")  # a matplotlibrc must not choose TeX, colours or the size of a picture
+
 # ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
@@ -30,6 +33,7 @@ OF_PAGE = {INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECO
 SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
 
 
+@own_style
 def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
     """Curves over training steps as `<svg>`.
 
@@ -58,6 +62,7 @@ class Bin(NamedTuple):
     accuracy: float
 
 
+@own_style
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
     figure, axes = _chart()
@@ -148,6 +153,7 @@ MAX_COUNTED = 20  # classes up to which a confusion matrix has its numbers writt
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of Okabe and Ito's colours, told apart with any colour vision
 
 
+@own_style
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     """The picture of a confusion matrix int64 (classes, classes), labels down and predictions across: uint8 (3, H, W).
 
@@ -171,6 +177,7 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     return _pixels(figure)
 
 
+@own_style
 def class_accuracies(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     """The picture of each class's accuracy as a bar, from its row of the confusion matrix: uint8 (3, H, W)."""
     counts = matrix.sum(1)
