@@ -72,18 +72,24 @@ class McNemar(NamedTuple):
 
 
 def mcnemar(first: int, second: int) -> McNemar:
-    """McNemar's test whether two classifiers err equally often, from the images that only one of them has right.
+    """Test whether two classifiers err equally often, from the images that only one of them has right (McNemar).
 
     exact: the two-sided probability of a split at least as uneven as this, if each of these images fell to either with
     probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself; it is less cautious and
     recommended for accuracies (Fagerland, Lydersen and Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     count, least = first + second, min(first, second)
-    term = below = 1  # binomial coefficients, in whole numbers for any count: of `least`, and their sum up to it
-    for place in range(1, least + 1):
-        term = term * (count - place + 1) // place
-        below += term
-    exact, itself = min(1.0, 2 * below / 2**count), term / 2**count if count else 0.0
+    if not count:
+        return McNemar(0, 0, 1.0, 1.0)
+    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
+    itself = math.exp(log_ways - count * math.log(2))
+    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
+    for place in range(least, 0, -1):
+        term *= place / (count - place + 1)
+        total += term
+        if term < 1e-17 * total:
+            break
+    exact = min(1.0, 2 * total * itself)
     return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
 
 
@@ -255,7 +261,8 @@ def _right_answers(run: RunRecord) -> list[bool] | None:
     It must have a row for each test image of metrics.json, or it is of another test.
     """
     try:
-        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
+        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted"))
+        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
     except (KeyError, ValueError):
         return None
     whole = rows and len(rows) == run.test.get("images") and all(row[0] == place for place, row in enumerate(rows))

@@ -51,7 +51,7 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
     same = recorded == fingerprint(test.images, test.labels)
-    predictions = read_predictions(run / "predictions.csv", data.classes) if same else None
+    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same else None
     if recorded and not same:
         note("these are other test images than the run was tested on: they are scored anew")
         metrics = {**metrics, "test": None}

@@ -61,7 +61,7 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
     assert [run["settings"] for run in content["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]
     assert content["pairs"] == [
         {"first": "logs/small-1", "second": "logs/small-2", "only_first_right": 0, "only_second_right": 20,
-         "p_exact": 2**-19, "p_mid": 2**-20}
+         "p_exact": pytest.approx(2**-19), "p_mid": pytest.approx(2**-20)}
     ]  # fmt: skip
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -175,6 +177,10 @@ def test_mcnemar_holds_for_no_images_and_for_many() -> None:
     assert mcnemar(0, 0) == (0, 0, 1.0, 1.0)
     assert mcnemar(2600, 2400).mid == pytest.approx(0.00468, abs=2e-4)  # the normal's: z = 200 / sqrt(5000) = 2.828
     assert 0 < mcnemar(500, 100).exact < 1e-50
+    began = time.process_time()
+    # The probability of an even split of 2n images is 1 / sqrt(πn), by Stirling's formula.
+    assert 1 - mcnemar(200_000, 200_000).mid == pytest.approx(0.5 / math.sqrt(math.pi * 200_000), rel=1e-5)
+    assert time.process_time() - began < 0.1
 
 
 # ---- the picture of several runs' curves
