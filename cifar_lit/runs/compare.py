@@ -280,13 +280,13 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     reasons = []
     answers = {run.name: right for run in tested if run.test.get("fingerprint") and (right := _right_answers(run))}
     if missing := [run.name for run in tested if run.name not in answers]:
-        reasons.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
+        reasons.append(f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}")
     usable = [run for run in tested if run.name in answers]
     sets: dict[str, list[RunRecord]] = {}
     for run in usable:
         sets.setdefault(run.test["fingerprint"], []).append(run)
     if len(sets) > 1:
-        reasons.append("runs that were tested on other images than each other are not tested against each other")
+        reasons.append("runs with different test images are not compared image by image")
     chosen: list[tuple[RunRecord, RunRecord]] = []
     for same in sets.values():
         if len(same) <= 5:
@@ -294,7 +294,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
             continue
         best = max(same, key=lambda run: run.test["accuracy"])
         chosen += [(best, run) for run in same if run is not best]
-        reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
+        reasons.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small.")
     tests = []
     for first, second in chosen:
         counts = Counter(zip(answers[first.name], answers[second.name], strict=False))

@@ -321,7 +321,9 @@ def _bounded_int(text: str) -> int:
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
     """Return the rows of a table with a header, without empty cells; none if it cannot be read.
 
-    columns: the names of the columns to keep, all by default. A last line without an end is left out: it is being written, or a kill or a full disk cut it short.
+    A last line without an end is left out: it is still being written, or was cut short by a kill or a full disk.
+
+    columns: the names of the columns to keep, all by default.
     """
     try:
         lines = io.StringIO(read_text(file, MAX_TABLE), newline="")

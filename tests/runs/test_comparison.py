@@ -130,11 +130,11 @@ def test_pairs_count_the_images_that_only_one_has_right_and_leave_out_other_test
     other = made_run("c", HALF, fingerprint="f2")
     tests, lines = pairs([first, second, other])
     assert [names for *names, _ in tests] == [["a", "b"]]
-    assert lines == ["runs that were tested on other images than each other are not tested against each other"]
+    assert lines == ["runs with different test images are not compared image by image"]
     old, cut = made_run("d", HALF, fingerprint=None), made_run("e", HALF)
     rows = (cut.path / "predictions.csv").read_text().splitlines(keepends=True)
     (cut.path / "predictions.csv").write_text("".join(rows[:-1]))
-    reason = "not tested against the others image by image, for want of a whole predictions.csv: d, e"
+    reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e"
     assert pairs([first, old, cut]) == ([], [reason])
 
 
@@ -142,10 +142,10 @@ def test_many_runs_are_each_tested_against_the_best() -> None:
     runs = [made_run(f"small-{count}", [True] * count + [False] * (10 - count)) for count in range(1, 8)]
     tests, (line,) = pairs(runs)
     assert [first for first, _, _ in tests] == ["small-7"] * 6
-    assert line.startswith("small-7 was chosen as the best on these same images")
+    assert line.startswith("small-7 was selected as the best on these images")
     best_of_others = made_run("other", [True] * 10, fingerprint="f2")
     with_others, lines = pairs([*runs, best_of_others])
-    assert with_others == tests and lines[1:] == [line] and "tested on other images" in lines[0]
+    assert with_others == tests and lines[1:] == [line] and "different test images" in lines[0]
 
 
 # ---- intervals and tests, against values worked by hand or counted out
