@@ -30,21 +30,30 @@ own_style = style.context("default")  # a matplotlibrc must not choose TeX, colo
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 OF_PAGE = {INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)"}
+PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
+PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
 SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
 
 
 @own_style
 def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
-    """Curves over training steps as `<svg>`.
+    """Return curves over training steps as `<svg>`.
 
-    name: of the chart, unlike any other's on the page. lines: (step, value) by what they are, at most three. label: what a
-    screen reader says.
+    Args:
+        name: Identifies the chart on the page.
+        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has one colour in all
+            charts; a single point is drawn as a diamond on top of the lines.
+        label: Text for screen readers.
     """
     figure, axes = _chart()
-    for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
+    for part, points in lines.items():
         steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 30 else None
-        axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3, label=_tick(what))
+        appearance = {"color": PART_COLOURS.get(part, INK), "label": PART_NAMES.get(part, _tick(part))}
+        if len(points) == 1:
+            axes.plot(steps, values, linestyle="none", marker="D", markersize=6, zorder=4, **appearance)
+        else:
+            marker = "o" if len(points) < 30 else None
+            axes.plot(steps, values, linewidth=1.6, marker=marker, markersize=3, zorder=3, **appearance)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
