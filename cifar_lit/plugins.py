@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import chdir, contextmanager
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,35 @@ def guard_child_processes() -> None:
         own = [] if sys.flags.safe_path else sys.path[:1]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
+
+
+class _AwayLoader(SourceFileLoader):
+    """Execute a package while the folder that it is installed in is the working folder."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        with chdir(Path(self.path).parents[1]):
+            super().exec_module(module)
+
+
+class _AwayFinder:
+    """Find the packages that read files of the working folder on import, and give them an `_AwayLoader`.
+
+    torch loads libcusparseLt, whose run path has an empty entry: the system runs a `libcuda.so.1` of the working folder.
+    matplotlib reads `matplotlibrc` there, which may be a named pipe, may be endless, and can start TeX.
+    """
+
+    packages = ("torch", "matplotlib")
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in self.packages else None
+        if spec and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _AwayLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def guard_packages() -> None:
+    """Keep torch and matplotlib from reading the working folder when they are imported."""
+    sys.meta_path.insert(0, _AwayFinder())
 
 
 def is_import_path(name: str) -> bool:

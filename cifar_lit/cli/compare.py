@@ -25,14 +25,17 @@ DESCRIPTION = (
     "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
     "of runs on the same test images; several seeds of one recipe and settings as mean ± standard deviation."
 )
-# How the console shows the figures: name, title, form. Figures that are not named here follow as they are, but for HIDDEN ones.
+# Columns of the console: name, title, format. Other figures follow as they are, except for HIDDEN ones.
 COLUMNS = (
-    ("accuracy", "test accuracy", ".2%"), ("interval", "95 % interval", ""), ("balanced_accuracy", "balanced", ".2%"),
-    ("macro_f1", "F1", ".4f"), ("loss", "loss", ".4f"),
-    ("val_accuracy", "val accuracy", ".2%"), ("train_seconds", "train s", ",.1f"), ("images_per_second", "images/s", ",.0f"),
-    ("parameters", "parameters", ","), ("epochs", "epochs", ","),
+    ("accuracy", "accuracy", ".2%"), ("interval", "95 % interval", ""), ("balanced_accuracy", "balanced", ".2%"),
+    ("macro_f1", "F1", ".2%"), ("top5", "top 5", ".2%"), ("loss", "loss", ".4f"), ("val_accuracy", "val", ".2%"),
+    ("train_seconds", "train s", ",.1f"), ("size", "params", ""),
 )  # fmt: skip
-HIDDEN = ("low", "high", "val_balanced_accuracy", "val_macro_f1", "val_top5")  # --csv and --json have them
+UNEQUAL = ("balanced_accuracy", "macro_f1")  # shown if the classes have different numbers of images
+# Only in --csv and --json, so that a table fits 100 columns.
+HIDDEN = (
+    "low", "high", "parameters", "images_per_second", "epochs", "val_balanced_accuracy", "val_macro_f1", "val_top5",
+)  # fmt: skip
 Pairs = list[tuple[str, str, "McNemar"]]
 
 
@@ -73,11 +76,12 @@ def compare(words: list[str]) -> None:
     _show_figures(runs)
     if several:
         _show_groups(grouped)
-    say(*(pair_line(first, second, test) for first, second, test in tests))
+    for first, second, test in tests:
+        say(*pair_lines(first, second, test))
     if tests:
-        say("p is McNemar's mid-p: how often chance alone would split those images so unevenly if both were equally good.")
+        say("p: the probability of a split at least as uneven if both runs were equally good (McNemar's mid-p).")
     if len(tests) > 1:
-        say(f"Of {len(tests)} pairs of equal nets, {0.05 * len(tests):.1f} would fall below 0.05 by chance.")
+        say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
     say(*reasons)
     say(*(f"wrote {display_path(Path(name).expanduser())}" for name in (settings.plot, settings.csv, settings.json) if name))
 
@@ -96,17 +100,28 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
-    figures = [run.figures | {"interval": _interval(run.figures)} for run in runs]
+    figures = [run.figures | {"interval": _interval(run.figures), "size": _size(run.figures)} for run in runs]
     known = {*(name for name, _, _ in COLUMNS), *HIDDEN}
     further = dict.fromkeys(name for row in figures for name in row if name not in known)
+    unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in figures if row["low"])
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):
         values = [f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures]
-        if any(values) or name == "accuracy":
+        if name == "accuracy" or (any(values) and (unequal or name not in UNEQUAL)):
             cells[title] = values
     if any(run.note for run in runs):
         cells["note"] = [run.note for run in runs]
-    _table("results", list(cells), list(zip(*cells.values(), strict=True)))
+    _table(
+        "results on the test images; val: accuracy on the validation images", list(cells), list(zip(*cells.values(), strict=True))
+    )
+
+
+def _size(figures: dict[str, Any]) -> str:
+    """Return a net's number of parameters in thousands or millions."""
+    count = figures["parameters"]
+    if not count:
+        return ""
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
 
 
 def _interval(figures: dict[str, Any]) -> str:
@@ -126,15 +141,15 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     _table(title, columns, rows, 1 + len(names))
 
 
-def pair_line(first: str, second: str, test: McNemar) -> str:
-    """What McNemar's test says of two runs, in words."""
+def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
+    """Return what McNemar's test says of two runs, in words."""
     p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
+    better, worse = (first, second) if test.first >= test.second else (second, first)
+    counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
     if test.first == test.second:
-        return f"{first} and {second} are right equally often; {test.first} images are named right by one of them only, each."
-    better, worse = (first, second) if test.first > test.second else (second, first)
+        return f"{first} and {second} are correct equally often:", counts
     verdict = "more than chance" if test.mid < 0.05 else "may be chance"
-    counts = f"{max(test[:2])} images are right with it alone, {min(test[:2])} with the other alone"
-    return f"{better} is ahead of {worse}: {counts}; {p}, {verdict}."
+    return f"{better} is better than {worse} ({p}, {verdict}):", counts
 
 
 # ---- in files
@@ -142,6 +157,8 @@ def pair_line(first: str, second: str, test: McNemar) -> str:
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
     """Draws the curves; the runs of a group share one label, its recipe and settings."""
+    from matplotlib import style
+
     from cifar_lit.runs.compare import plot_curves
 
     labels = {run.name: run.name for run in runs}
@@ -150,7 +167,8 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
         label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
     try:
-        with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
+        # Without the user's matplotlibrc, which could choose TeX or the size of the picture.
+        with style.context("default"), writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
             plot_curves(runs, list(labels.values()), partial)
     except ValueError as error:
         raise Failure(f"{error}: leave --plot out") from None

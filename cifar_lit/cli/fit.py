@@ -60,6 +60,9 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "precision": None,
 }
 
+# Settings of the Trainer that are words; jsonargparse would read a file of the same name in the working folder.
+WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler")
+
 
 class RankProgress(Callback):
     """Tells the watch how far this rank is, so that one that hangs is told from those that wait for it.
@@ -172,7 +175,10 @@ class TrainingCLI(LightningCLI):
         return {self.name: super().subcommands()[self.name]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds what is ours, and lets the data tell the model its shape."""
+        """Add our own settings, and derive the model's shape from the data."""
+        for action in parser._actions:
+            if action.dest in WORDS:
+                action._enable_path = False  # type: ignore[attr-defined]  # "auto" is no file of the working folder
         parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, used to name the run folder")
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         text = "also write checkpoints within epochs: every 500 steps, or every 10m (a checkpoint ends each epoch anyway)"

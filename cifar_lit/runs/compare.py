@@ -72,18 +72,24 @@ class McNemar(NamedTuple):
 
 
 def mcnemar(first: int, second: int) -> McNemar:
-    """McNemar's test whether two classifiers err equally often, from the images that only one of them has right.
+    """Test whether two classifiers err equally often, from the images that only one of them has right (McNemar).
 
     exact: the two-sided probability of a split at least as uneven as this, if each of these images fell to either with
     probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself; it is less cautious and
     recommended for accuracies (Fagerland, Lydersen and Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     count, least = first + second, min(first, second)
-    term = below = 1  # binomial coefficients, in whole numbers for any count: of `least`, and their sum up to it
-    for place in range(1, least + 1):
-        term = term * (count - place + 1) // place
-        below += term
-    exact, itself = min(1.0, 2 * below / 2**count), term / 2**count if count else 0.0
+    if not count:
+        return McNemar(0, 0, 1.0, 1.0)
+    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
+    itself = math.exp(log_ways - count * math.log(2))
+    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
+    for place in range(least, 0, -1):
+        term *= place / (count - place + 1)
+        total += term
+        if term < 1e-17 * total:
+            break
+    exact = min(1.0, 2 * total * itself)
     return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
 
 
@@ -255,7 +261,8 @@ def _right_answers(run: RunRecord) -> list[bool] | None:
     It must have a row for each test image of metrics.json, or it is of another test.
     """
     try:
-        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in read_rows(run.path / "predictions.csv"))
+        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted"))
+        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
     except (KeyError, ValueError):
         return None
     whole = rows and len(rows) == run.test.get("images") and all(row[0] == place for place, row in enumerate(rows))
@@ -273,13 +280,13 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     reasons = []
     answers = {run.name: right for run in tested if run.test.get("fingerprint") and (right := _right_answers(run))}
     if missing := [run.name for run in tested if run.name not in answers]:
-        reasons.append(f"not tested against the others image by image, for want of a whole predictions.csv: {', '.join(missing)}")
+        reasons.append(f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}")
     usable = [run for run in tested if run.name in answers]
     sets: dict[str, list[RunRecord]] = {}
     for run in usable:
         sets.setdefault(run.test["fingerprint"], []).append(run)
     if len(sets) > 1:
-        reasons.append("runs that were tested on other images than each other are not tested against each other")
+        reasons.append("runs with different test images are not compared image by image")
     chosen: list[tuple[RunRecord, RunRecord]] = []
     for same in sets.values():
         if len(same) <= 5:
@@ -287,7 +294,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
             continue
         best = max(same, key=lambda run: run.test["accuracy"])
         chosen += [(best, run) for run in same if run is not best]
-        reasons.append(f"{best.name} was chosen as the best on these same images, so that its p values are somewhat too small.")
+        reasons.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small.")
     tests = []
     for first, second in chosen:
         counts = Counter(zip(answers[first.name], answers[second.name], strict=False))

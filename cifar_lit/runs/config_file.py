@@ -20,7 +20,10 @@ from cifar_lit.hardware import core_count
 MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
 MAX_VALUES = 20_000  # with aliases written out
+MAX_DIGITS = 64  # characters of an integer
+MAX_INTEGER = 1 << 63  # the first that torch and numpy cannot hold
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")}
+_INTEGER = "tag:yaml.org,2002:int"
 
 
 def plain_values(file: Path) -> Any:
@@ -57,9 +60,14 @@ def plain_text(file: Path) -> str:
 
 
 def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """The values below a node, aliases written out; raises UsageError for foreign tags, loops, depth and growth."""
+    """Count the values below a node with aliases written out.
+
+    Raise UsageError for foreign tags, huge integers, loops, depth and growth.
+    """
     if node.tag not in _TAGS:
         raise UsageError(f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only")
+    if node.tag == _INTEGER and isinstance(node, yaml.ScalarNode) and _is_huge(node):
+        raise UsageError(f"{file} was not read: it has an integer of more than 64 bits at line {node.start_mark.line + 1}")
     if depth > MAX_DEPTH or known.get(id(node)) == 0:
         raise UsageError(f"{file} was not read: it is nested too deep")
     if id(node) not in known:
@@ -70,6 +78,14 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
     if known[id(node)] > MAX_VALUES:
         raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
     return known[id(node)]
+
+
+def _is_huge(node: yaml.ScalarNode) -> bool:
+    """Return whether an integer, in any of YAML's notations, does not fit into 64 bits."""
+    try:
+        return len(node.value) > MAX_DIGITS or abs(yaml.SafeLoader("").construct_yaml_int(node)) >= MAX_INTEGER
+    except ValueError:  # a text tagged as an integer, refused when it is constructed
+        return False
 
 
 # ---- What a file may choose of places that are read, written and fetched from, and of processes.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import numpy as np
 import torch
+from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -23,24 +24,36 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from cifar_lit.text import printable
 
+own_style = style.context("default")  # a matplotlibrc must not choose TeX, colours or the size of a picture
+
 # ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 OF_PAGE = {INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)"}
+PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
+PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
 SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
 
 
+@own_style
 def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
-    """Curves over training steps as `<svg>`.
+    """Return curves over training steps as `<svg>`.
 
-    name: of the chart, unlike any other's on the page. lines: (step, value) by what they are, at most three. label: what a
-    screen reader says.
+    Args:
+        name: Identifies the chart on the page.
+        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has one colour in all
+            charts; a single point is drawn as a diamond on top of the lines.
+        label: Text for screen readers.
     """
     figure, axes = _chart()
-    for (what, points), colour in zip(lines.items(), (FIRST, SECOND, THIRD), strict=False):
+    for part, points in lines.items():
         steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 30 else None
-        axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3, label=_tick(what))
+        appearance = {"color": PART_COLOURS.get(part, INK), "label": PART_NAMES.get(part, _tick(part))}
+        if len(points) == 1:
+            axes.plot(steps, values, linestyle="none", marker="D", markersize=6, zorder=4, **appearance)
+        else:
+            marker = "o" if len(points) < 30 else None
+            axes.plot(steps, values, linewidth=1.6, marker=marker, markersize=3, zorder=3, **appearance)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
@@ -58,6 +71,7 @@ class Bin(NamedTuple):
     accuracy: float
 
 
+@own_style
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
     figure, axes = _chart()
@@ -148,6 +162,7 @@ MAX_COUNTED = 20  # classes up to which a confusion matrix has its numbers writt
 BLUE, VERMILION = "#0072B2", "#D55E00"  # of Okabe and Ito's colours, told apart with any colour vision
 
 
+@own_style
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     """The picture of a confusion matrix int64 (classes, classes), labels down and predictions across: uint8 (3, H, W).
 
@@ -171,6 +186,7 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     return _pixels(figure)
 
 
+@own_style
 def class_accuracies(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     """The picture of each class's accuracy as a bar, from its row of the confusion matrix: uint8 (3, H, W)."""
     counts = matrix.sum(1)

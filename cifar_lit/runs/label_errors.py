@@ -110,7 +110,11 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
     for row in ranked[:GALLERY_SIZE].tolist():
         name, other, of_label, of_other = images.classes[images.labels[row]], images.classes[suggested[row]], own[row], best[row]
         alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
-        lines = (f"label {name} {of_label:.3f}", f"said {other} {of_other:.3f}", f"no. {row}{' · held out' * (row in held_out)}")
+        lines = (
+            f"label {name} {of_label:.3f}",
+            f"predicted {other} {of_other:.3f}",
+            f"no. {row}{' · held out' * (row in held_out)}",
+        )
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
     return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -91,25 +92,30 @@ def write_predictions(
     return len(order)
 
 
-def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
-    """The table in a `predictions.csv`; None when there is none, or it is of other classes or not whole.
+def read_predictions(path: Path, classes: Sequence[str], count: int) -> PredictionTable | None:
+    """Return the table in a `predictions.csv`, or None if it cannot be one of these classes and images.
 
-    Only the first four columns are looked at: in files of before, the others are of the next likeliest classes.
+    Each index must occur once and be below `count`, the number of images in the set. Probabilities must lie in 0 … 1; a
+    diverged net has NaN for all images. Columns after the fourth are ignored: older files have others there.
     """
-    number: dict[object, int] = {name: place for place, name in enumerate(classes)}  # in files of before
+    number: dict[object, int] = {name: place for place, name in enumerate(classes)}  # older files have the names as they are
     number |= {csv_cell(name): place for place, name in enumerate(classes)}
     try:
         rows = [
             (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
-            for row in read_rows(path)
+            for row in read_rows(path, ("index", "label", "predicted", "probability"))
         ]
     except (ValueError, KeyError):
         return None
     if not rows:
         return None
-    *whole, probability = zip(*rows, strict=True)
-    indices, labels, predicted = map(torch.tensor, whole)
-    return PredictionTable(indices, labels, predicted, torch.tensor(probability, dtype=torch.float64))
+    *integers, values = zip(*rows, strict=True)
+    is_index = all(0 <= index < count for index in integers[0]) and len(set(integers[0])) == len(rows)
+    is_probability = all(0 <= value <= 1 for value in values) or all(map(math.isnan, values))
+    if not (is_index and is_probability):
+        return None
+    indices, labels, predicted = map(torch.tensor, integers)
+    return PredictionTable(indices, labels, predicted, torch.tensor(values, dtype=torch.float64))
 
 
 def fingerprint(images: Tensor, labels: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""`report.html`: one file about a run, with its pictures inside, that asks for nothing from anywhere."""
+"""`report.html`: a self-contained page about a run that works offline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
+from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.compare import wilson_interval
-from cifar_lit.runs.figures import GALLERY_SIZE, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.figures import GALLERY_SIZE, PART_NAMES, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
 from cifar_lit.runs.label_errors import (
     NEIGHBOURS,
     Findings,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 MAX_TABLE_CLASSES = 20  # up to which the confusion matrix is a table; beyond, a picture
 PARTS = ("train", "val", "test")  # whose curves share a chart: `val/loss` is drawn beside `train/loss`
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # the others follow as they were logged
-TITLES = {"lr": "learning rate", "weight_norm": "weight norm"}
+TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
 
 # What takes images by their rows, the rows, and what is told how many were looked at; logits and embeddings (N, …).
 Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
@@ -51,7 +53,7 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
     same = recorded == fingerprint(test.images, test.labels)
-    predictions = read_predictions(run / "predictions.csv", data.classes) if same else None
+    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same else None
     if recorded and not same:
         note("these are other test images than the run was tested on: they are scored anew")
         metrics = {**metrics, "test": None}
@@ -112,13 +114,13 @@ def render(
     config, config_text = run / "config.yaml", ""
     with suppress(OSError, UnicodeDecodeError):  # there is none, or a stranger's that is no text
         config_text = read_text(config)
-    again = {
-        "The training and its test": ("train --config", [config]),
-        "The test alone": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
-        "The page anew, with suspected labels and duplicates": ("report", [run]),
+    reproduce = {
+        "Train and test again": ("train --config", [config]),
+        "Test again": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
+        "Write this page again, with suspected labels and duplicates": ("report", [run]),
     }
     commands = []
-    for what, (command, places) in again.items():
+    for what, (command, places) in reproduce.items():
         if place := next(filter(Path.exists, places), None):
             commands.append((what, f"cifar-lit {command} {shlex.quote(display_path(place))}"))
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
@@ -136,6 +138,7 @@ def render(
         interval=wilson_interval(int(predictions.hits.sum()), len(predictions.labels)),
         summary=_summary(metrics),
         charts=_charts(read_curves(run)),
+        smoothing=_label_smoothing(config),
         matrix=matrix.tolist(),
         matrix_uri=matrix_uri,
         predicted_counts=matrix.sum(0).tolist(),
@@ -148,6 +151,15 @@ def render(
         mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
         doubtful=_pictures(data, predictions, predictions.doubtful_hits(GALLERY_SIZE)),
     )
+
+
+def _label_smoothing(config: Path) -> float:
+    """Return the label smoothing in a config.yaml; 0 if the file is missing or cannot be read."""
+    try:
+        value = plain_values(config)["model"]["label_smoothing"] if config.is_file() else 0.0
+    except (UsageError, KeyError, TypeError):
+        return 0.0
+    return value if isinstance(value, int | float) else 0.0
 
 
 def _shown(value: Any) -> Any:
@@ -190,8 +202,8 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     for name, lines in logged.items():
         if any(len(points) > 1 for points in lines.values()):
             ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
-            last = ", ".join(f"{part} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
-            title = TITLES.get(name, name)
+            last = ", ".join(f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
+            title = TITLES.get(name, name.replace("_", " "))
             drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}")))
     return drawn
 
@@ -205,11 +217,11 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> li
 
 
 def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """The lines below each image at these places of a table; the predicted class is told where it is not the label."""
+    """The lines below each image at these places of a table; the predicted class where it differs from the label."""
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
     for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
-        names = (classes[label],) if predicted == label else (f"true {classes[label]}", f"said {classes[predicted]}")
+        names = (classes[label],) if predicted == label else (f"true {classes[label]}", f"predicted {classes[predicted]}")
         lines.append((*names, f"{probability:.4f} · no. {index}"))
     return lines
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -315,30 +315,53 @@ def _countable(metrics: Mapping[str, Any]) -> bool:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if it cannot be read or one of its numbers is out of range."""
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(read_text(file), parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=_bounded_float)
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def read_rows(file: Path) -> list[dict[str, str]]:
-    """The rows of a table with a header, without empty cells; none where it cannot be read.
+def _bounded_float(text: str) -> float:
+    """Return the number; raise ValueError for NaN and numbers of `MAX_FIGURE` or more."""
+    value = float(text)
+    if not abs(value) < MAX_FIGURE:
+        raise ValueError(f"{text[:20]} is out of range")
+    return value
 
-    A last line without an end is left out: it is being written, or a kill or a full disk cut it short.
+
+def _bounded_int(text: str) -> int:
+    _bounded_float(text)
+    return int(text)
+
+
+def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
+    """Return the rows of a table with a header, without empty cells; none if it cannot be read.
+
+    A last line without an end is left out: it is still being written, or was cut short by a kill or a full disk.
+
+    columns: the names of the columns to keep, all by default.
     """
     try:
         lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
         rows = csv.DictReader(line for line in lines if line.endswith("\n"))
-        return [{name: value for name, value in row.items() if name and value} for row in rows]
+        return [
+            {name: value for name, value in row.items() if name and value and (columns is None or name in columns)}
+            for row in rows
+        ]
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
 
 
 def read_curves(run: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.csv by column, without what was not taken; none where it cannot be read."""
+    """Return the rows of a run's metrics.csv by column; none if the file cannot be read.
+
+    Rows with text in place of a number are left out, and so are single values that are NaN or out of range.
+    """
     rows = []
     for row in read_rows(run / "metrics.csv"):
         with suppress(ValueError):
-            rows.append({name: float(value) for name, value in row.items()})
+            values = {name: float(value) for name, value in row.items()}
+            rows.append({name: value for name, value in values.items() if abs(value) < MAX_FIGURE})
     return rows

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from contract.command_line import assert_refused, metrics_of, run_command, run_process, table_rows
 
-from cifar_lit.cli.compare import pair_line
+from cifar_lit.cli.compare import pair_lines
 from cifar_lit.runs.compare import mcnemar
 
 
@@ -24,7 +24,7 @@ def logs(run_dir: Path) -> Path:
         folder = Path(f"logs/small-{number}")
         shutil.copytree(run_dir, folder)
         metrics = metrics_of(folder)
-        metrics["test"] |= {"accuracy": 1 - wrong / 40, "fingerprint": "same", "top5": 0.875}
+        metrics["test"] |= {"accuracy": 1 - wrong / 40, "fingerprint": "same", "top5": 0.875, "auroc": 0.625}
         (folder / "metrics.json").write_text(json.dumps(metrics))
         rows = "".join(f"{index},a,{'b' if index < wrong else 'a'},0.5\n" for index in range(40))
         (folder / "predictions.csv").write_text("index,label,predicted,probability\n" + rows)
@@ -42,12 +42,25 @@ def test_settings_results_and_the_test_of_the_difference_are_printed(logs: Path,
     assert [row[:2] for row in rows[2:]] == [["logs/small-1", "25.00%"], ["logs/small-2", "75.00%"]]
     assert rows[2][2] == "14.19 … 40.19"  # Wilson's, of 10 in 40
     assert re.search("┃ +balanced ┃ +F1 ┃", answer.out) and "val balanced" not in answer.out
-    assert ("top5" in answer.out, answer.out.count(" 0.8750 │")) == (True, 2)  # a metric that nothing here knows by name
+    assert re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2  # as a fraction, like the accuracy
+    assert ("auroc" in answer.out, answer.out.count(" 0.6250 │")) == (True, 2)  # a metric that nothing here knows by name
     assert "by recipe" not in answer.out
-    ahead = "logs/small-2 is ahead of logs/small-1: 20 images are right with it alone, 0 with the other alone"
-    assert f"{ahead}; p = 9.5e-07, more than chance." in answer.lines
-    assert answer.lines[-2].startswith("p is McNemar's mid-p")
+    ahead = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, more than chance):")
+    assert answer.lines[ahead + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
+    assert answer.lines[-2].endswith("if both runs were equally good (McNemar's mid-p).")
     assert answer.lines[-1] == "False"  # it needs no torch
+
+
+def test_a_comparison_of_equally_large_classes_fits_100_columns(logs: Path) -> None:
+    for name in ("small-1", "small-2"):
+        metrics = metrics_of(logs / name)
+        metrics["test"] |= {"balanced_accuracy": metrics["test"]["accuracy"], "loss": 1.25}
+        metrics["test"].pop("auroc")
+        (logs / name / "metrics.json").write_text(json.dumps({**metrics, "parameters": 11_173_962, "train_seconds": 4321.5}))
+    logs.rename("lightning_logs")
+    answer = run_command("compare", "lightning_logs")
+    assert "balanced" not in answer.out and "│ 11.2 M │" in answer.out
+    assert max(map(len, answer.lines)) <= 100
 
 
 def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -> None:
@@ -61,7 +74,7 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
     assert [run["settings"] for run in content["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]
     assert content["pairs"] == [
         {"first": "logs/small-1", "second": "logs/small-2", "only_first_right": 0, "only_second_right": 20,
-         "p_exact": 2**-19, "p_mid": 2**-20}
+         "p_exact": pytest.approx(2**-19), "p_mid": pytest.approx(2**-20)}
     ]  # fmt: skip
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -95,8 +108,12 @@ def test_broken_runs_are_rows_and_nothing_but_broken_ones_an_error(logs: Path) -
 
 
 def test_what_the_test_says_is_said_in_words() -> None:
-    assert pair_line("a", "b", mcnemar(5, 5)).startswith("a and b are right equally often; 5 images")
-    assert pair_line("a", "b", mcnemar(5, 6)).startswith("b is ahead of a: 6 images are right with it alone, 5")
-    assert pair_line("a", "b", mcnemar(5, 6)).endswith("may be chance.")
-    assert pair_line("a", "b", mcnemar(40, 10)).endswith("more than chance.")
-    assert pair_line("a", "b", mcnemar(5000, 100)).endswith("p < 1e-300, more than chance.")
+    assert pair_lines("a", "b", mcnemar(5, 5)) == (
+        "a and b are correct equally often:",
+        "  5 images are correct only in a, 5 only in b.",
+    )
+    ahead, counts = pair_lines("a", "b", mcnemar(5, 6))
+    assert ahead.startswith("b is better than a (p = 0.") and ahead.endswith(", may be chance):")
+    assert counts == "  6 images are correct only in b, 5 only in a."
+    assert pair_lines("a", "b", mcnemar(40, 10))[0].endswith(", more than chance):")
+    assert pair_lines("a", "b", mcnemar(5000, 100))[0].endswith("(p < 1e-300, more than chance):")

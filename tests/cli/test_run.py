@@ -41,7 +41,7 @@ ONE_EPOCH = (*SMALL, "--epochs", "1")
 
 
 def test_the_test_counts_every_image_once_and_agrees_with_its_predictions(run_dir: Path, data: ImageData) -> None:
-    test, rows = metrics_of(run_dir)["test"], read_predictions(run_dir / "predictions.csv", data.classes)
+    test, rows = metrics_of(run_dir)["test"], read_predictions(run_dir / "predictions.csv", data.classes, len(data.test_images))
     counted = ["accuracy", "loss", "balanced_accuracy", "macro_f1", "images", "interval", "per_class"]
     assert list(test) == [*counted, "calibration", "fingerprint"]
     assert list(metrics_of(run_dir)["val"]) == ["accuracy", "loss", "balanced_accuracy", "macro_f1", "interval"]

@@ -7,12 +7,21 @@ from base64 import b64decode
 from collections.abc import Callable
 from io import BytesIO
 
+import matplotlib
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
-from cifar_lit.runs.figures import class_accuracies, confusion_matrix, data_uri, gallery
+from cifar_lit.runs.figures import (
+    Bin,
+    class_accuracies,
+    confusion_matrix,
+    data_uri,
+    gallery,
+    line_chart,
+    reliability_diagram,
+)
 
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 
@@ -37,6 +46,23 @@ def test_a_cell_of_the_matrix_is_darker_the_more_of_its_row_it_holds() -> None:
     height, width = picture.shape
     values = [picture[int(y * height), int(x * width)].item() for y in (0.3, 0.6) for x in (0.35, 0.7)]
     assert values[3] < values[0] < values[1] < values[2]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: confusion_matrix(torch.eye(3, dtype=torch.int64), ["a", "b", "c"]).tolist(),
+        lambda: class_accuracies(torch.eye(3, dtype=torch.int64), ["a", "b", "c"]).tolist(),
+        lambda: line_chart("chart", {"train": [(1, 2.0), (2, 1.0)]}, "a chart"),
+        lambda: reliability_diagram("bins", [Bin(0, 1, 5, 0.5, 0.6)], "a diagram"),
+    ],
+)
+def test_a_matplotlibrc_does_not_change_what_is_drawn(draw: Callable[[], object]) -> None:
+    with matplotlib.rc_context(rc=matplotlib.rcParamsDefault):
+        expected = draw()
+    settings = {"text.usetex": True, "savefig.dpi": 300, "figure.dpi": 300, "axes.grid": True, "font.size": 30}
+    with matplotlib.rc_context(rc=settings):
+        assert draw() == expected
 
 
 @pytest.mark.parametrize(("shape", "part"), [((28, 28, 1), 1.0), ((200, 100, 3), 0.5)])

@@ -32,7 +32,7 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_
     array = np.load(tmp_path / "probabilities.npy")
     assert array.dtype == np.float32
     assert np.array_equal(array, PROBABILITIES.numpy())
-    table, expected = read_predictions(tmp_path / "predictions.csv", CLASSES), prediction_table(PREDICTIONS)
+    table, expected = read_predictions(tmp_path / "predictions.csv", CLASSES, 4), prediction_table(PREDICTIONS)
     assert table is not None
     for name in ("indices", "labels", "predicted"):
         assert torch.equal(getattr(table, name), getattr(expected, name))
@@ -47,7 +47,7 @@ def test_own_images_are_named_by_their_paths_whatever_they_are_called(tmp_path: 
     with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
         named = [row["path"] for row in csv.DictReader(file)]
     assert named == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
-    assert read_predictions(tmp_path / "predictions.csv", CLASSES) is not None
+    assert read_predictions(tmp_path / "predictions.csv", CLASSES, 4) is not None
 
 
 HEAD = "index,label,predicted,probability\n"
@@ -59,11 +59,38 @@ HEAD = "index,label,predicted,probability\n"
 def test_rows_of_another_kind_are_none_and_those_of_before_are_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "predictions.csv"
     file.write_text(text)
-    assert read_predictions(file, CLASSES) is None
+    assert read_predictions(file, CLASSES, 4) is None
     file.write_text('index,label,predicted,probability,class_2,probability_2\n0,日本,日本,0.750000,"a, b",0.250000\n')
-    table = read_predictions(file, CLASSES)
+    table = read_predictions(file, CLASSES, 4)
     assert table is not None
     assert (table.labels.tolist(), table.predicted.tolist(), table.probability.tolist()) == ([2], [2], [0.75])
+
+
+@pytest.mark.parametrize(
+    ("index", "probability"),
+    [
+        ("4", "0.5"),
+        ("1", "0.5"),
+        ("-1", "0.5"),
+        (str(10**30), "0.5"),
+        ("9" * 5000, "0.5"),
+        ("0", "1e308"),
+        ("0", "-0.1"),
+        ("0", "inf"),
+        ("0", "nan"),
+    ],
+)
+def test_a_row_out_of_range_makes_the_table_none(tmp_path: Path, index: str, probability: str) -> None:
+    file = tmp_path / "predictions.csv"
+    file.write_text(f"{HEAD}1,日本,日本,0.5\n{index},日本,日本,{probability}\n")
+    assert read_predictions(file, CLASSES, 4) is None
+
+
+def test_the_table_of_a_diverged_net_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "predictions.csv"
+    file.write_text(f"{HEAD}1,日本,日本,nan\n3,日本,日本,nan\n")
+    table = read_predictions(file, CLASSES, 4)
+    assert table is not None and table.indices.tolist() == [1, 3]
 
 
 def test_a_table_counts_labels_down_and_ranks_mistakes_by_certainty_and_hits_by_doubt() -> None:

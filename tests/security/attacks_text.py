@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -93,6 +95,53 @@ def curve(*columns: str) -> Maker:
     """The run with a curve of these names in its metrics.csv."""
     rows = (("step", *columns), *((str(step), *("1",) * len(columns)) for step in range(3)))
     return lambda folder: (folder / "run/metrics.csv").write_text("".join(",".join(row) + "\n" for row in rows))
+
+
+def predictions(index: object, probability: object) -> Maker:
+    """The run with another first row in its predictions.csv."""
+
+    def prepare(folder: Path) -> None:
+        file = folder / "run/predictions.csv"
+        head, first, *rows = file.read_text().splitlines(keepends=True)
+        _, label, predicted, _, *others = first.split(",")
+        file.write_text(head + ",".join([str(index), label, predicted, str(probability), *others]) + "".join(rows))
+
+    return prepare
+
+
+def seed(text: str) -> Maker:
+    """A second run whose config.yaml has this text for its seed."""
+
+    def prepare(folder: Path) -> None:
+        second()(folder)
+        config = folder / "run2/config.yaml"
+        config.write_text(re.sub("(?m)^seed_everything: .*", f"seed_everything: {text}", config.read_text()))
+
+    return prepare
+
+
+def disputed_images(folder: Path) -> None:
+    """Two runs that dispute 400,000 images."""
+    count = 400_000
+    metrics = {"recipe": "a", "test": {"accuracy": 0.5, "loss": 1.0, "images": count, "fingerprint": "same"}}
+    for number in range(2):
+        run = folder / f"large-{number}"
+        run.mkdir()
+        (run / "metrics.json").write_text(json.dumps(metrics))
+        rows = (f"{index},a,{'ab'[(index + number) % 2]},0.5\n" for index in range(count))
+        (run / "predictions.csv").write_text("index,label,predicted,probability\n" + "".join(rows))
+
+
+def and_then_costs(line: list[str], seconds: float) -> Callable[[], int]:
+    """The line, and then its CPU time in words."""
+
+    def type_line() -> int:
+        began = time.process_time()
+        code = main(line)
+        print("cheap" if time.process_time() - began < seconds else "expensive")
+        return code
+
+    return type_line
 
 
 def classes(*names: str) -> Maker:
@@ -195,7 +244,30 @@ ATTACKS: dict[str, Attack] = {
     "a setting in JSON that turns the line round": harmless(
         second({"recipe": "\u202e\x9bx"}), [*COMPARE, "--json", "-"], r"\u202e\u009bx"
     ),
+    "an integer of 8,000 hexadecimal digits": harmless(seed("0x" + "f" * 8000), COMPARE, "run2"),
+    "an integer of 4,000 sexagesimal digits": harmless(seed(":".join("1" * 4000)), COMPARE, "run2"),
+    "an integer of 30,000 bits, as JSON": harmless(seed("0b" + "1" * 30_000), [*COMPARE, "--json", "-"], "run2"),
+    "an integer of 8,000 digits, of a run to report": Attack(
+        seed("0x" + "f" * 8000), ["report", "run2"], says="an integer of more than 64 bits at line"
+    ),
+    "400,000 disputed images": harmless(disputed_images, and_then_costs(["compare", "large-*"], 5), "cheap"),
     # its page
+    **{
+        f"predictions with index {index} and probability {probability}": harmless(
+            predictions(index, probability), ["report", "run", "--device", "cpu"], "report run"
+        )
+        for index, probability in ((10**6, 0.5), (10**30, 0.5), (-1, 0.5), (0, 1e308), (0, "nan"), (0, "-inf"))
+    },
+    "curves with huge values": harmless(
+        lambda folder: (folder / "run/metrics.csv").write_text(
+            "epoch,step,train/loss,val/accuracy\n0,1,1e308,0.5\n1,1e300,-1e308,nan\n2,inf,inf,1e9\n"
+        ),
+        ["report", "run", "--device", "cpu"],
+        "report run",
+    ),
+    "a temperature of 10⁴⁰⁰": harmless(
+        tested(calibration={"error": 0.1, "temperature": 10**400, "tempered_error": 0.1}), ["report", "run2"], "report run"
+    ),
     "a number of devices that asks for 400 GB": harmless(changed(devices="{:>400000000000}"), ["report", "run"], "report run"),
     "parameters that are text": harmless(changed(parameters="many"), ["report", "run"], "report run"),
     "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), ["report", "run"], "report run"),

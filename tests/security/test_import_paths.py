@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.command_line import assert_refused, run_command
+from contract.command_line import assert_refused, draw_folder, run_command
 from security.hostile_files import BESIDE
 
 from cifar_lit import plugins
@@ -26,6 +27,49 @@ OWN_NET = """from torch import nn
 def net(channels, image_size, num_classes, width):
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
 """
+
+
+# Files that libraries look for by themselves, and words of the Trainer that its parser takes for names of files.
+TRAPS = (
+    "matplotlibrc", "auto", "simple", "libcuda.so.1", "pyproject.toml", "setup.cfg", ".env", ".netrc", "sitecustomize.py",
+    "usercustomize.py", "_ops.py", "_classes.py", "fonts.conf", ".condarc", "hparams.yaml", "lenet", "shapes",
+)  # fmt: skip
+# Run command lines in one process; print the files of the working folder that it opened, and the libraries that it loaded there.
+WATCH = """
+import os, sys
+here, opened = os.getcwd(), set()
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        opened.add(os.path.relpath(os.path.join(os.getcwd(), arguments[0]), here))
+sys.addaudithook(watch)
+from cifar_lit.cli import main
+for line in sys.argv[1:]:
+    assert main(line.split()) == 0, line
+loaded = [line for line in open("/proc/self/maps") if here in line and "libcuda" in line]
+traps = opened & set(os.listdir())
+print("opened:", *sorted(traps - {"small.yaml", "lightning_logs"}), "loaded:", *loaded)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has loaded is listed as Linux does it")
+def test_no_library_reads_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
+    for name in TRAPS:
+        (working_folder / name).write_text("class_path: evil.Evil\n")
+    (working_folder / "matplotlibrc").write_text("savefig.dpi: 5000\n")
+    library = str(import_module("markupsafe._speedups").__file__)  # small, and without libraries of its own
+    shutil.copy(library, "libcuda.so.1")
+    run = "lightning_logs/small-1"
+    lines = [
+        "train --recipe small.yaml --epochs 1 --trainer.profiler simple",
+        f"report {run} --device cpu",
+        f"classify {run} images --sheet sheet.png",
+        f"compare {run} --plot curves.png",
+    ]
+    draw_folder(working_folder / "images", {"a": 1})
+    command = [sys.executable, "-c", WATCH, *lines]
+    safe = {**environment, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, cwd=working_folder, env=safe, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["opened: loaded:"]), done.stderr
 
 
 def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
