@@ -293,13 +293,15 @@ class TrainingCLI(LightningCLI):
     # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        """Run the sub-command. Attach the command that resumes the run to what ended it, and release the folder."""
         Interrupted.latest = None
         try:
             run = self.run.fit if subcommand == "fit" else self.run.evaluate
             run(self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path)
-        except BaseException:
-            if (interruption := Interrupted.latest) is None:
+        except BaseException as error:
+            interruption = Interrupted.latest
+            if interruption is None:
+                error.resume = self._resume_line()  # type: ignore[attr-defined]
                 raise
             interruption.resume = self._resume_line()
             raise interruption from None

@@ -15,8 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.errors import Failure
-from cifar_lit.files import atomic_write
+from cifar_lit.files import atomic_write, find_os_error, write_failure
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
@@ -28,15 +27,14 @@ COLUMNS = (
 
 @contextmanager
 def _writing(run: RunFolder) -> Iterator[None]:
-    """Raises Failure for a folder that is full, gone or read-only by now."""
+    """Raise Failure if the folder is full, read-only or gone."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__  # Lightning's loggers take it for a wrong value
-        if not isinstance(cause, OSError):
+    except (OSError, ValueError) as error:  # Lightning's loggers raise ValueError from the OSError
+        cause = find_os_error(error)
+        if cause is None:
             raise
-        place, reason = display_path(run.path), cause.strerror or cause
-        raise Failure(f"cannot write to {place}: {reason}. What was saved is intact: mend that, then use --resume.") from error
+        raise write_failure(display_path(run.path), cause, run.resumable) from error
 
 
 class CurveFile(Logger):
