@@ -22,6 +22,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from cifar_lit.models.registry import with_versions
+from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.text import note, say
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class WeightAverage(EMAWeightAveraging):
 
 
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue)."""
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SIGHUP, SLURM's signal to requeue)."""
 
     latest: Interrupted | None = None  # matplotlib's compiled code raises "Invalid bounding box" in its place
 
@@ -221,15 +222,15 @@ def validates_next(trainer: pl.Trainer) -> bool:
 
 
 class OrderlyStop(Checkpoint):
-    """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
+    """Stop the training after the step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal, with that step in `last.ckpt`.
 
-    Where a validation is due right after the step, it is made first.
-
-    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second signal stops
-    at once. It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
+    A validation that is due right after the step runs first. During validation the epoch ends first, which writes a
+    checkpoint anyway. All devices stop at the same step. A second signal stops at once, unless one of the two is SIGHUP: a
+    lost session sends several. It is a `Checkpoint` because the Trainer calls those after the callbacks that change what is
+    saved, such as the average.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = STOP_SIGNALS
 
     def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
@@ -241,9 +242,12 @@ class OrderlyStop(Checkpoint):
         return Interrupted(number, requeue=number == self._requeue)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+        if number == HANGUP:
+            accept_hangup()
+            self._before[number] = signal.SIG_IGN
+        elif self._received not in (0, HANGUP):
             raise self._interrupted(number)
-        self._received = number
+        self._received = self._received or number
         self._last.asked_for = True
         if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
             note("", "stopping after this step; once more to stop at once")
@@ -257,8 +261,9 @@ class OrderlyStop(Checkpoint):
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
-        self._before = {number: signal.signal(number, self._receive) for number in (*self.SIGNALS, self._requeue) if number}
+        """Take the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
+        handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
+        self._before = {number: signal.signal(number, self._receive) for number in handled if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
         """The signal that any of the devices received, 0 for none."""
