@@ -1,5 +1,6 @@
 """Checkpoint files: whole or absent, read exactly as written or refused in one line; hostile ones are in tests/security."""
 
+import os
 import random
 import re
 from collections import OrderedDict
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import Failure
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, read_checkpoint
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, latest_valid_checkpoint, read_checkpoint
 
 FULL_DISK = Path("/dev/full")  # Linux: every write fails as on a full disk
 CONTENT: dict[str, Any] = {
@@ -79,6 +80,14 @@ def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
 
 
 # ---- damage
+
+
+@pytest.mark.parametrize(("previous", "best"), [(20, 30), (30, 20)])
+def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp_path: Path, previous: int, best: int) -> None:
+    for name, step in (("last", 40), ("previous", previous), ("best", best)):
+        AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
+    os.truncate(tmp_path / "last.ckpt", 1000)
+    assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
 
 
 def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> None:
