@@ -204,6 +204,8 @@ class TrainingCLI(LightningCLI):
         devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or name one")
+        if trainer.sync_batchnorm and trainer.accelerator == "cpu" and devices * trainer.num_nodes > 1:
+            raise UsageError("--trainer.sync_batchnorm true works on GPUs only, as torch's SyncBatchNorm does: leave it out")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -15,8 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import atomic_write, find_os_error, write_failure
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
+from cifar_lit.files import atomic_write, find_os_error, read_text, write_failure
+from cifar_lit.runs.run_folder import MAX_TABLE, RunFolder, display_path, read_rows
+from cifar_lit.text import note
 
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
@@ -66,6 +68,8 @@ class CurveFile(Logger):
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
+            if _lacks_row(path, self._resumed_step):
+                note(f"{display_path(path)}: its last row was cut short, by a full disk or a power loss: the curves lack it")
             rows = [kept for kept in rows if _step_of(kept) <= self._resumed_step]
             rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
         self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
@@ -77,6 +81,18 @@ class CurveFile(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""
+
+
+def _lacks_row(path: Path, resumed_step: int) -> bool:
+    """Return whether the last row is cut short, unless the resumed run takes its step again."""
+    try:
+        lines = read_text(path, MAX_TABLE).splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError):
+        return False
+    if len(lines) < 2 or lines[-1].endswith("\n"):
+        return False
+    whole_cells = lines[-1].split(",")[:-1]
+    return _step_of(dict(zip(lines[0].split(","), whole_cells, strict=False))) <= resumed_step
 
 
 def _step_of(row: Mapping[str, str]) -> float:

@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, EMA
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.models.registry import with_versions
 from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
@@ -97,8 +99,8 @@ class NoProfiler(PassThroughProfiler):
 class RandomState(Callback):
     """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn.
 
-    On another number of devices, where other parts of a batch are computed together, each starts from a seed that follows from
-    the saved states and its number: masks are others from there on, but the same ones each time.
+    On another number of devices, each starts from a seed computed from the saved states and its rank. Dropout masks then
+    differ from those of an undisturbed run, but are reproducible. A line says what batch norm changes there.
     """
 
     def __init__(self) -> None:
@@ -123,6 +125,13 @@ class RandomState(Callback):
             saved = b"".join(states.numpy().tobytes() for states in self._restored)
             digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big"))
+            if trainer.is_global_zero and any(
+                isinstance(module, _BatchNorm) and module.training and not isinstance(module, SyncBatchNorm)
+                for module in pl_module.modules()
+            ):
+                devices = f"{len(self._restored[0])} → {trainer.world_size} devices"
+                remedy = " (GPUs: --trainer.sync_batchnorm true in all parts of a run takes them over the whole batch)"
+                say(f"{devices}: batch norm takes its statistics on each device, so the results differ slightly{remedy}")
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
