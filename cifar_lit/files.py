@@ -14,20 +14,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 
 PART = ".cifar-lit-part"  # ends the name of what is being written; no other program gives it, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; of 100,000 classes a metrics.json has 5 MiB
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def find_os_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError that `error` is or was raised from, None if there is none.
+
+    A failed write inside torch.save is a RuntimeError about file positions; the OSError is in its `__context__`.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
+    """Return the Failure for a file of a run that could not be written.
+
+    resumable: whether the run has a checkpoint. A folder that is gone (ENOENT) is taken to have one.
+    """
+    remedy = "free some space" if error.errno in DISK_FULL else "fix that"
+    advice = f"Nothing was saved yet: {remedy}, then start again."
+    if resumable or error.errno == errno.ENOENT:
+        advice = f"What was saved is intact: {remedy}, then use --resume."
+    return Failure(f"cannot write {path}: {error.strerror or error}. {advice}")
 
 
 @contextmanager
 def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
-    """Gives a path to write to; what is there afterwards is synced and takes the place of `path`, or nothing does.
+    """Yield a temporary path; replace `path` by what was written there, synced to disk, or leave `path` as it was.
 
-    The file has the mode that the umask gives, whatever the library that wrote it set. Once this has returned, a loss of power
-    takes nothing back.
+    The file has the mode that the umask gives, whatever the library that wrote it set. After the return, a power loss
+    does not undo the write. A failed write raises an OSError with the filename `path`, whatever the library raised.
 
-    previous: where the file that `path` was before is kept.
+    previous: a second name for the file that `path` was before.
     """
     if path.absolute().parent == Path("/dev"):  # with the rights for it, a device would be replaced
         raise OSError(errno.EINVAL, "it is no place for files", str(path))
@@ -43,9 +66,14 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         if previous is not None and path.exists():
             _keep(path, previous)
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
+            raise
+        cause = find_os_error(error)
+        if cause is None or cause.filename not in (None, str(partial)):
+            raise
+        raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
     with suppress(OSError):  # Windows opens no folders, and some network file systems sync none
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:

@@ -24,6 +24,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
+from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
@@ -148,5 +149,7 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Call
 
 
 def leave_signals(worker: int) -> None:
-    """Ctrl-C, which reaches a worker too, is for the process that started it to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore Ctrl-C and a closed terminal, which reach the workers too: the main process ends them."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)

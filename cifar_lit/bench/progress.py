@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,10 +64,8 @@ def ends_at_once() -> Iterator[None]:
     raised at the end.
     """
     catch_signals()
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # it is ignored under nohup
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     Interrupted.latest = None
-    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()  # type: ignore[assignment]
+    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()
     try:
         yield
     except Exception:

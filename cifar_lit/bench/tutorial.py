@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from itertools import islice
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +20,7 @@ from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.step import add_turn_arguments, report, turns_of
 from cifar_lit.bench.training import EpochStopwatch, add_training_arguments, fit, read_clock, subject_from
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.signals import start_resource_tracker
 from cifar_lit.training.callbacks import Interrupted
 
 WHAT = (
@@ -84,8 +84,9 @@ def in_other_process(loop: TutorialLoop, by_epoch: bool, device: torch.device) -
     ours, theirs = mp.get_context("spawn").Pipe()
     arguments = (theirs, loop, by_epoch, device, torch.get_num_threads())
     process = mp.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
-    resource_tracker.ensure_running()  # now, as its start unblocks signals
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for it: Ctrl-C is this process's to answer
+    start_resource_tracker()  # its start below would unblock the signals again
+    # The child inherits the mask: this process answers Ctrl-C and a closed terminal.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     process.start()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     theirs.close()

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.files import DISK_FULL, find_os_error
 from cifar_lit.text import printable
 
 # of torch's allocators, CUDA itself, cuBLAS and cuDNN; that cuDNN finds no engine means that none got its workspace
@@ -47,8 +48,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif is_out_of_memory(error):
         text = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
         text += ", or choose a smaller --net"
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        text = f"the disk is full ({error.filename or 'while writing'}): free some space, then go on with --resume"
+    elif (full := find_os_error(error)) and full.errno in DISK_FULL:
+        after = "resume with --resume" if getattr(error, "resume", None) else "start again"
+        text = f"the disk is full ({full.filename or 'while writing'}): free some space, then {after}"
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return "cifar-lit: a name is longer than names of files can be: type it anew", 2
     elif isinstance(error, PermissionError):

@@ -218,6 +218,8 @@ class TrainingCLI(LightningCLI):
         devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or name one")
+        if trainer.sync_batchnorm and trainer.accelerator == "cpu" and devices * trainer.num_nodes > 1:
+            raise UsageError("--trainer.sync_batchnorm true works on GPUs only, as torch's SyncBatchNorm does: leave it out")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
@@ -310,13 +312,15 @@ class TrainingCLI(LightningCLI):
     # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Has the run do it; an interruption learns how to go on, and the folder is left to others whatever happens."""
+        """Run the sub-command. Attach the command that resumes the run to what ended it, and release the folder."""
         Interrupted.latest = None
         try:
             run = self.run.fit if subcommand == "fit" else self.run.evaluate
             run(self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path)
-        except BaseException:
-            if (interruption := Interrupted.latest) is None:
+        except BaseException as error:
+            interruption = Interrupted.latest
+            if interruption is None:
+                error.resume = self._resume_line()  # type: ignore[attr-defined]
                 raise
             interruption.resume = self._resume_line()
             raise interruption from None

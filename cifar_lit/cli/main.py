@@ -13,6 +13,7 @@ from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
 from cifar_lit.plugins import all_imports_allowed, guard_child_processes
+from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import note, say
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
@@ -176,7 +177,7 @@ def _train(command: flags.Command, argv: list[str]) -> None:
 
 def _report(error: BaseException, debug: bool) -> int:
     """Prints what went wrong and returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # there is nothing left to save: one that comes now ends it quietly
+    for number in STOP_SIGNALS:  # nothing is left to save: a signal that arrives now ends the process quietly
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):

@@ -9,6 +9,7 @@ import threading
 import warnings
 
 from cifar_lit.distributed.rank_info import by_slurm
+from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 
 
 def hold_signals() -> None:
@@ -21,14 +22,16 @@ def hold_signals() -> None:
 
 
 def catch_signals() -> None:
-    """Makes Ctrl-C, SIGTERM and SLURM's signal to requeue raise `Interrupted`; a training stops after its step instead."""
+    """Let Ctrl-C, SIGTERM, SIGHUP and SLURM's requeue signal raise `Interrupted`. A training stops after its step instead."""
     from cifar_lit.training.callbacks import Interrupted
 
     def stop(number: int, frame: object) -> None:
+        if number == HANGUP:
+            accept_hangup()
         raise Interrupted(number, requeue=number == requeue)
 
     requeue = signal.SIGUSR1 if by_slurm(os.environ) else None
-    for number in filter(None, (signal.SIGINT, signal.SIGTERM, requeue)):
+    for number in filter(None, (*stop_signals(), requeue)):
         signal.signal(number, stop)
     if requeue:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})

@@ -25,6 +25,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
 from cifar_lit.hardware import core_count
+from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
 from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
@@ -195,6 +196,7 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
         yield from map(work, chunks)
         return
     workers = min(cores, len(chunks), 32)
+    start_resource_tracker()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
     ahead: deque[Future[Pixels]] = deque()
     try:
@@ -219,9 +221,11 @@ def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *
 
 
 def start_worker(pixel_limit: int | None) -> None:
-    """Sets up a decoding process: Pillow's limit as the parent has it, Ctrl-C left to the parent, no life without it."""
+    """Set up a decoding process: Pillow's limit of the parent; the parent answers signals; its end ends this process."""
     Image.MAX_IMAGE_PIXELS = pixel_limit
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:  # the parent ends its workers with it
+            signal.signal(number, signal.SIG_IGN)
     parent = parent_process()
     if parent is not None:
 

@@ -24,6 +24,7 @@ from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import return_freed_memory
+from cifar_lit.signals import STOP_SIGNALS
 
 PADDING = -1  # the label of an image that only fills a batch up and must not be counted
 BLOCK_BYTES = 512 * 32 * 32 * 3  # augmented at once: of small batches, the launches of operations would cost more than their work
@@ -274,9 +275,9 @@ def read_ahead(
 
 
 def _start_worker(worker: int) -> None:
-    """A terminal's Ctrl-C reaches the workers too; the training stops in order, and needs them until then."""
+    """Ignore the signals that stop the training: they reach the workers too, and the last step needs these."""
     return_freed_memory()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

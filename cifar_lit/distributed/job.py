@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from cifar_lit.distributed.rank_info import by_torchrun, is_first_process
 from cifar_lit.runs.run_folder import runs_of_job
+from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import note
 
 NAME = "CIFAR_LIT_JOB"  # set by a user or a scheduler's file; it must be unique among the jobs that share --logs
@@ -78,7 +79,7 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     Args:
         resume: the command that goes on, None when there is no checkpoint.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if not is_first_process(environment):
         time.sleep(REQUEUE_SECONDS)

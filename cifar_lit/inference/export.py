@@ -177,13 +177,15 @@ def runner_of(net: LoadedNet) -> Runner:
 
 
 def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
-    """Writes a net in one of the formats; raises Failure for a net that it cannot express."""
+    """Write a net in one of the formats. Raise Failure for a net that the format cannot express."""
     if to == "safetensors":  # as a run's own model.safetensors: what `cifar_lit.load` takes
         save_weights(path, net.net.state_dict(), net.card, net.novelty)
     elif to == "torch-export":
         program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
-        with silenced(), path.open("wb") as file:
-            torch.export.save(program, file, extra_files=extra)
+        content = io.BytesIO()  # torch aborts the process if a write to a file fails here
+        with silenced():
+            torch.export.save(program, content, extra_files=extra)
+        path.write_bytes(content.getbuffer())
     else:
         model = onnx_model(net)
         path.write_bytes((model if calibration is None else quantised(model, calibration)).SerializeToString())

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -15,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.errors import Failure
-from cifar_lit.files import atomic_write
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
+from cifar_lit.files import atomic_write, find_os_error, read_text, write_failure
+from cifar_lit.runs.run_folder import MAX_TABLE, RunFolder, display_path, read_rows
+from cifar_lit.text import note
 
 # The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
 COLUMNS = (
@@ -28,15 +29,14 @@ COLUMNS = (
 
 @contextmanager
 def _writing(run: RunFolder) -> Iterator[None]:
-    """Raises Failure for a folder that is full, gone or read-only by now."""
+    """Raise Failure if the folder is full, read-only or gone."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__  # Lightning's loggers take it for a wrong value
-        if not isinstance(cause, OSError):
+    except (OSError, ValueError) as error:  # Lightning's loggers raise ValueError from the OSError
+        cause = find_os_error(error)
+        if cause is None:
             raise
-        place, reason = display_path(run.path), cause.strerror or cause
-        raise Failure(f"cannot write to {place}: {reason}. What was saved is intact: mend that, then use --resume.") from error
+        raise write_failure(display_path(run.path), cause, run.resumable) from error
 
 
 class CurveFile(Logger):
@@ -68,6 +68,8 @@ class CurveFile(Logger):
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
+            if _lacks_row(path, self._resumed_step):
+                note(f"{display_path(path)}: its last row was cut short, by a full disk or a power loss: the curves lack it")
             rows = [kept for kept in rows if _step_of(kept) <= self._resumed_step]
             rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
         self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
@@ -79,6 +81,18 @@ class CurveFile(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Settings are in config.yaml."""
+
+
+def _lacks_row(path: Path, resumed_step: int) -> bool:
+    """Return whether the last row is cut short, unless the resumed run takes its step again."""
+    try:
+        lines = read_text(path, MAX_TABLE).splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError):
+        return False
+    if len(lines) < 2 or lines[-1].endswith("\n"):
+        return False
+    whole_cells = lines[-1].split(",")[:-1]
+    return _step_of(dict(zip(lines[0].split(","), whole_cells, strict=False))) <= resumed_step
 
 
 def _step_of(row: Mapping[str, str]) -> float:

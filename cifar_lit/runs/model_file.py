@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import file_size, writing
+from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.pretrained import TIMM
 from cifar_lit.models.registry import MAX_WIDTH, build_net, build_on_meta_device, net_spec, with_versions
 from cifar_lit.plugins import UntrustedName, is_import_path
@@ -98,9 +98,9 @@ def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Ma
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
-    """Writes a net's state dict with its card, as a whole or not at all; the same values give the same bytes.
+    """Write a net's state dict with its card, atomically; the same values give the same bytes.
 
-    novelty: the tensors that go with `card.novelty`. Raises Failure when the disk does not take it.
+    novelty: the tensors that go with `card.novelty`. Raises OSError if the disk does not take the file.
     """
     named = {**weights, **{NOVELTY + name: tensor for name, tensor in (novelty or {}).items()}}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
@@ -111,7 +111,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, nov
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of eight bytes
-    with writing(path, "Free some space; the checkpoints are intact.") as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
 
 

@@ -87,8 +87,11 @@ def write_predictions(
                 cells = (digits % tuple(values)).split(",")
                 place = [csv_cell(files[index])] if files else []
                 writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *place])
-    with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as array:
-        np.save(array, probabilities[order].float().numpy())
+    array = probabilities[order].float().contiguous().numpy()
+    with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as file:
+        # np.save would write through `tofile`, whose error on a full disk has no errno.
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
     return len(order)
 
 

@@ -22,8 +22,11 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from rich.progress import BarColumn, TimeRemainingColumn
 from rich.table import Column
 from torch import Tensor
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.models.registry import with_versions
+from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.text import note, say
 
 if TYPE_CHECKING:
@@ -98,8 +101,8 @@ class NoProfiler(PassThroughProfiler):
 class RandomState(Callback):
     """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn.
 
-    On another number of devices, where other parts of a batch are computed together, each starts from a seed that follows from
-    the saved states and its number: masks are others from there on, but the same ones each time.
+    On another number of devices, each starts from a seed computed from the saved states and its rank. Dropout masks then
+    differ from those of an undisturbed run, but are reproducible. A line says what batch norm changes there.
     """
 
     def __init__(self) -> None:
@@ -124,6 +127,13 @@ class RandomState(Callback):
             saved = b"".join(states.numpy().tobytes() for states in self._restored)
             digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big"))
+            if trainer.is_global_zero and any(
+                isinstance(module, _BatchNorm) and module.training and not isinstance(module, SyncBatchNorm)
+                for module in pl_module.modules()
+            ):
+                devices = f"{len(self._restored[0])} → {trainer.world_size} devices"
+                remedy = " (GPUs: --trainer.sync_batchnorm true in all parts of a run takes them over the whole batch)"
+                say(f"{devices}: batch norm takes its statistics on each device, so the results differ slightly{remedy}")
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]
@@ -183,7 +193,7 @@ class WeightAverage(EMAWeightAveraging):
 
 
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SLURM's signal to requeue)."""
+    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SIGHUP, SLURM's signal to requeue)."""
 
     latest: Interrupted | None = None  # matplotlib's compiled code raises "Invalid bounding box" in its place
 
@@ -223,15 +233,15 @@ def validates_next(trainer: pl.Trainer) -> bool:
 
 
 class OrderlyStop(Checkpoint):
-    """On Ctrl-C, SIGTERM or SLURM's signal to requeue ends the training after the step, with a checkpoint of it in `last.ckpt`.
+    """Stop the training after the step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal, with that step in `last.ckpt`.
 
-    Where a validation is due right after the step, it is made first.
-
-    During validation the epoch is ended first, which writes one anyway. All devices stop at the same step. A second signal stops
-    at once. It is a `Checkpoint` so that the Trainer calls it after the callbacks that change what is saved, as the average does.
+    A validation that is due right after the step runs first. During validation the epoch ends first, which writes a
+    checkpoint anyway. All devices stop at the same step. A second signal stops at once, unless one of the two is SIGHUP: a
+    lost session sends several. It is a `Checkpoint` because the Trainer calls those after the callbacks that change what is
+    saved, such as the average.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = STOP_SIGNALS
 
     def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
@@ -243,9 +253,12 @@ class OrderlyStop(Checkpoint):
         return Interrupted(number, requeue=number == self._requeue)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+        if number == HANGUP:
+            accept_hangup()
+            self._before[number] = signal.SIG_IGN
+        elif self._received not in (0, HANGUP):
             raise self._interrupted(number)
-        self._received = number
+        self._received = self._received or number
         self._last.asked_for = True
         if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
             note("", "stopping after this step; once more to stop at once")
@@ -259,8 +272,9 @@ class OrderlyStop(Checkpoint):
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
-        self._before = {number: signal.signal(number, self._receive) for number in (*self.SIGNALS, self._requeue) if number}
+        """Take the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
+        handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
+        self._before = {number: signal.signal(number, self._receive) for number in handled if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
         """The signal that any of the devices received, 0 for none."""

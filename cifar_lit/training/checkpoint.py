@@ -7,7 +7,6 @@ number may stand for 10¹² by its strides, a list that holds itself twice, thir
 
 from __future__ import annotations
 
-import errno
 import pickle
 import re
 import time
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import atomic_write, file_size
+from cifar_lit.files import atomic_write, file_size, write_failure
 from cifar_lit.training.callbacks import validates_next, within_epoch
 from cifar_lit.training.checkpoint_pickle import check_pickles
 
@@ -59,7 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._folders: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint` to `path`; raises Failure, with the old file intact, when the disk is full."""
+        """Write `checkpoint` to `path`. Raise Failure, with the old file intact, if the disk does not take it."""
         target = Path(path)
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
         try:
@@ -68,10 +67,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 self._folders.add(target.parent)
             with atomic_write(target, previous) as partial, partial.open("wb") as file:
                 torch.save(checkpoint, file)
-        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-            remedy = "mend that" if getattr(error, "errno", errno.ENOSPC) != errno.ENOSPC else "free some space"
-            raise Failure(f"cannot write {target}: {reason}. What was saved is intact: {remedy}, then use --resume.") from error
+        except OSError as error:
+            resumable = any(target.with_name(name).is_file() for name in (LAST, PREVIOUS, BEST))
+            raise write_failure(target, error, resumable) from error
 
     def load_checkpoint(self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None) -> Any:
         """Reads plain values and tensors only; raises Failure for a file that is damaged or would execute code."""

@@ -35,7 +35,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.runs < 1:
         raise UsageError("--runs must be at least 1")
     counts = [int(count) for count in settings.together.split(",")]
-    seconds = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(settings.runs):
         for spin in settings.spin:
             for count in counts:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
@@ -40,6 +41,21 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def runs_in(file: str) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = json.loads(Path(file).read_text())["recipes"]["small"]["runs"]
     return runs
+
+
+def test_runs_with_other_threads_or_flags_are_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path("small.yaml")
+    first = recipe.conditions_of(file, [])
+    assert recipe.conditions_of(file, []) == first
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        more_threads = recipe.conditions_of(file, [])
+    finally:
+        torch.set_num_threads(threads)
+    flagged = recipe.conditions_of(file, ["--lr", "0.5"])
+    assert {name for name in first if more_threads[name] != first[name]} == {"machine"}
+    assert {name for name in first if flagged[name] != first[name]} == {"flags"}
 
 
 def test_seeds_become_means_with_an_interval_and_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,17 @@ OUT_OF_MEMORY_ELSEWHERE = [
     "GET was unable to find an engine to execute this computation",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
 ]
-DISK_FULL = "the disk is full ({}): free some space, then go on with --resume"
+DISK_FULL = "the disk is full ({}): free some space, then {}"
+
+
+def hidden_in_a_runtime_error(number: int) -> RuntimeError:
+    """An error of torch's file writer, in a run that has a checkpoint."""
+    error: Any = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 602240 vs 602132")
+    error.__context__ = OSError(number, os.strerror(number))
+    error.resume = "cifar-lit train --resume lightning_logs/small-1"
+    return error
+
+
 NO_HOME = "a path begins with a home that is not on this machine: write the path out"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
@@ -46,8 +58,9 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are i
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
         *((RuntimeError(text), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in OUT_OF_MEMORY_ELSEWHERE),
-        (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv"), 1),
-        (OSError(errno.ENOSPC, "No space left on device"), DISK_FULL.format("while writing"), 1),
+        (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv", "start again"), 1),
+        (hidden_in_a_runtime_error(errno.ENOSPC), DISK_FULL.format("while writing", "resume with --resume"), 1),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
         (PermissionError(13, "no", "/data"), "no permission for /data: choose another folder with --logs or --data-dir", 1),
         (
             PermissionError(13, "no", "/a\ncifar-lit: b"),

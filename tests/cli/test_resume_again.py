@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 from filelock import FileLock
 
+from cifar_lit.cli.fit import RESUMED_CHECKPOINT, validate_resume
+from cifar_lit.cli.flags import parse
 from cifar_lit.files import PART
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -37,6 +40,19 @@ def test_the_last_whole_checkpoint_takes_the_place_of_a_damaged_one(unfinished: 
     for part in ("val", "test"):
         assert metrics_of(unfinished)[part] == metrics_of(run_dir)[part]
     assert read_checkpoint(last)["global_step"] == read_checkpoint(run_dir / "checkpoints/last.ckpt")["global_step"]
+
+
+def test_further_processes_resume_from_the_checkpoint_that_the_first_one_chose(
+    unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RESUMED_CHECKPOINT, "")
+    checkpoints, command = unfinished / "checkpoints", parse("train", ["--resume", str(unfinished)])
+    cut_short(checkpoints / "last.ckpt")
+    chosen, step = validate_resume(checkpoints / "last.ckpt", command, first=True)
+    assert chosen == checkpoints / "best.ckpt"
+    shutil.copy(chosen, checkpoints / "last.ckpt")  # whole again, as on a file system that shows changes late
+    assert Path(os.environ[RESUMED_CHECKPOINT]) == chosen
+    assert validate_resume(Path(os.environ[RESUMED_CHECKPOINT]), command, first=False) == (chosen, step)
 
 
 def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) -> None:

@@ -40,3 +40,8 @@ def test_devices_that_mean_nothing_are_refused(words: list[str], part: str) -> N
 
 def test_several_machines_need_an_address_and_a_number_each() -> None:
     assert_refused(run_command(*SMALL, "--nodes", "2"), 2, "--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+
+
+def test_synchronised_batch_norm_is_refused_on_cpus_where_torch_has_none() -> None:
+    answer = run_command(*SMALL, "--devices", "2", "--accelerator", "cpu", "--trainer.sync_batchnorm", "true")
+    assert_refused(answer, 2, "--trainer.sync_batchnorm true works on GPUs only", "leave it out")

@@ -134,7 +134,7 @@ def test_an_interval_that_means_nothing_is_refused(value: str) -> None:
 
 def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_dir: Path) -> None:
     words = ["--net", "shapenet", "--model.width", "0.5", "--auto-batch", "--auto-lr", "--data.count", "800", "--epochs", "1"]
-    answer = run_command("fit", *SMALL, *words)
+    answer = run_command("fit", *SMALL, *words, "--batch-size", "8")
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-1"))
     assert config["model"]["lr"] != 0.05

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from .command_line import (
     config_of,
     contents_of,
     copy_run,
+    environment,
     files_of,
     metrics_of,
     rows_of,
@@ -41,6 +45,18 @@ def test_ctrl_c_ends_with_130_writes_the_checkpoint_of_that_moment_and_no_result
     assert "config.yaml" in left
     assert not left & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
     assert not {name for name in left if name.endswith((".part", ".tmp"))}
+
+
+def test_a_lost_terminal_ends_a_training_with_129_and_its_checkpoint(working_folder: Path) -> None:
+    command = [sys.executable, "-m", "cifar_lit", "train", *SMALL, "--epochs", "100000"]
+    process, terminal = pty.fork()
+    if not process:
+        os.execve(sys.executable, [str(word) for word in command], environment(working_folder))
+    while not (working_folder / "lightning_logs/small-1/metrics.csv").exists():
+        os.read(terminal, 1 << 16)  # fails if the training ends
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
+    assert checkpoint_of(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt")["global_step"] > 0
 
 
 def test_ctrl_c_prints_the_exact_command_to_go_on(interruption: Interruption, interrupted: Path) -> None:

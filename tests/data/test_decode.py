@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from security.hostile_files import progressive_jpeg
 
-from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size, pixels_of
+from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size, pixels_of, start_worker
 
 
 def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
@@ -221,3 +222,14 @@ def test_many_files_give_the_same_pixels_and_reasons_in_processes_without_main_s
     words, env = [sys.executable, script, tmp_path], {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert (done.stdout.splitlines(), done.stderr, done.returncode) == (["ran", "True [[], [], [0]]"], "", 0)
+
+
+def test_decoding_processes_leave_ctrl_c_and_a_closed_terminal_to_the_process_that_started_them() -> None:
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        start_worker(Image.MAX_IMAGE_PIXELS)
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

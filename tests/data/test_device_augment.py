@@ -13,6 +13,7 @@ from torch import Tensor
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.device_augment import CHUNK_BYTES, DeviceAugmentation
 from cifar_lit.data.loaders import Batch
+from cifar_lit.data.transforms import OPERATIONS
 from cifar_lit.errors import UsageError
 
 EVERYTHING: dict[str, Any] = {
@@ -83,6 +84,16 @@ def test_policies_draw_every_operation_with_its_magnitudes_and_both_signs() -> N
     assert several["operations"].shape == (4000, 3)
     assert several["magnitudes"][several["operations"] == 5].unique().tolist() == [-30, 30]
     assert several["magnitudes"][several["operations"] == 10].unique().tolist() == [4]  # bits
+
+
+@pytest.mark.parametrize("policy", ["trivial", "randaugment"])
+def test_both_signs_are_drawn_for_exactly_the_operations_that_torchvision_negates(policy: str) -> None:
+    parameters = drawn(policy=policy, operations=2, magnitude=20)
+    negative = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] < 0].tolist()}
+    positive = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] > 0].tolist()}
+    moves, colours = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}, {"Brightness", "Color", "Contrast", "Sharpness"}
+    assert negative == moves | colours
+    assert positive >= negative
 
 
 def test_a_setting_changes_no_other_ones_draws() -> None:

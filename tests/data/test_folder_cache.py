@@ -127,6 +127,22 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
     assert values(root)[1] == 77 and decodings(capsys) == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell the names of open files")
+def test_images_are_on_the_disk_before_the_index_names_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = [], os.fsync
+
+    def note_and_sync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path.suffix, path.stat().st_size, (slot(root) / "index.json").exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    values(root)
+    images, indexed = synced[0][1:]
+    assert synced[0][0] == ".u8" and not indexed
+    assert images == next(slot(root).glob("*.u8")).stat().st_size > 0
+
+
 class Stopped(BaseException):
     """As a signal raises it in a training."""
 

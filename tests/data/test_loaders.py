@@ -18,6 +18,7 @@ from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import PADDING, Batch, EvalLoader, TrainLoader, read_ahead
 from cifar_lit.errors import UsageError
+from cifar_lit.signals import STOP_SIGNALS
 
 MOVES: dict[str, Any] = {"augmentation": Augmentation(2, "alternating", 3), "fill": torch.zeros(3).byte(), "seed": 5}
 
@@ -181,7 +182,7 @@ def test_workers_give_the_same_batches_bit_for_bit_and_leave_random_numbers_and_
 
 
 def ignored_signals(block: Any) -> Any:
-    return [signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM)]
+    return [signal.getsignal(each) is signal.SIG_IGN for each in STOP_SIGNALS]
 
 
 def children() -> set[str]:
@@ -193,7 +194,7 @@ def children() -> set[str]:
 def test_workers_ignore_the_signals_that_stop_a_training_and_end_with_an_epoch_that_is_left_in_its_middle() -> None:
     before = children()
     blocks = read_ahead([[]] * 9, ignored_signals, 2, False)
-    assert next(blocks) == [True, True]
+    assert next(blocks) == [True] * len(STOP_SIGNALS)
     assert len(children() - before) >= 2
     del blocks
     deadline = time.monotonic() + 30

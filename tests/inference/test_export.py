@@ -188,3 +188,10 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_request("torch-export", None)
     with pytest.raises(Failure, match=r"--to onnx needs onnx and onnxscript and onnxruntime, .*pip install .cifar-lit\[export\]"):
         check_request("onnx", None)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("to", ["onnx", "torch-export"])
+def test_a_full_disk_is_an_error_and_does_not_abort_the_process(to: str) -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        module.write(fresh("lenet"), to, Path("/dev/full"))

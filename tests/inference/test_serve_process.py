@@ -26,7 +26,10 @@ def until(true: Callable[[], bool], seconds: float = 20) -> bool:
     return done
 
 
-def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(served_run: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_it_says_what_it_serves_and_ctrl_c_or_a_closed_terminal_stops_it_when_it_has_answered(
+    served_run: Path, number: int
+) -> None:
     with running(served_run) as service:
         assert service.lines == [
             "serving lenet (3×16×16, 4 classes) on cpu",
@@ -38,7 +41,7 @@ def test_it_says_what_it_serves_and_ctrl_c_stops_it_when_it_has_answered(served_
             head = "POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
             connection.sendall(f"{head}Content-Length: {len(picture())}\r\n\r\n".encode() + picture()[:100])
             time.sleep(0.2)
-            os.killpg(service.process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+            os.killpg(service.process.pid, number)  # as a terminal sends it: to all of them
             time.sleep(0.5)
             connection.sendall(picture()[100:])
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

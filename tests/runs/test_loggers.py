@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from cifar_lit.errors import Failure
 from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves
 from cifar_lit.runs.run_folder import RunFolder, read_rows
 
@@ -56,6 +57,25 @@ def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and
     assert header(run) == [*COLUMNS, "train/top5", "val/f1"]
 
 
+@pytest.mark.parametrize(
+    ("end", "lost"),
+    [("0,12,0.1,", True), ("0,13,0.1,2.", False), ("0,1", True), ("\0" * 40, True), ("0,12,0.1,,0.5\n", False)],
+    ids=["resumed step", "later step", "cut step", "zeros", "whole row"],
+)
+def test_a_row_that_was_cut_short_is_told_unless_its_step_is_taken_again(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], end: str, lost: bool
+) -> None:
+    CurveFile(run).log_metrics({"train/loss": 1.5}, 11)
+    with (run.path / "metrics.csv").open("a") as file:
+        file.write(end)
+    resumed = CurveFile(run, resumed_step=12)
+    for step in (13, 14):
+        resumed.log_metrics({"train/loss": 1.0}, step)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == lost
+    assert all("metrics.csv: its last row was cut short" in line for line in lines)
+
+
 @pytest.mark.parametrize("resumed_step", [12, None])
 def test_a_kill_while_the_file_is_written_anew_leaves_the_earlier_curves_whole(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, resumed_step: int | None
@@ -71,6 +91,23 @@ def test_a_kill_while_the_file_is_written_anew_leaves_the_earlier_curves_whole(
     with pytest.raises(KeyboardInterrupt):
         (CurveFile(run, resumed_step) if resumed_step else curves).log_metrics({"val/new": 1.0}, 13)
     assert (run.path / "metrics.csv").read_text() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("saved", [True, False])
+def test_curves_on_a_full_disk_end_the_run_in_a_line_that_advises_resume_only_if_a_checkpoint_exists(
+    run: RunFolder, saved: bool
+) -> None:
+    curves = CurveFile(run)
+    curves.log_metrics({"train/loss": 1.5}, 12)
+    (run.path / "metrics.csv").unlink()
+    (run.path / "metrics.csv").symlink_to("/dev/full")
+    if saved:
+        (run.path / "checkpoints").mkdir()
+        (run.path / "checkpoints/last.ckpt").touch()
+    advice = "free some space, then use --resume" if saved else "Nothing was saved yet: free some space, then start again"
+    with pytest.raises(Failure, match=f"No space left on device.*{advice}"):
+        curves.log_metrics({"train/loss": 1.0}, 13)
 
 
 def read_events(run: RunFolder) -> EventAccumulator:

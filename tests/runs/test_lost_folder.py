@@ -78,7 +78,7 @@ def test_a_folder_that_vanishes_ends_the_training_in_a_line_and_is_gone_on_with_
     (line,) = answer.error_lines
     assert answer.code == 1
     assert line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line and "No such file or directory" in line
-    assert "mend that, then use --resume" in line
+    assert "fix that, then use --resume" in line
     shutil.rmtree(folder / "disk", ignore_errors=True)
     (folder / "away").rename(folder / "disk")
     answer = run_command("--resume", "disk/small-1")
@@ -130,7 +130,8 @@ def full_in_the_second_epoch(disk: Path) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(read_only_in_the_second_epoch, "Read-only file system"), (full_in_the_second_epoch, "space")]
+    ("fault", "reason"),
+    [(read_only_in_the_second_epoch, "Read-only file system"), (full_in_the_second_epoch, "No space left on device")],
 )
 def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_what_was_saved_is_gone_on_with(
     folder: Path, undisturbed: Path, fault: Callable[[Path], Any], reason: str

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from cifar_lit.files import atomic_write
+from cifar_lit.runs import predictions
 from cifar_lit.runs.predictions import CsvRows, JsonRows, Row, fingerprint, prediction_table, read_predictions, write_predictions
 
 CLASSES = ("a, b", 'quo"ted', "日本")
@@ -39,6 +44,28 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_
     torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
     write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
     assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # of a net that has diverged
+
+
+def test_a_full_disk_is_known_by_its_error_number_where_probabilities_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource = pytest.importorskip("resource", reason="the system limits no file sizes")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def too_small_for_the_array(path: Path) -> Iterator[Path]:
+        with atomic_write(path) as partial:
+            if path.suffix == ".npy":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (150, limits[1]))
+            try:
+                yield partial
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(predictions, "atomic_write", too_small_for_the_array)
+    with pytest.raises(OSError, match="File too large") as error:
+        write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS])
+    assert error.value.errno == errno.EFBIG
 
 
 def test_own_images_are_named_by_their_paths_whatever_they_are_called(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_each_device_gets_its_own_random_state_back() -> None:
 
 def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoint_and_the_device() -> None:
     def drawn(state: int, rank: int, world: int) -> list[float]:
-        device, restored = SimpleNamespace(world_size=world, global_rank=rank), RandomState()
+        device, restored = SimpleNamespace(world_size=world, global_rank=rank, is_global_zero=False), RandomState()
         restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})
         torch.rand(int(torch.randint(5, ())))  # whatever set-up has drawn
         restored.on_train_start(device, None)
@@ -111,6 +111,28 @@ def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoi
     assert drawn(0, 0, 1) == first
     others = [drawn(1, 0, 1), drawn(0, 1, 3), drawn(0, 2, 3)]
     assert all(other != first for other in others) and others[1] != others[2]
+
+
+@pytest.mark.parametrize(
+    ("world", "norm", "told"),
+    [
+        (1, torch.nn.BatchNorm2d(2), True),
+        (2, torch.nn.BatchNorm2d(2), False),  # as before
+        (1, torch.nn.BatchNorm2d(2).eval(), False),  # model.fixed_norms
+        (1, torch.nn.SyncBatchNorm(2), False),
+        (1, torch.nn.GroupNorm(1, 2), False),
+    ],
+    ids=["batch norm", "same devices", "fixed", "synchronised", "group norm"],
+)
+def test_a_line_says_what_batch_norm_changes_on_another_number_of_devices(
+    world: int, norm: torch.nn.Module, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, model = torch.get_rng_state(), torch.nn.Sequential(norm)
+    trainer: Any = SimpleNamespace(world_size=world, global_rank=0, is_global_zero=True)
+    restored: Any = RandomState()
+    restored.on_load_checkpoint(trainer, model, {"random_state": [torch.stack([state] * 2)]})
+    restored.on_train_start(trainer, model)
+    assert ("2 → 1 devices: batch norm" in capsys.readouterr().out) == told
 
 
 @pytest.mark.parametrize("val_size", [20, 0])

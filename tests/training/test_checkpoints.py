@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, read_checkpoint
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, latest_valid_checkpoint, read_checkpoint
 
+FULL_DISK = Path("/dev/full")  # Linux: every write fails as on a full disk
 CONTENT: dict[str, Any] = {
     "state_dict": OrderedDict(weight=torch.arange(300.0), bias=torch.ones(3, dtype=torch.bfloat16)),
     "epoch": 3,
@@ -71,21 +72,38 @@ def test_what_is_written_is_read_back_by_anyone_and_what_torch_wrote_too(checkpo
         assert equal(read_checkpoint(checkpoint), CONTENT)
 
 
-def half_a_file(content: Any, file: Any) -> None:
-    file.write(b"half of it")
-    raise OSError(28, os.strerror(28))
-
-
-def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_part(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = checkpoint.read_bytes()
-    monkeypatch.setattr(torch, "save", half_a_file)
-    with pytest.raises(Failure, match=r"cannot write .*last.ckpt: .*No space left on device.*free some space[^\n]*$"):
+@pytest.mark.skipif(not FULL_DISK.exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    checkpoint, save = tmp_path / "last.ckpt", torch.save
+    if saved:
         AtomicCheckpointIO().save_checkpoint(CONTENT, checkpoint)
-    assert checkpoint.read_bytes() == before
-    assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def save_to_full_disk(content: Any, file: Any) -> None:
+        with FULL_DISK.open("wb", buffering=0) as full:
+            save(content, full)
+
+    monkeypatch.setattr(torch, "save", save_to_full_disk)
+    with pytest.raises(Failure) as failure:
+        AtomicCheckpointIO().save_checkpoint({**CONTENT, "large": torch.zeros(100_000)}, checkpoint)
+    line = str(failure.value)
+    assert line.startswith(f"cannot write {checkpoint}: No space left on device. ")
+    assert line.endswith("free some space, then use --resume." if saved else "free some space, then start again.")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 # ---- damage
+
+
+@pytest.mark.parametrize(("previous", "best"), [(20, 30), (30, 20)])
+def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp_path: Path, previous: int, best: int) -> None:
+    for name, step in (("last", 40), ("previous", previous), ("best", best)):
+        AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
+    os.truncate(tmp_path / "last.ckpt", 1000)
+    assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
 
 
 def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import OrderedDict
 from itertools import pairwise
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_runs import At, best_and_last, fitted, same, shapes_data, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -164,6 +165,14 @@ def test_features_without_a_pattern_have_the_strongest_penalty() -> None:
     assert noise.norm() < pattern.norm()
 
 
+def test_views_of_one_image_are_held_out_together() -> None:
+    """Labels are noise: only a copy of a held-out image among the fitted rows makes a weak penalty look better."""
+    torch.manual_seed(0)
+    features, labels = torch.randn(60, 100), torch.arange(60) % 2
+    once, twice = (fit_head(features.repeat(views, 1), labels, 2, views=views).weight for views in (1, 2))
+    torch.testing.assert_close(twice, once, rtol=0.05, atol=1e-3)
+
+
 def test_of_very_many_features_some_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     labels = torch.arange(3000) % 2
@@ -236,6 +245,16 @@ def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: P
     train, val = map(len, data.split)
     assert seen == [train, train, val, train]  # plain and augmented, validation; only the other augmentation is new
     assert same(heads[0], heads[1]) and not same(heads[0], heads[2])
+
+
+def test_each_view_has_features_of_its_own_in_the_cache(file: str, tmp_path: Path) -> None:
+    data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=2)
+    for _ in range(2):  # the second time from the cache
+        fitted(model(file, unfreeze=False, head_views=3), data)
+    views = [load_file(path)["features"] for path in (tmp_path / "cache").glob("features-*.safetensors")]
+    of_training = [view for view in views if len(view) == len(data.split[0])]
+    assert len(of_training) == 3
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(of_training, 2))
 
 
 def test_features_are_those_of_the_nets_options(file: str, data: ImageData) -> None:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
+from contract.command_line import undone
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 from torch import Tensor
 
+from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Clock, Interrupted, NoSignalHandlers, OrderlyStop, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
@@ -167,6 +169,51 @@ def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, caps
     Training(tmp_path, "sgd").stop(At(2, press(signal.SIGINT, signal.SIGINT)))
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err.count("once more to stop at once") == 1
+
+
+@pytest.fixture
+def hangup_handler() -> Iterator[None]:
+    """Restore this process's handler of SIGHUP, which is ignored once a hangup was received."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.usefixtures("hangup_handler")
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGHUP, signal.SIGHUP), 129),  # a lost session: the shell's and the kernel's
+        ((signal.SIGHUP, signal.SIGTERM), 129),  # systemd ends what is left of a session
+        ((signal.SIGTERM, signal.SIGHUP), 143),
+    ],
+)
+def test_a_lost_session_ends_the_training_with_a_checkpoint_however_many_signals_it_sends(
+    signals: tuple[int, ...], code: int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    training = Training(tmp_path, "averaged")
+    assert training.stop(At(9, press(*signals))).exit_code == code
+    assert read_checkpoint(training.last)["global_step"] == 9
+    training.assert_goes_on_as(undisturbed("averaged"))
+
+
+@pytest.mark.usefixtures("hangup_handler")
+def test_a_training_under_nohup_outlives_its_session(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, undisturbed("sgd").weights)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("hangup_handler")
+def test_a_hangup_outside_of_a_training_raises_once_and_not_under_nohup() -> None:
+    with undone():
+        catch_signals()
+        with pytest.raises(Interrupted) as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption.value.exit_code == 129
+        os.kill(os.getpid(), signal.SIGHUP)  # ignored from the first on
+        catch_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 # ---- checkpoints within epochs

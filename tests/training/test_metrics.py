@@ -173,8 +173,9 @@ def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -
     torch.testing.assert_close(predictions["probabilities"][[0, 1, 3]], F.softmax(logits[[0, 1, 4]].double(), 1))
 
 
-def test_the_likeliest_class_is_the_one_that_is_counted_even_where_float32_would_round_both_to_1() -> None:
-    collector, logits = PredictionCollector(), torch.tensor([[0.0, 30.0, -90.0], [1e-6, 2e-6, 0.0]])
+def test_the_likeliest_class_is_the_one_that_is_counted_where_probabilities_of_float32_are_ties() -> None:
+    collector, logits = PredictionCollector(), torch.tensor([[0.0, 2e-9, -90.0], [0.1, 0.10000001, 0.0]])
+    assert [row[0] == row[1] for row in logits.softmax(1)] == [True, True]
     collector.update(logits, torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert collector.compute()["probabilities"].argmax(1).tolist() == logits.argmax(1).tolist() == [1, 1]
     assert collector.logits[0].data_ptr() == logits.data_ptr()  # only noted, so that the device is not waited for

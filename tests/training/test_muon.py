@@ -67,6 +67,16 @@ def test_on_matrices_it_is_torchs_muon(nesterov: bool, momentum: float, toleranc
     assert all(gap <= 10 * tolerance * way for gap, way in zip(apart, moved, strict=True)), (apart, moved)
 
 
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8), (6, 2, 1, 1), (3, 4, 3, 3)])
+def test_a_filter_has_the_norm_of_the_root_of_its_outputs_before_each_update(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    filters = Parameter(torch.randn(shape))
+    direction = filters.detach() / filters.detach().norm()
+    filters.grad = torch.randn(shape)
+    Muon([filters], lr=0.0, rescale=True).step()  # a rate of 0: no update
+    torch.testing.assert_close(filters.detach(), direction * shape[0] ** 0.5)
+
+
 @pytest.mark.parametrize(("products", "tolerance"), [("bfloat16", 5e-3), ("float32", 1e-5)])
 @pytest.mark.parametrize("form", ["alone", "flat", "channels_last"])
 def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_and_in_any_format(

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from contract.command_line import Answer, files_of
 from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
 from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
-from small_runs import assert_close
+from small_runs import assert_close, classifier
+from stress.forked import Forked
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -64,7 +66,7 @@ CASES = {
         Stage(WORDS, 2, AGENT | {"TORCHELASTIC_RESTART_COUNT": "1"}, [0] * 2, END),
     ],
     "two, then three, then one": [
-        Stage([*ODD, *HOST], 2, at(4, signal.SIGTERM), [143] * 2, (0, 5, 2)),
+        Stage([*ODD, *HOST], 2, at(4, signal.SIGHUP), [129] * 2, (0, 5, 2)),
         Stage(THREE, 3, at(STEPS_PER_EPOCH + 8, signal.SIGTERM), [143] * 3, (1, STEPS_PER_EPOCH + 9, 3)),
         Stage(ONE, 1, {}, [0], (1, 2 * STEPS_PER_EPOCH, 1)),
     ],
@@ -107,6 +109,27 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Futur
     one, two = ((only_run(each) / "predictions.csv").read_text().splitlines() for each in (alone, folder))
     assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
     assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
+
+
+def validate_with_norms_of_their_own(folder: str) -> list[int]:
+    """Return the exit codes of two ranks whose norms' statistics differ: 0 if a validation starts with the first rank's."""
+
+    def command() -> int:
+        torch.distributed.init_process_group("gloo")
+        model, rank = classifier(net="shapenet"), torch.distributed.get_rank()
+        statistics = [buffer for buffer in model.net.buffers() if buffer.is_floating_point()]
+        for buffer in statistics:
+            buffer.fill_(rank)
+        trainer: Any = SimpleNamespace(world_size=2)
+        model.trainer = trainer
+        model.on_validation_epoch_start()
+        return int(not statistics or any(bool(buffer.any()) for buffer in statistics))
+
+    return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
+
+
+def test_every_rank_validates_with_the_first_ones_statistics_of_norms(forking: Callable[..., Any], tmp_path: Path) -> None:
+    assert forking(validate_with_norms_of_their_own, folder=str(tmp_path)) == [0, 0]
 
 
 def test_a_checkpoint_scores_the_same_to_the_last_digit_on_one_process_as_on_two(pair: Path, tmp_path: Path) -> None:
@@ -165,7 +188,7 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
         assert f"devices      {len(stage.codes)} × cpu" in printed[number][0]
         text = "".join(printed[number])
         assert "Traceback" not in text
-        assert text.count("Go on with:") == (stage.codes[0] in (130, 143))
+        assert text.count("Go on with:") == (stage.codes[0] in (129, 130, 143))
         assert text.count("stopping after this step") == (2 if stage.codes[0] == 130 else 0)
     if name == "two nodes":
         assert "8 = 2 × 4" in printed[0][0] and printed[0][1] == ""

@@ -79,6 +79,14 @@ def test_losses_are_shared_between_devices_before_an_epoch_gives_them_other_imag
     assert loader.losses.latest.tolist() == [-1.0] * 200  # nothing is left to share
 
 
+def test_the_losses_that_choose_images_keep_no_graph_of_the_step_alive() -> None:
+    model, rows = classifier(), torch.tensor([4, 1, 3])
+    model.last_losses = torch.full((6,), torch.inf)
+    model.training_step(Batch(torch.randn(3, 3, 16, 16), torch.tensor([0, 1, 2]), rows), 0).backward()
+    assert not model.last_losses.requires_grad
+    assert model.last_losses.isfinite().nonzero().flatten().tolist() == [1, 3, 4]
+
+
 def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_change_nothing_until_gathered() -> None:
     losses = LastLosses(4, torch.device("cpu"))
     losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])

@@ -28,6 +28,7 @@ from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
 from cifar_lit.inference.serve.connections import ACCEPTED_AT_ONCE, QUEUE, LimitedProtocol, connection_limit, slowest
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
+from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import note
 
 PAGE = Path(__file__).parent / "page"
@@ -52,7 +53,7 @@ def serve(
     classifier: Classifier, sock: socket.socket, names: frozenset[str] | None, limits: Limits, version: str,
     on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Serves a net until Ctrl-C or SIGTERM; requests that run then are answered first.
+    """Serve a net until Ctrl-C, SIGTERM or SIGHUP. Requests that are running then are answered first.
 
     Args:
         sock: a listening socket.
@@ -60,7 +61,9 @@ def serve(
         version: of the program, for /health.
         on_ready: called when requests are answered.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in stop_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
     keep_freed_memory()
     with closing(Decoders(classifier.size, classifier.channels, classifier.resize, limits)) as decoders:
@@ -73,6 +76,13 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # uvicorn hears them first, and raises them again when it has ended
         server = uvicorn.Server(config)
+
+        def stop_after_hangup(number: int, frame: object) -> None:  # uvicorn handles no SIGHUP
+            accept_hangup()
+            server.handle_exit(signal.SIGTERM, None)
+
+        if HANGUP is not None and HANGUP in stop_signals():
+            signal.signal(HANGUP, stop_after_hangup)
         app.connections = server.server_state.connections
         asyncio.run(_run(server, sock, on_ready))
 

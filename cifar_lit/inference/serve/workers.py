@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context, resource_tracker
+from multiprocessing import active_children, get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
@@ -23,6 +23,7 @@ from PIL import Image
 from cifar_lit.data.decode import DecodeError, decode, start_worker, submit_without_main
 from cifar_lit.hardware import core_count
 from cifar_lit.inference.serve.bodies import Limits, RequestError
+from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
 
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
@@ -40,9 +41,9 @@ class Decoder:
     """A process that decodes the images of one request at a time."""
 
     def __init__(self, max_pixels: int) -> None:
-        self._executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=(max_pixels,))
         before = {process.pid for process in active_children()}
         with _signals_blocked():
+            self._executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=(max_pixels,))
             self.ready = submit_without_main(self._executor, int)  # which does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
@@ -80,12 +81,12 @@ def _set_cpu_timer(seconds: float) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """For starting processes: Ctrl-C and SIGTERM, which reach all at once, are left to this one, which answers what runs."""
+    """Block the signals that stop the service while processes start: they reach all at once, and this process answers."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # started in here, it would let the signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    start_resource_tracker()  # its start below would unblock the signals again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

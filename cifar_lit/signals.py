@@ -1,0 +1,45 @@
+"""The signals that ask the program to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal or a lost ssh session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from contextlib import suppress
+from multiprocessing import resource_tracker
+
+HANGUP: int | None = getattr(signal, "SIGHUP", None)  # not on Windows
+STOP_SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP else []))
+
+
+def stop_signals() -> list[int]:
+    """Return the signals to handle: STOP_SIGNALS, without a SIGHUP that is ignored, as nohup sets it."""
+    return [number for number in STOP_SIGNALS if number != HANGUP or signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def accept_hangup() -> None:
+    """Ignore further SIGHUPs, and discard output to a terminal that is gone: writing to it would raise an OSError.
+
+    Call it from the handler. A lost ssh session sends SIGHUP twice: the shell passes it on, and the kernel sends its own.
+    """
+    if HANGUP:
+        signal.signal(HANGUP, signal.SIG_IGN)
+    for descriptor in (1, 2):
+        with suppress(OSError):  # a closed descriptor
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker, which ignores Ctrl-C and SIGTERM by itself, with SIGHUP blocked too.
+
+    Call it before processes are spawned. A closed terminal would end it while they run, with warnings.
+    """
+    if HANGUP:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {HANGUP})
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
