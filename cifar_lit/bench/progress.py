@@ -65,7 +65,7 @@ def ends_at_once() -> Iterator[None]:
     """
     catch_signals()
     Interrupted.latest = None
-    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()  # type: ignore[assignment]
+    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()
     try:
         yield
     except Exception:
