@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cifar_lit.plugins import guard_packages
-
 if TYPE_CHECKING:
     from cifar_lit.inference.load import load
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
-
-guard_packages()
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ class InvalidFileError(ValueError):
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for the choice closest to `word`, or an empty string if none is close.
 
-    Case, dashes and underscores do not count. A choice that begins with `word` is closer than any other.
+    Case, dashes, underscores and slashes do not count. A choice that begins with `word` is closer than any other.
     """
     options: dict[str, str] = {}
     for choice in sorted(choices):
@@ -47,7 +47,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def _letters(name: str) -> str:
-    return re.sub("[-_ ]", "", name.lower())
+    return re.sub("[-_ /]", "", name.lower())
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:

@@ -25,12 +25,14 @@ from cifar_lit.data.image_set import ImageSet, parse_image_size
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
 from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.figures import captioned
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, say
 
 DESCRIPTION = (
-    "Draws what augmentation makes of your own images: a row for each, first as it is, then as the first epochs of a training "
-    "show it. Takes the data settings of a recipe and --data.x flags, such as --data.augment.brightness 0.4."
+    "Draws a contact sheet of your own images: a row for each, first the original, then the image as the first epochs of a "
+    "training augment it. Below each stands the name of its folder, which is its class. Takes the data settings of a recipe "
+    "and --data.x flags, such as --data.augment.brightness 0.4."
 )
 ROWS, EPOCHS = 12, 7
 LEAST_SIDE = 96  # pixels of an image on the sheet; smaller ones are enlarged by a whole number
@@ -50,7 +52,11 @@ def preview(argv: list[str]) -> None:
     plain = data.train_images.images.permute(0, 3, 1, 2)
     columns = torch.stack([plain, *(data.sample(count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(0, 1)
     times = -(-LEAST_SIDE // min(plain.shape[2:]))
-    sheet = make_grid(columns.repeat_interleave(times, 2).repeat_interleave(times, 3), EPOCHS + 1, padding=4, pad_value=255)
+    images = columns.repeat_interleave(times, 2).repeat_interleave(times, 3)
+    ways = ["original", *(f"augmented ({epoch})" for epoch in range(EPOCHS))]
+    captions = [(Path(file.path).absolute().parent.name, way) for file in chosen for way in ways]
+    tiles = [captioned(image, lines) for image, lines in zip(images, captions, strict=True)]
+    sheet = make_grid(tiles, len(ways), padding=4, pad_value=255)
     save_picture(Image.fromarray(sheet.permute(1, 2, 0).numpy()), out)
     if data.augmentation == Augmentation() and data.device_augmentation is None:
         note("nothing is augmented by these settings: name a recipe, as in --recipe finetune, or set --data.augment.x")

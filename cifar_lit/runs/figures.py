@@ -141,8 +141,7 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
     cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
     sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
     draw = ImageDraw.Draw(sheet)
-    # matplotlib's own font has far more letters than Pillow's
-    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
+    font = _font()
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
         top, left = place // columns * height, place % columns * pitch + 12
         smaller = max(image.shape[:2]) < cell
@@ -153,6 +152,24 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
     if not captions:
         draw.text((sheet.width / 2, sheet.height / 2), "none", "black", font, anchor="mm")
     return pil_to_tensor(sheet)
+
+
+CAPTION_PIXELS = 28  # height of two lines below an image
+
+
+def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
+    """Return an image with two lines of text below it, both uint8 (3, height, width)."""
+    height, width = image.shape[1:]
+    sheet = Image.new("RGB", (width, height + CAPTION_PIXELS), "white")
+    sheet.paste(_picture(image.permute(1, 2, 0)), (0, 0))
+    text = "\n".join(_short(line, max(4, width // 6)) for line in lines)
+    ImageDraw.Draw(sheet).multiline_text((width // 2, height + 2), text, "black", _font(), anchor="ma", align="center", spacing=2)
+    return pil_to_tensor(sheet)
+
+
+def _font() -> ImageFont.FreeTypeFont:
+    """Return matplotlib's font, which has far more letters than Pillow's."""
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
 
 
 # ---- Figures about all classes, drawn without pyplot, which would keep them.

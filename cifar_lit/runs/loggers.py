@@ -13,6 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
@@ -25,6 +27,9 @@ COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy", "val/balanced_accuracy", "val/macro_f1", "test/balanced_accuracy", "test/macro_f1",
 )  # fmt: skip
+
+
+MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # the first columns of TensorBoard's hparams tab
 
 
 @contextmanager
@@ -103,6 +108,15 @@ def _step_of(row: Mapping[str, str]) -> float:
         return inf
 
 
+def _put_main_settings_first(experiment: Summary) -> None:
+    """Mark the main settings as differing between runs: TensorBoard sorts these first, and the others by name."""
+    plugin_data = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin_data.content)
+    for setting in content.experiment.hparam_infos:
+        setting.differs = setting.name in MAIN_SETTINGS
+    plugin_data.content = content.SerializeToString()
+
+
 class TensorBoardCurves(TensorBoardLogger):
     """TensorBoard's event file in the run folder, with a hparams tab that compares runs by what was validated and tested.
 
@@ -128,7 +142,9 @@ class TensorBoardCurves(TensorBoardLogger):
             if scores and self._settings is not None:
                 # The tab is told the settings, and the scalars that it is to show beside them, before the first is written.
                 names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
-                for summary in hparams(self._settings, dict.fromkeys(names, 0)):
+                experiment, *session = hparams(self._settings, dict.fromkeys(names, 0))
+                _put_main_settings_first(experiment)
+                for summary in (experiment, *session):
                     self.experiment._get_file_writer().add_summary(summary)
                 self._settings = None
             super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)

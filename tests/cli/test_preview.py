@@ -9,6 +9,9 @@ import pytest
 from contract.command_line import assert_refused, draw_folder, run_command
 from PIL import Image
 
+from cifar_lit.runs import figures
+from cifar_lit.runs.figures import CAPTION_PIXELS
+
 
 @pytest.fixture(autouse=True)
 def photos(tmp_path: Path) -> Path:
@@ -19,10 +22,9 @@ def photos(tmp_path: Path) -> Path:
 def tiles(path: str, side: int) -> np.ndarray:
     """The images of a sheet: (rows, columns, side, side, 3)."""
     sheet = np.array(Image.open(path))
-    rows, columns = (length // (side + 4) for length in sheet.shape[:2])
-    return np.array(
-        [[sheet[4 + y * (side + 4) :, 4 + x * (side + 4) :][:side, :side] for x in range(columns)] for y in range(rows)]
-    )
+    pitch = side + CAPTION_PIXELS + 4
+    rows, columns = sheet.shape[0] // pitch, sheet.shape[1] // (side + 4)
+    return np.array([[sheet[4 + y * pitch :, 4 + x * (side + 4) :][:side, :side] for x in range(columns)] for y in range(rows)])
 
 
 def test_each_image_is_shown_as_it_is_and_as_seven_epochs_have_it() -> None:
@@ -35,6 +37,20 @@ def test_each_image_is_shown_as_it_is_and_as_seven_epochs_have_it() -> None:
         assert np.array_equal(row[0][::5, ::5], np.array(Image.open(f"photos/some/{number}.png")))
         assert len({tuple(image[50, 50]) for image in row}) > 6
         assert all((image == image[0, 0]).all() for image in row)  # which the changes of colour leave of one colour
+
+
+def test_below_each_image_stand_its_class_and_whether_it_is_augmented(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    draw = figures.ImageDraw.ImageDraw.multiline_text
+    monkeypatch.setattr(
+        figures.ImageDraw.ImageDraw,
+        "multiline_text",
+        lambda self, place, text, *more, **settings: (written.append(text), draw(self, place, text, *more, **settings)),
+    )
+    assert run_command("preview", "photos", "--data.augment.brightness", "0.5").code == 0
+    assert written[:3] == ["some\noriginal", "some\naugmented (0)", "some\naugmented (1)"]
+    sheet = np.array(Image.open("preview.png").convert("L"))
+    assert (sheet[4 + 100 : 4 + 100 + CAPTION_PIXELS, 4:104] < 128).sum() > 50  # letters below the first image
 
 
 def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
@@ -80,7 +96,7 @@ def test_images_have_the_size_and_the_proportions_that_a_training_would_give_the
     for resize, corner in (("letterbox", (128, 128, 128)), ("squash", Image.open("photos/some/0.png").getpixel((0, 0)))):
         assert run_command(*words, resize).code == 0
         sheet = Image.open("preview.png")
-        assert sheet.size == (8 * 144 + 4, 100 + 2 * 4) and sheet.getpixel((4, 4)) == corner
+        assert sheet.size == (8 * 144 + 4, 100 + CAPTION_PIXELS + 2 * 4) and sheet.getpixel((4, 4)) == corner
 
 
 def test_of_many_images_some_are_shown_evenly(tmp_path: Path) -> None:

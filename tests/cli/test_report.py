@@ -57,9 +57,9 @@ def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(
     assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
     for step in ("looking at the test images", "looking at the training images", "comparing test with training images"):
         assert f"{step}: " in answer.err
-    assert page.count("Not looked for yet") == 2  # a training leaves a page that has not looked at the training images
+    assert page.count("Not searched yet") == 2  # a training leaves a page that has not looked at the training images
     page = (own / "report.html").read_text()
-    assert "Not looked for yet" not in page
+    assert "Not searched yet" not in page
     assert "Of 200 training images," in page
     assert "of 40 test images" in page
     assert page.count("<span>cosine ") == 24

@@ -229,7 +229,8 @@ def test_the_temperature_is_that_of_the_validation_images_and_metrics_json_has_t
         expected = multiclass_calibration_error(probabilities, labels, 4, n_bins=15)
         assert calibration[name] == pytest.approx(float(expected), abs=1e-4), name
     page = (run_dir / "report.html").read_text()
-    assert f"At the temperature {calibration['temperature']:.4f}" in page and f"{calibration['tempered_error']:.4f}" in page
+    assert f"After temperature scaling (T = {calibration['temperature']:.2f}, " in page
+    assert f"{calibration['tempered_error']:.3f}" in page
 
 
 def test_what_trains_on_all_images_has_no_temperature_and_calls_none_unlike(working_folder: Path) -> None:

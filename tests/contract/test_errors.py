@@ -71,7 +71,7 @@ TYPED: list[tuple[str, list[str]]] = [
     ("--recipe quickstart.yaml", ["no recipe file quickstart.yaml", "Did you mean --recipe quickstart?"]),
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
     ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
-    ("test --ckpt_path photos", ["photos is a folder", "--ckpt_path photos/checkpoints/best.ckpt"]),
+    ("test --ckpt_path photos", ["photos is a folder: name a checkpoint of a run"]),
     ("classify photos", ["classify needs a run before the pictures"]),
     ("export photos", ["--to must be given"]),
     # abbreviations
