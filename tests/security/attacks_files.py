@@ -307,7 +307,7 @@ ATTACKS: dict[str, Attack] = {
     "a table whose images are a pipe": Attack(
         table_of_pipes,
         [word.replace("images", "pipes.csv") for word in DECODE] + ["--data.image_size=null"],
-        says="it is no file",
+        says="it is a pipe or a device",
     ),
     "an index of a cache from a pipe": Attack(cache_with_a_pipe, DECODE, refused=False),
 }

@@ -233,7 +233,7 @@ ATTACKS: dict[str, Attack] = {
     "images that are counted below zero": harmless(tested(images=-5), COMPARE, "damaged"),
     "a fingerprint that is a list": harmless(tested(fingerprint=[1]), COMPARE, "damaged"),
     "a time that is text": harmless(second(train_seconds=CLEAR), COMPARE, "damaged"),
-    "one and a half epochs": harmless(second(epochs=1.5), COMPARE, "1.5"),
+    "one and a half epochs": harmless(second(epochs=1.5), [*COMPARE, "--csv", "-"], "1.5"),
     "a setting that a spreadsheet would run": harmless(
         second({"recipe": "=cmd|' /C calc'!A0"}), [*COMPARE, "--csv", "-"], "'=cmd|"
     ),
