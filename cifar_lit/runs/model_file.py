@@ -165,6 +165,8 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} may not be read by you: copy it with rights to read") from None
     except OSError as error:
         raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
+    except MemoryError:  # safetensors maps the whole file, which may be mostly a hole
+        raise Failure(f"{file} is larger than the memory: copy or train it again") from None
     except (InvalidFileError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     return net

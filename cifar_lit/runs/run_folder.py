@@ -30,6 +30,7 @@ CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 WRITING_SECONDS = 0.2  # in which a record is written that was empty
 LEASE_SECONDS = 10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
+MAX_DEPTH = 50  # levels of folders in a run that is resumed
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
 
@@ -216,7 +217,12 @@ def check_files(run: Path) -> None:
     they are written anew; what is another file's second name is left alone by that.
     """
     top, curves = os.path.realpath(run), run / "metrics.csv"
-    for folder, folders, files in os.walk(top):  # which follows no links
+    for name in ("config.yaml", "metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html"):
+        if (run / name).is_dir():
+            raise Failure(f"{display_path(run / name)} is a folder, where a file is to be written: move it away")
+    for folder, folders, files in os.walk(top):  # links are not followed
+        if len(Path(folder).parts) - len(Path(top).parts) > MAX_DEPTH:
+            raise Failure(f"{display_path(run)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
         for place in (Path(folder, name) for name in (*folders, *files)):
             if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
                 link = display_path(run / place.relative_to(top))

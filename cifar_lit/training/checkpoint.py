@@ -120,6 +120,8 @@ def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
     paths = {name: moved(state.get(name, "")) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
     best = {moved(path): score for path, score in state.get("best_k_models", {}).items()}
+    if not all(isinstance(score, Tensor) for score in best.values()) or paths["kth_best_model_path"] not in {"", *best}:
+        raise ValueError("its best checkpoints have no scores")
     return {**state, **paths, "best_k_models": best, "dirpath": folder}
 
 
@@ -326,6 +328,8 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
     for name in ("hyper_parameters", "loops", "callbacks", "cifar_lit"):
         if not isinstance(checkpoint.get(name, {}), Mapping):
             raise InvalidFileError(f"its {name} are not settings by name")
+    if not str(checkpoint.get("pytorch-lightning_version", "")).isprintable():  # Lightning prints it as it is
+        raise InvalidFileError("its version of Lightning is not a version")
     _count_values(checkpoint, {}, 0)
     loops = checkpoint.get("loops", {})
     if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in tree_leaves(loops)):

@@ -30,6 +30,7 @@ from cifar_lit.training.optimizers import (
     GROUP_SETTINGS,
     REST_MOMENTUM,
     build_optimizer,
+    check_restored_state,
     check_settings,
     override_optimizer_settings,
 )
@@ -334,7 +335,9 @@ class ImageClassifier(pl.LightningModule):
         return self
 
     def on_train_start(self) -> None:
-        """Inside the clock, as the records have it."""
+        """Check restored optimizers, then initialise here so that it counts towards training time, as in airbench."""
+        for optimizer in self.trainer.optimizers:
+            check_restored_state(optimizer)
         self._initialise_from_images()
 
     def _initialise_from_images(self) -> None:

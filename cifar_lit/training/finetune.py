@@ -118,6 +118,8 @@ def _from_safetensors(path: Path) -> dict[str, Tensor]:
         raise Failure(f"{path} cannot be read ({error.strerror or error}): name another file") from None
     except SafetensorError as error:
         raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
+    except MemoryError:  # safetensors maps the whole file, which may be mostly a hole
+        raise Failure(f"{path} is larger than the memory: name another file") from None
 
 
 def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.errors import Failure, UsageError, check_choice
 from cifar_lit.plugins import import_callable
 from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import SCHEDULES
@@ -248,3 +248,23 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
         for rates in ("base_lrs", "_last_lr"):
             if rates in schedule:
                 schedule[rates] = [rate * scale for rate, scale in zip(schedule[rates], scales, strict=False)]
+
+
+# State tensors of torch's optimizers with a value for each value of their parameter.
+_SHAPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Failure if state from a checkpoint does not fit its parameters.
+
+    The fused kernels of torch do not check it: they write beyond the end of a smaller tensor.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            shape = {"step": torch.Size(), **dict.fromkeys(_SHAPED_STATE, parameter.shape)}.get(name)
+            if shape is None or value is None or (name == "step" and isinstance(value, int | float)):
+                continue
+            if not isinstance(value, Tensor) or value.shape != shape:
+                raise Failure(f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint.")
+            if name in _SHAPED_STATE and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter).copy_(value)

@@ -92,6 +92,39 @@ def folder_in_place(name: str) -> Prepare:
     return prepare
 
 
+def file_as_folder(name: str) -> Prepare:
+    """Puts a folder in the place of a file that the run writes at its end."""
+
+    def prepare(folder: Path) -> None:
+        (folder / "run" / name).unlink()
+        (folder / "run/metrics.json").unlink(missing_ok=True)
+        (folder / "run" / name).mkdir()
+
+    return prepare
+
+
+def nested_folders(folder: Path) -> None:
+    """A run with 900 levels of folders in it. From about 1,000 on, Python cannot walk them, nor pytest remove them."""
+    (folder / "run/metrics.json").unlink()
+    place = os.open(folder / "run", os.O_RDONLY)
+    for _ in range(900):
+        os.mkdir("d", dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+
+
+def mostly_a_hole(name: str) -> Prepare:
+    """Weights of 8 TiB that take no place on the disk."""
+
+    def prepare(folder: Path) -> None:
+        (folder / name).write_bytes((folder / "run/model.safetensors").read_bytes())
+        os.truncate(folder / name, 1 << 43)
+
+    return prepare
+
+
 def linked_folder(folder: Path) -> None:
     """A run's checkpoints are a link to where the user keeps others."""
     (folder / "run/metrics.json").unlink()
@@ -242,6 +275,23 @@ ATTACKS: dict[str, Attack] = {
         f"a link for {name} of a run to go on with": Attack(link(name, unfinished=True), RESUME, says=LEADS_OUT)
         for name in RESUMED
     },
+    **{
+        f"a folder in the place of {name} of a run to go on with": Attack(
+            file_as_folder(name),
+            RESUME,
+            says="is a folder, where a file is to be written",
+        )
+        for name in ("model.safetensors", "metrics.json")
+    },
+    "900 levels of folders in a run to go on with": Attack(nested_folders, RESUME, says="nested deeper than 50 levels"),
+    "weights of 8 TiB, most of it a hole": Attack(
+        mostly_a_hole("weights.safetensors"), [*FINETUNE, "--model.weights", "weights.safetensors"], says="than the memory"
+    ),
+    "a model of 8 TiB, most of it a hole": Attack(
+        mostly_a_hole("run/model.safetensors"),
+        ["export", "run", "--to", "safetensors", "--out", "x.safetensors"],
+        says="than the memory",
+    ),
     "a link for the folder of checkpoints": Attack(linked_folder, RESUME, says=LEADS_OUT),
     "a link for the last checkpoint to that of another run": Attack(another_run, RESUME, says=LEADS_OUT),
     "a link that leads nowhere": Attack(link("metrics.csv", "outside/new.csv", unfinished=True), RESUME, says=LEADS_OUT),

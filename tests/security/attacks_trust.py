@@ -75,6 +75,37 @@ def whole_run() -> int:
     return code
 
 
+def momentum(value: Callable[[torch.Tensor], Any]) -> Prepare:
+    """A run with momentum, of whose optimizer's state a checkpoint holds this."""
+
+    def prepare(folder: Path) -> None:
+        unfinished(folder, {}, {})
+        config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
+        text = config.read_text().replace("momentum: 0.0", "momentum: 0.9")
+        config.write_text(text.replace("log_every_n_steps: null", "log_every_n_steps: 1"))
+        checkpoint = torch.load(path, weights_only=True)
+        weights = list(checkpoint["state_dict"].values())
+        for optimizer in checkpoint["optimizer_states"]:
+            numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+            for group in optimizer["param_groups"]:
+                group["momentum"] = 0.9
+            optimizer["state"] = {number: {"momentum_buffer": value(weights[0])} for number in numbers}
+        torch.save(checkpoint, path)
+
+    return prepare
+
+
+def version(text: str) -> Prepare:
+    """A run whose checkpoint names this version of Lightning."""
+
+    def prepare(folder: Path) -> None:
+        unfinished(folder, {}, {})
+        path = folder / "run/checkpoints/last.ckpt"
+        torch.save({**torch.load(path, weights_only=True), "pytorch-lightning_version": text}, path)
+
+    return prepare
+
+
 # ---- configurations
 
 
@@ -256,6 +287,16 @@ ATTACKS: dict[str, Attack] = {
         whole_run,
         refused=False,
     ),
+    "a momentum smaller than its weights, beyond whose end torch would write": Attack(
+        momentum(lambda weight: torch.zeros(1)), RESUME, says="its optimizer has another momentum_buffer"
+    ),
+    "a momentum that is text": Attack(momentum(lambda weight: "x"), RESUME, says="its optimizer has another momentum_buffer"),
+    "best scores that are text": Attack(
+        removal("x", inside=True, **WATCHED, state=lambda path: {**best(path), "best_k_models": {str(path): "x"}}),
+        RESUME,
+        says="its best checkpoints have no scores",
+    ),
+    "a version of Lightning that moves the cursor": Attack(version("99.0\r\x85"), RESUME, says="is not a version"),
     # where a configuration has files written
     "a callback that keeps its checkpoints in the user's folder": refused_place(
         trainer("callbacks", "ModelCheckpoint", dirpath="../outside"), "trainer.callbacks.dirpath"

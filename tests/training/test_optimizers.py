@@ -11,7 +11,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
 from cifar_lit.plugins import allow_imports
-from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer, override_optimizer_settings, parameter_groups
+from cifar_lit.training.optimizers import (
+    OPTIMIZERS,
+    build_optimizer,
+    check_restored_state,
+    override_optimizer_settings,
+    parameter_groups,
+)
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that tell Muon's groups apart.
@@ -201,3 +207,12 @@ def test_a_training_goes_on_exactly_on_a_machine_that_keeps_its_rates_elsewhere(
     if second:  # a captured step reads these very tensors
         assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
     assert_close(train(optimizer, net, range(3, 6), schedule), expected, atol=0)
+
+
+def test_a_restored_momentum_whose_values_overlap_gets_memory_of_its_own() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9, fused=True)
+    optimizer.state[parameter]["momentum_buffer"] = torch.ones(4).as_strided((4,), (0,), 3)
+    check_restored_state(optimizer)
+    assert optimizer.state[parameter]["momentum_buffer"].stride() == (1,)
+    assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1.0] * 4
