@@ -185,9 +185,21 @@ def table_of_pipes(folder: Path) -> None:
     (folder / "pipes.csv").write_text("path,label\n" + "".join(f"{'./' * n}0.png,{'ab'[n % 2]}\n" for n in range(8)))
 
 
+def keys_of_rows(folder: Path) -> None:
+    """A table in JSON lines whose second row has 70,000 keys, and others than the first."""
+    rows = ({"path": "a.png", "label": "a"} | dict.fromkeys((f"{start}{key}" for key in range(70_000)), 0) for start in "ab")
+    (folder / "keys.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def empty_lines(name: str, text: str, count: int = 20_000_000) -> Prepare:
+    """A table with these lines, and then empty ones."""
+    return lambda folder: (folder / name).write_text(text + "\n" * count)
+
+
 CLASSIFY = ["classify", "run", "--device", "cpu"]
 DECODE = ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null"]
 DECODE += ["--data.val_size=1", "--logs", "logs"]
+TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
 
 # The names of what is half written, as they could once be foreseen; and of what is written, or read, in place.
 PARTS = (
@@ -309,5 +321,8 @@ ATTACKS: dict[str, Attack] = {
         [word.replace("images", "pipes.csv") for word in DECODE] + ["--data.image_size=null"],
         says="it is no file",
     ),
+    "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="are not there"),
+    "a table of 20 million empty lines": Attack(empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"),
+    "the same, as JSON lines": Attack(empty_lines("t.jsonl", ""), [*TABLE, "t.jsonl"], says="empty lines"),
     "an index of a cache from a pipe": Attack(cache_with_a_pipe, DECODE, refused=False),
 }
