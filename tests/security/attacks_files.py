@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -196,6 +199,19 @@ def empty_lines(name: str, text: str, count: int = 20_000_000) -> Prepare:
     return lambda folder: (folder / name).write_text(text + "\n" * count)
 
 
+def endless_continue() -> int:
+    """Downloads from a server that answers "100 Continue" for as long as somebody listens."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with suppress(OSError), server.accept()[0] as connection:
+            while True:
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 50)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
+
+
 CLASSIFY = ["classify", "run", "--device", "cpu"]
 DECODE = ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null"]
 DECODE += ["--data.val_size=1", "--logs", "logs"]
@@ -309,6 +325,7 @@ ATTACKS: dict[str, Attack] = {
     # data and their cache
     "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, refused=False, says="wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
+    "a server that announces its answer without end": Attack(data_with("x"), endless_continue, says="without end"),
     "a link for the cache of a folder": Attack(cache_that_is_a_link, DECODE, refused=False, says="is a link"),
     "a link for the index of a cache": Attack(cache_with("index.json"), DECODE, refused=False),
     "a link for the half-written index of a cache": Attack(cache_with(f"index.json{PART}"), DECODE, refused=False),
