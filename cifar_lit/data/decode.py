@@ -43,7 +43,9 @@ MAX_BUFFERED_PIXELS = 1 << 26
 MAX_SEGMENTS = 400  # of a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
 MAX_PARTS = 10_000  # chunks of a PNG or WebP or blocks before a GIF's image, and one more per 1,000 bytes
 MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of a segment with a length, or the end of the image
+MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
+# A segment with a length, or the end of the image. Pillow reads no length after C8 and F0 to FD, and libjpeg refuses them.
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
 _OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
     b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
@@ -256,16 +258,22 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _count_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG. Raise OSError for more scans or segments than a picture has."""
-    place, segments, scans = 2, 0, 0
-    while (match := _JPEG_MARKER.search(data, place)) and match[0] != b"\xff\xd9":
+    """Return the number of scans of a JPEG. Raise OSError for more scans, segments or fill bytes than a picture has."""
+    place, segments, scans, fill = 2, 0, 0, 0
+    while True:
+        match = _JPEG_MARKER.search(data, place)
+        if not scans:
+            fill += (match.start() if match else len(data)) - place
+        if fill > MAX_FILL:
+            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it anew")
+        if match is None or match[0] == b"\xff\xd9":
+            return scans
         place = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
         segments += 1
         scans += match[0] == b"\xff\xda"
         if scans > MAX_SCANS or segments > MAX_SEGMENTS:
             most = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
             raise OSError(f"more than {most}: save it as a baseline JPEG")
-    return scans
 
 
 def _parts(data: bytes) -> Iterator[int]:

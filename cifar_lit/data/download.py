@@ -10,13 +10,13 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPException, InvalidURL
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, url2pathname, urlopen
+from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener, url2pathname
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +32,7 @@ MEASURE_SECONDS = 15.0  # the rate is judged over stretches of this length
 SLOW_RATE = 150e3  # bytes/s; below it a faster mirror is looked for (CIFAR-10 would take 19 minutes)
 CHUNK_BYTES = 1 << 18
 MAX_DOWNLOAD = 1 << 28  # bytes; of the data sets' archives the largest has 170 MB, and a source could go on for ever
+MAX_INTERIM = 10  # answers before the answer
 
 
 class _MirrorError(Exception):
@@ -204,12 +205,40 @@ def _transfer(name: str, url: str, part: Path, min_rate: float) -> int:
     return start
 
 
+class _Response(HTTPResponse):
+    """A response after at most MAX_INTERIM answers "100 Continue"; http.client reads them without end."""
+
+    statuses = 0
+
+    def _read_status(self) -> tuple[str, int, str]:
+        self.statuses += 1
+        if self.statuses > MAX_INTERIM:
+            raise HTTPException("announces an answer without end")
+        return super()._read_status()  # type: ignore[misc]
+
+
+class _Connection(HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(HTTPSConnection):
+    response_class = _Response
+
+
+class _Handler(HTTPHandler, HTTPSHandler):
+    def http_open(self, request: Request) -> HTTPResponse:
+        return self.do_open(_Connection, request)
+
+    def https_open(self, request: Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, request)
+
+
 def _open(url: str, start: int) -> tuple[Any, int, int]:
     """Asks for `url` from byte `start` on: the response, the byte that it begins at, and the file's size (0: unknown)."""
     address = url if "://" in url else Path(url).expanduser().absolute().as_uri()
     headers = {"User-Agent": "cifar-lit"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        response = urlopen(Request(address, headers=headers), timeout=STALL_SECONDS)
+        response = build_opener(_Handler).open(Request(address, headers=headers), timeout=STALL_SECONDS)
     except HTTPError as error:
         error.close()
         if error.code == 416 and start:  # nothing there after `start`: what is here belongs to another file

@@ -20,6 +20,7 @@ COLUMNS = {  # by what is in them; upper case, spaces and underscores make no di
     "group": ("group",),
 }
 MAX_BYTES, MAX_ROWS = 1 << 29, 2_000_000  # of a table; two million take 2 GB of memory
+MAX_EMPTY_LINES = 500_000
 MAX_LINE, MAX_COLUMNS = 1 << 20, 1000  # characters; the columns that are looked at
 
 
@@ -80,7 +81,8 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(chain([first], lines), delimiter=delimiter)
     try:
         for cells in reader:
-            yield reader.line_num, [cell.strip() for cell in cells]
+            if cells:
+                yield reader.line_num, [cell.strip() for cell in cells]
     except csv.Error as error:
         raise UsageError(f"{table}, row {reader.line_num} cannot be read: {error}; is a quote left open?") from None
 
@@ -88,6 +90,7 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
 def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
     """The keys of the first of JSON lines, then of each the values in their order, with the numbers of the lines."""
     names: list[str] = []
+    known: set[str] = set()
     for number, line in enumerate(_lines(table), 1):
         if not line.strip():
             continue
@@ -99,8 +102,9 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
             raise UsageError(f'{table}, row {number} is no JSON object such as {{"path": "1.jpg", "label": "cat"}}')
         if not names:
             names = [*values]
+            known = set(names)
             yield 0, names
-        if late := [name for name in values if name not in names and any(_plain(name) in COLUMNS[kind] for kind in COLUMNS)]:
+        if late := [name for name in values if name not in known and any(_plain(name) in COLUMNS[kind] for kind in COLUMNS)]:
             raise UsageError(
                 f"{table}, row {number} has {late[0][:80]!r}, which the first row has not: give it there, null if empty"
             )
@@ -120,10 +124,14 @@ def _lines(table: Path) -> Iterator[str]:
     """The lines of a text in UTF-8 with or without a byte order mark; raises UsageError for what is none."""
     try:
         file_size(table, MAX_BYTES)
+        empty = 0
         with table.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:
                     raise UsageError(f"{table} is no text: a line is longer than {MAX_LINE:,} characters, or has a NUL")
+                empty += line.isspace()
+                if empty > MAX_EMPTY_LINES:
+                    raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")
                 yield line
     except UnicodeDecodeError:
         raise UsageError(f"{table} is no text in UTF-8: save it as CSV UTF-8") from None

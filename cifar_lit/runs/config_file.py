@@ -95,8 +95,9 @@ _COUNTS = {"devices", "workers"}
 _NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
 _NAMED = {"recipe", "filename", "name"}
 PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
-# A file name of at most 255 characters. In braces a metric, as ModelCheckpoint takes them, with a width below 100.
-_NAME = re.compile(r"(?!\.\.?$)(?!.{256})(?:[^/\\{}]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*")
+# A file name of at most 255 characters, none a control character. In braces a metric, as ModelCheckpoint takes them, with a
+# width below 100.
+_NAME = re.compile(r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*")
 _FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # of numbers in a progress bar
 MAX_METRIC_SETTING = 1000  # classes, labels or thresholds of a torchmetrics class, which reserves memory for them
 _allowed: set[tuple[str, str]] = set()

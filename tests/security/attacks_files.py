@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -218,9 +221,34 @@ def table_of_pipes(folder: Path) -> None:
     (folder / "pipes.csv").write_text("path,label\n" + "".join(f"{'./' * n}0.png,{'ab'[n % 2]}\n" for n in range(8)))
 
 
+def keys_of_rows(folder: Path) -> None:
+    """A table in JSON lines whose second row has 70,000 keys, and others than the first."""
+    rows = ({"path": "a.png", "label": "a"} | dict.fromkeys((f"{start}{key}" for key in range(70_000)), 0) for start in "ab")
+    (folder / "keys.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def empty_lines(name: str, text: str, count: int = 20_000_000) -> Prepare:
+    """A table with these lines, and then empty ones."""
+    return lambda folder: (folder / name).write_text(text + "\n" * count)
+
+
+def endless_continue() -> int:
+    """Downloads from a server that answers "100 Continue" for as long as somebody listens."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with suppress(OSError), server.accept()[0] as connection:
+            while True:
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 50)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
+
+
 CLASSIFY = ["classify", "run", "--device", "cpu"]
 DECODE = ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null"]
 DECODE += ["--data.val_size=1", "--logs", "logs"]
+TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
 
 # The names of what is half written, as they could once be foreseen; and of what is written, or read, in place.
 PARTS = (
@@ -347,6 +375,7 @@ ATTACKS: dict[str, Attack] = {
     # data and their cache
     "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, refused=False, says="wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
+    "a server that announces its answer without end": Attack(data_with("x"), endless_continue, says="without end"),
     "a link for the cache of a folder": Attack(cache_that_is_a_link, DECODE, refused=False, says="is a link"),
     "a link for the index of a cache": Attack(cache_with("index.json"), DECODE, refused=False),
     "a link for the half-written index of a cache": Attack(cache_with(f"index.json{PART}"), DECODE, refused=False),
@@ -359,5 +388,8 @@ ATTACKS: dict[str, Attack] = {
         [word.replace("images", "pipes.csv") for word in DECODE] + ["--data.image_size=null"],
         says="it is a pipe or a device",
     ),
+    "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="are not there"),
+    "a table of 20 million empty lines": Attack(empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"),
+    "the same, as JSON lines": Attack(empty_lines("t.jsonl", ""), [*TABLE, "t.jsonl"], says="empty lines"),
     "an index of a cache from a pipe": Attack(cache_with_a_pipe, DECODE, refused=False),
 }

@@ -316,6 +316,9 @@ ATTACKS: dict[str, Attack] = {
     "a checkpoint's name that leads out of the run": refused_place(
         trainer("callbacks", "ModelCheckpoint", filename="../../../../outside/x"), "trainer.callbacks.filename"
     ),
+    "a checkpoint's name of two lines, with a terminal's commands": refused_place(
+        trainer("callbacks", "ModelCheckpoint", filename="\n".join(["\x1b[2J" * 40] * 2)), "trainer.callbacks.filename"
+    ),
     "a checkpoint's name that becomes a path when it is filled in": refused_place(
         trainer("callbacks", "ModelCheckpoint", filename="{epoch:/>9}"), "trainer.callbacks.filename"
     ),

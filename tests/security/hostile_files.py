@@ -238,6 +238,8 @@ IMAGES: dict[str, Maker] = {
     "a progressive JPEG of 8500 × 8500": content(lambda: progressive_jpeg(1, 8500)),
     "a JPEG with 500 times EXIF": content(lambda: jpeg_with(EXIF, 500)),
     "a JPEG with a million comments": content(lambda: jpeg_with(b"\xff\xfe\0\2", 1_000_000)),
+    "a JPEG with 20 MB of fill bytes before its first segment": content(lambda: jpeg_with(b"\xff", 20_000_000)),
+    "a JPEG with fill bytes in segments without a length": content(lambda: jpeg_with(b"\xff\xf0" + b"\xff" * 65535, 390)),
     "a PNG of 300,000 empty chunks": content(lambda: png_with_chunks(300_000)),
     "a GIF with a comment of three million blocks": content(lambda: gif_with_blocks(3_000_000)),
     "a GIF that begins with 20 MB of nothing": content(lambda: _encoded("GIF")[:13] + b"a" * 20_000_000),
