@@ -99,6 +99,7 @@ PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "
 # width below 100.
 _NAME = re.compile(r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*")
 _FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # of numbers in a progress bar
+MAX_METRIC_SETTINGS = 100  # numbers and words of all metrics together
 MAX_METRIC_SETTING = 1000  # classes, labels or thresholds of a torchmetrics class, which reserves memory for them
 _allowed: set[tuple[str, str]] = set()
 
@@ -117,6 +118,7 @@ def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """Those of `leaves` that a file may not decide on: see `check_choices`."""
+    metric_settings = 0
     for key, text in leaves(settings):
         name = key[-1]
         plain = name in _NAMED and _NAME.fullmatch(text)
@@ -126,8 +128,10 @@ def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         wide = name == "metrics_format" and not _FORMAT.fullmatch(text)
         if key[0] != "model" and (many or wide or (name in PLACES and not plain and not near)):
             yield key, text
-        if key[:2] == ("model", "metrics") and _is_above(text, MAX_METRIC_SETTING):
-            yield key, text
+        if key[:2] == ("model", "metrics"):
+            metric_settings += 1
+            if metric_settings > MAX_METRIC_SETTINGS or _is_above(text, MAX_METRIC_SETTING):
+                yield key, text
 
 
 def _is_above(text: str, limit: float) -> bool:
@@ -152,7 +156,7 @@ def check_choices(settings: dict[str, Any]) -> None:
     | `data.root` | also one elsewhere, where a data set of ours is complete: it is read, nothing is written there |
     | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
     | `metrics_format` of RichProgressBar, `{epoch:02d}` in `filename` | widths and digits below 100 |
-    | numbers of `model.metrics` | at most 1000 |
+    | `model.metrics` | at most 100 settings, numbers of at most 1000 |
     | `trainer.devices`, `data.workers` | as many processes as the machine has cores, or eight |
     | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
     """

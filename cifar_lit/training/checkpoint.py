@@ -33,7 +33,7 @@ from cifar_lit.training.checkpoint_pickle import check_pickles
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
-MAX_ENTRIES = 100_000  # of the zip file; one a tensor, and a few more
+MAX_ENTRIES = 10_000  # of the zip file; one a tensor: a large net with Adam's state and an average of the weights has 7,000
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
 MAX_COUNTERS = 10_000  # values that say how far a training is; Lightning's are about 150

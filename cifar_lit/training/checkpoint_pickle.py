@@ -25,6 +25,7 @@ MAX_CONTAINERS = 500_000  # lists, dicts and tuples; a tensor has about eight
 MAX_TUPLE_KEYS = 1000
 MAX_KEY = 2**61  # larger integers can be chosen so that their hashes are equal
 MAX_SIDES = 64  # dimensions of a tensor
+MAX_TENSORS = 10_000  # views of one storage included
 STORAGES = {  # bytes per number
     "ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "DoubleStorage": 8, "LongStorage": 8, "FloatStorage": 4,
     "IntStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
@@ -101,6 +102,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         self.stored = 0  # bytes of all storages
         self.copied = 0
         self.containers = 0
+        self.tensors = 0
         self.tuple_keys = 0
         self.functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor": self.tensor,
@@ -173,6 +175,9 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         """Raise InvalidFileError unless a storage holds all numbers of a tensor: torch would enlarge it, or repeat numbers."""
         if not isinstance(storage, _Storage) or not len(sides) == len(strides) <= MAX_SIDES:
             raise InvalidFileError(UNKNOWN_TENSOR)
+        self.tensors += 1
+        if self.tensors > MAX_TENSORS:
+            raise InvalidFileError(f"it has more than {MAX_TENSORS:,} tensors")
         sides = [_whole(side) for side in sides]
         last = _whole(offset) + sum((side - 1) * _whole(stride) for side, stride in zip(sides, strides, strict=True))
         count = math.prod(sides)

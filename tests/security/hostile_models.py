@@ -66,6 +66,16 @@ def _weights(value: Any) -> Maker:
     return make
 
 
+def _views(count: int) -> Maker:
+    """A checkpoint of many tensors that share one storage."""
+
+    def make(path: Path) -> None:
+        whole = torch.arange(4.0)
+        torch.save({"state_dict": {f"w{number}": whole[:1] for number in range(count)}}, path)
+
+    return make
+
+
 def _zip_with(data: bytes, padding: int = 0) -> Maker:
     """A zip as torch's with another pickle; or with a packed storage of `padding` zero bytes."""
 
@@ -167,6 +177,7 @@ CHECKPOINTS: dict[str, Maker] = {
         b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(50_000)) + b"u",
         _reduced(b"collections.OrderedDict", b")") + b"h\0b",
     ),
+    "20,000 views of one storage": _views(20_000),
     "8 million empty dicts": _zip_with(b"\x80\2](" + b"}" * 8_000_000 + b"e."),
     "a key of tuples that hold the same tuple twice, 60 times over": _zip_with(b"\x80\2}K\1" + b"q\0h\0\x86" * 60 + b"Ns."),
     "100,000 keys of equal hash": _zip_with(_keys_of_equal_hash(100_000)),
