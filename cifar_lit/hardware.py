@@ -67,14 +67,16 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def limit_busy_waiting() -> None:
+def limit_busy_waiting(sleep_at_once: bool = False) -> None:
     """Limit how long idle OpenMP threads spin before they sleep, unless the user has set it. Call before importing torch.
 
-    By default they keep their cores busy for milliseconds after each operation. Two trainings on one machine then slow each
-    other down by a factor of twenty; with this limit, by a factor of four. A training that runs alone is as fast as before.
+    By default they keep their cores busy for milliseconds after each operation, which slows other processes down.
+
+    sleep_at_once: do not spin at all, in place of an earlier call's limit.
     """
-    if SPIN_SETTINGS.isdisjoint(os.environ):
-        os.environ.update(SPIN_LIMITS)
+    current = {name: os.environ[name] for name in SPIN_SETTINGS if name in os.environ}
+    if current in ({}, SPIN_LIMITS):
+        os.environ.update(dict.fromkeys(SPIN_LIMITS, "0") if sleep_at_once else SPIN_LIMITS)
 
 
 def detect_machine() -> Machine:

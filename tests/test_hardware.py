@@ -168,9 +168,9 @@ def test_what_a_step_frees_serves_the_next_without_new_pages(monkeypatch: pytest
     assert not keep_freed_memory()  # another C library is left as it is
 
 
-def openmp_settings(**environment: str) -> str:
+def openmp_settings(*line: str, **environment: str) -> str:
     """Return what the OpenMP library of torch reports about its settings when a command starts it."""
-    code = "from cifar_lit.cli import main; main(['recipes']); import torch; torch.ones(1)"
+    code = f"from cifar_lit.cli import main; main({list(line or ['recipes'])}); import torch; torch.ones(1)"
     inherited = {name: value for name, value in os.environ.items() if name not in SPIN_SETTINGS}
     process = subprocess.run(
         [sys.executable, "-c", code],
@@ -188,3 +188,8 @@ def test_idle_openmp_threads_give_up_their_core_soon_unless_the_user_decides() -
     active = openmp_settings(OMP_WAIT_POLICY="ACTIVE")
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in active
     assert "GOMP_SPINCOUNT = '20000'" not in active
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
+def test_threads_do_not_spin_at_all_beside_the_processes_that_decode_for_classify() -> None:
+    assert "GOMP_SPINCOUNT = '0'" in openmp_settings("classify", "model.safetensors", "cat.jpg")

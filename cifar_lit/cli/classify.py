@@ -20,7 +20,7 @@ from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
-from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.hardware import keep_freed_memory, limit_busy_waiting, resolve_device
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, printable
 
@@ -43,8 +43,7 @@ def classify(argv: list[str]) -> int:
     settings = _settings(argv)
     # Let torch's threads sleep where they wait, which they do spinning: they take the cores that decode the next pictures. On two
     # cores it doubled the images/s with a small net and pictures of 640 × 640. Of use before torch is imported only.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from cifar_lit.hardware import resolve_device
+    limit_busy_waiting(sleep_at_once=True)
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
 

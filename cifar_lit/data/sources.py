@@ -79,6 +79,17 @@ class Source:
     labels: Mapping[str, int] = field(default_factory=dict)
 
 
+def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
+    """Return a CIFAR as torchvision's `reader` gives it, None unless all unpacked files are there with their md5s."""
+    folder = root / reader.base_folder
+    try:
+        for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
+            file_size(folder / file, MAX_DOWNLOAD)
+        return reader(root, train)
+    except (OSError, RuntimeError):  # torchvision raises RuntimeError for a missing file or a wrong md5
+        return None
+
+
 def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
     """A CIFAR as torchvision reads it, which checks the md5 of every unpacked file; downloaded and unpacked where it refuses."""
     from torchvision import datasets  # takes a second, which the other sources need not wait for
@@ -86,19 +97,11 @@ def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
     reader, root = getattr(datasets, name.upper()), settings.path
     folder, archive = root / reader.base_folder, root / reader.filename
 
-    def read_if_intact() -> Any | None:
-        try:
-            for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
-                file_size(folder / file, MAX_DOWNLOAD)
-            return reader(root, train)
-        except (OSError, RuntimeError):  # torchvision raises RuntimeError for a missing file or a wrong md5
-            return None
-
     with disk_errors(root):
-        data = read_if_intact()
+        data = _read_cifar(reader, root, train)
         if data is None:
             with file_lock(Path(f"{folder}.lock"), f"prepares {folder}"):
-                data = read_if_intact()  # another process may have prepared it meanwhile
+                data = _read_cifar(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
                     mirrors = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
                     with tarfile.open(
@@ -166,14 +169,8 @@ def _has_cifar(name: str, settings: SourceSettings) -> bool:
     if not settings.path.is_dir():  # spares the import of torchvision
         return False
     from torchvision import datasets
-    from torchvision.datasets.utils import check_integrity
 
-    reader = getattr(datasets, name.upper())
-    md5s = dict([*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])])
-    folder = settings.path / reader.base_folder
-    with suppress(OSError):
-        return all(file_size(folder / file, MAX_DOWNLOAD) and check_integrity(folder / file, md5) for file, md5 in md5s.items())
-    return False
+    return _read_cifar(getattr(datasets, name.upper()), settings.path, train=False) is not None
 
 
 def _has_fashion_mnist(settings: SourceSettings) -> bool:
@@ -216,8 +213,14 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
-    in_archives = bool(source.fixed) and source.at_hand(settings)
-    if dataset in SOURCES and dataset != "folder" and settings.root and not in_archives and _holds_class_folders(settings.path):
+    takes_no_folders = dataset in SOURCES and dataset != "folder"
+    # The archives' checksums take longest, so they come last.
+    if (
+        takes_no_folders
+        and settings.root
+        and _holds_class_folders(settings.path)
+        and not (source.fixed and source.at_hand(settings))
+    ):
         reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
         raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")
     if settings.resize != "crop" and "image_size" in source.fixed:
