@@ -73,3 +73,8 @@ def note(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from cifar_lit.cli.console import counted, print_results, print_start_card
+from cifar_lit.cli.console import print_results, print_start_card
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
@@ -30,12 +30,13 @@ from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, s
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
 from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, stamp_start
-from cifar_lit.text import say
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NoSignalHandlers, OrderlyStop, RandomState
+from cifar_lit.text import counted, say
+from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
+from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
 MAX_DESCRIBED = 10_000  # validation images that the temperature and what is unlike rest on
 

@@ -12,7 +12,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.bench.training import MAX_STEPS, Stopwatch, Subject, add_data_arguments, build, fit
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import Machine, choose_precision, detect_machine
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "The same training steps under the Trainer on the CPU and on each GPU, over batch sizes and widths of a net: seconds that an "

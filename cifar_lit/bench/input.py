@@ -25,7 +25,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
 from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Training images a second, cropped out of 4 pixels of padding, flipped, normalised and on the device that the Trainer "

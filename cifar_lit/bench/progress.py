@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
 from cifar_lit.text import duration_text, note
-from cifar_lit.training.callbacks import Interrupted, OrderlyStop
+from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 
 class Progress:

@@ -33,7 +33,7 @@ from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.compare import mean_interval
 from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.text import say
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "

@@ -14,7 +14,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import detect_machine
 from cifar_lit.text import note
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "The same recipe and global batch on each number of devices, every training in a fresh process, as `python scripts/train.py` "

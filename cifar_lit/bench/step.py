@@ -21,7 +21,7 @@ from cifar_lit.bench.training import (
     subject_from,
 )
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, against a bare PyTorch loop with "

@@ -21,7 +21,7 @@ from cifar_lit.bench.step import add_turn_arguments, report, turns_of
 from cifar_lit.bench.training import EpochStopwatch, add_training_arguments, fit, read_clock, subject_from
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.signals import start_resource_tracker
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "A tutorial's recipe under the Trainer against the tutorial's hand-written loop: PIL images, a DataLoader without workers, "

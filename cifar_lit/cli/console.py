@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import printable, say
+from cifar_lit.text import counted, printable, say
 
 if TYPE_CHECKING:  # for commands that need no torch
     import lightning.pytorch as pl
@@ -37,11 +37,6 @@ def for_tables() -> Console:
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
     """Print the settings of the training that starts, as a box on a terminal and as plain lines elsewhere."""
     train, val = (len(part) for part in data.split)
@@ -52,6 +47,7 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     classes = f"{data.class_count} classes · {channels}×{height}×{width}"
     fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
+    resumed = "resume" in notes
     balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
     balanced = "".join(f" · {name} {value}" for name, value in balancing.items() if value != "none")
     sizes = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items())
@@ -68,11 +64,9 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         "devices": f"{trainer.world_size} × {device}",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
         **_step_rows(trainer, h, data),
-        "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}",
+        "resumes": f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}" if resumed else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
-    if "resume" not in notes:
-        del rows["resumes"]
     rows = {name: value for name, value in rows.items() if value}
     if not sys.stdout.isatty():
         say(*(f"{name:<12} {value}" for name, value in rows.items()))
@@ -157,7 +151,7 @@ def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: I
             say(f"test {name} {value:.4f}")
         if data.dataset != "shapes" and (warning := small_set_text(scores, data.folds > 0)):
             say(warning)
-        images = f"{test.images} image{'s' * (test.images != 1)}"
+        images = f"{test.images} image{'s' * (test.images != 1)}"  # plain digits: scripts read this line
         say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")
     elif val := metrics["val"]:
         known = ("accuracy", "loss", "interval", *FIGURES)

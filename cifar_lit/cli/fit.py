@@ -36,7 +36,7 @@ from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.text import is_name, note, say
 from cifar_lit.train import Run
-from cifar_lit.training.callbacks import Interrupted, NoProfiler
+from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
     check_checkpoint_path,
@@ -45,7 +45,8 @@ from cifar_lit.training.checkpoint import (
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
-from cifar_lit.training.finetune import choose_training
+from cifar_lit.training.finetune import choose_training, load_into
+from cifar_lit.training.orderly_stop import Interrupted
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
@@ -232,7 +233,7 @@ class TrainingCLI(LightningCLI):
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
-            self.model.load_pretrained()
+            load_into(self.model)  # before a run folder exists
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")

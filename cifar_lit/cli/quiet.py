@@ -23,7 +23,7 @@ def hold_signals() -> None:
 
 def catch_signals() -> None:
     """Let Ctrl-C, SIGTERM, SIGHUP and SLURM's requeue signal raise `Interrupted`. A training stops after its step instead."""
-    from cifar_lit.training.callbacks import Interrupted
+    from cifar_lit.training.orderly_stop import Interrupted
 
     def stop(number: int, frame: object) -> None:
         if number == HANGUP:

@@ -25,8 +25,10 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, resolve_device
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
-from cifar_lit.training.classifier import ImageClassifier, hold_norms, images_to_whiten
+from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.finetune import hold_norms
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.whitening import images_to_whiten
 
 SIZES = [2**power for power in range(4, 13)]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
 RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # settings of a model that the range test changes by one factor

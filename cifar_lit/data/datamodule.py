@@ -161,6 +161,10 @@ class ImageData(pl.LightningDataModule):
             trainer: Any = self.trainer
             skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
             self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
+            if self.last_losses and trainer:
+                if not hasattr(trainer.lightning_module, "loss_hooks"):
+                    raise UsageError("data.skip_easy needs the loss of each image: train an ImageClassifier, or set it to 0")
+                trainer.lightning_module.loss_hooks.append(self.last_losses)
             self._resumed = None  # of an earlier fit
 
     def _warn_of_few_images(self) -> None:
@@ -295,9 +299,17 @@ class ImageData(pl.LightningDataModule):
         return self.placed("train")[1] == "host"
 
     @property
-    def _share(self) -> dict[str, int]:
-        """Which of the devices this one is, as the loaders take it."""
-        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size} if self.trainer else {}
+    def _share(self) -> dict[str, Any]:
+        """The loaders' arguments that say which device this is, and whether the model knows `Batch.loss_weight`."""
+        if not self.trainer:
+            return {}
+        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": self._weighted}
+
+    @property
+    def _weighted(self) -> bool:
+        """Whether the model counts images by `Batch.loss_weight` and `PADDING`, as ImageClassifier does."""
+        module = self.trainer.lightning_module if self.trainer else None
+        return module is None or getattr(module, "weighs_batches", False)
 
     def train_dataloader(self) -> TrainLoader:
         """The training loader of this device."""
@@ -352,7 +364,8 @@ class ImageData(pl.LightningDataModule):
     @property
     def _epoch_batches(self) -> int:
         """How many batches the training makes of an epoch, at least 1."""
-        batches = count_batches(len(self.split[0]), self.batch_size)
+        parts = 1 if self._weighted or not self.trainer else self.trainer.world_size
+        batches = count_batches(len(self.split[0]), self.batch_size, parts)
         limit = self.trainer.limit_train_batches if self.trainer else 1.0
         return max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
 
@@ -379,7 +392,7 @@ class ImageData(pl.LightningDataModule):
         if trainer and trainer.training:
             epoch = self._train_loader.draw_epoch if self.last_losses and self._train_loader else trainer.current_epoch
             return self.training_batch(batch, epoch, self.side(trainer.current_epoch))
-        return batch._replace(images=self._normalised(batch.images))
+        return replace(batch, images=self._normalised(batch.images))
 
     def example_batches(self, side: int | None) -> list[Batch]:
         """The first training images in batches of each size that an epoch on one device has, as they are trained on."""
@@ -399,10 +412,10 @@ class ImageData(pl.LightningDataModule):
     def _augmented(self, batch: Batch, epoch: int, finish: Callable[[Tensor], Tensor]) -> Batch:
         """A batch after all that is drawn. finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
         augmentation, rows = self.device_augmentation, batch.indices
-        batch = batch._replace(images=self._augmented_one_by_one(batch.images, rows, self.seed, epoch, finish))
+        batch = replace(batch, images=self._augmented_one_by_one(batch.images, rows, self.seed, epoch, finish))
         if augmentation and augmentation.mixes:
             images, targets = augmentation.mix(batch.images, batch.labels, self.class_count, rows, self.seed, epoch)
-            batch = batch._replace(images=images, targets=targets)
+            batch = replace(batch, images=images, targets=targets)
         return batch
 
     def _augmented_one_by_one(

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,14 +32,17 @@ BLOCK_BYTES = 512 * 32 * 32 * 3  # augmented at once: of small batches, the laun
 Block = list[tuple[Tensor, float]]  # of batches that are augmented at once, the rows and the loss weight of each
 
 
-class Batch(NamedTuple):
-    """One device's part of a global batch.
+@dataclass(eq=False)
+class Batch:
+    """One device's part of a global batch. It unpacks as `images, labels = batch`.
 
-    images: uint8 (B, H, W, C) from a loader, float32 (B, C, H, W) in channels_last memory once on its device.
-    labels: int64 (B,), `PADDING` where the image is not to be counted. indices: int64 (B,), rows of the image set.
-    loss_weight: this part's fraction of the global batch times the number of devices, 0 on one that has none of it: with it, the
-        gradient averaged over devices is that of the mean over the global batch.
-    targets: float32 (B, classes), the share of each class in images that are mixed of several; else None.
+    Args:
+        images: uint8 (B, H, W, C) from a loader, float32 (B, C, H, W) in channels_last memory once on its device.
+        labels: int64 (B,), `PADDING` where an image is not to be counted.
+        indices: int64 (B,), rows of the image set.
+        loss_weight: this part's fraction of the global batch times the number of devices, 0 for a device without a part. With
+            it, the gradient averaged over devices is that of the mean over the global batch.
+        targets: float32 (B, classes), the share of each class in images mixed from several; else None.
     """
 
     images: Tensor
@@ -48,11 +51,42 @@ class Batch(NamedTuple):
     loss_weight: float = 1.0
     targets: Tensor | None = None
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.images, self.labels))
 
-def count_batches(images: int, batch_size: int) -> int:
-    """Training batches of an epoch, on however many devices; of a single image, there is a last one only if it is the first."""
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.images, self.labels)[place]
+
+    def __len__(self) -> int:
+        return 2
+
+    def to(self, device: torch.device, **settings: Any) -> Batch:
+        """Return the batch on a device; `settings` are those of `Tensor.to`. Lightning calls it for each batch."""
+        return self._map(lambda tensor: tensor.to(device, **settings))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory; torch's DataLoader calls it."""
+        return self._map(Tensor.pin_memory)
+
+    def clone(self) -> Batch:
+        """Return a copy; channels_last tensors stay so."""
+        return self._map(Tensor.clone)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        targets = None if self.targets is None else change(self.targets)
+        return Batch(change(self.images), change(self.labels), change(self.indices), self.loss_weight, targets)
+
+
+def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
+    """Return the number of training batches of an epoch. A last batch is dropped if it has fewer than 2 images for each part.
+
+    Args:
+        images: number of training images.
+        batch_size: images of a global batch.
+        parts: number of devices that must all get images of every batch.
+    """
     full, rest = divmod(images, batch_size)
-    return full + (rest >= 2 or full == 0)
+    return full + (rest >= 2 * parts or full == 0)
 
 
 class LastLosses:
@@ -65,6 +99,17 @@ class LastLosses:
     def __init__(self, images: int, device: torch.device) -> None:
         self._known = torch.full((images,), math.inf, device=device)  # until then: the first to be chosen
         self.latest = torch.full_like(self._known, -1.0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that `__call__` writes to."""
+        return (self.latest,)
+
+    def __call__(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Keep the losses (B,) of a training batch, and return them: a loss hook of the model."""
+        if batch.loss_weight:
+            self.latest[batch.indices] = losses.detach().float()
+        return losses
 
     def merge(self) -> None:
         """Makes what each device has written known to all, which all have to come here for."""
@@ -97,6 +142,8 @@ class TrainLoader:
         the images is left out whose loss was least: an epoch has as many batches as before, in several rounds through the
         others, each of which is chosen anew and augmented in its own way.
     workers: 0, or how many processes read and augment images that stay in a file, ahead of the training.
+    weighted: whether the model multiplies its loss by `Batch.loss_weight`. For another model, a last batch that is too small for
+        all devices is dropped.
 
     Raises UsageError when a global batch cannot be shared out.
     """
@@ -117,6 +164,7 @@ class TrainLoader:
     losses: LastLosses | None = None
     skip_easy: float = 0.0
     skip_from: tuple[int, int] = (0, 0)
+    weighted: bool = True
 
     def __post_init__(self) -> None:
         size, world = self.batch_size, self.world
@@ -135,7 +183,7 @@ class TrainLoader:
         self._ahead: tuple[int, Any] = (-1, None)  # the plan of a later epoch, with its number
 
     def __len__(self) -> int:
-        return count_batches(len(self.indices), self.batch_size)
+        return count_batches(len(self.indices), self.batch_size, 1 if self.weighted else self.world)
 
     @property
     def sampler(self) -> TrainLoader:
@@ -286,21 +334,26 @@ class EvalLoader:
 
     The cut into batches does not depend on the number of devices, which take them in turn: so every image is computed in the same
     company, and sums of integers agree to the last digit. Where batches run out, a device gets one of padding.
+
+    weighted: whether the model ignores images with the label `PADDING`. Another model gets the first batch a second time, as with
+        torch's DistributedSampler.
     """
 
-    def __init__(self, source: ImageSet, indices: Tensor, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, source: ImageSet, indices: Tensor, batch_size: int, *, rank: int = 0, world: int = 1, weighted: bool = True
+    ) -> None:
         if batch_size < 1:
             raise UsageError("data.eval_batch_size must be at least 1")
         indices = indices.to(source.images.device)
         self.source, self.batches = source, list(indices.split(batch_size)) if len(indices) else []
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.weighted = rank, world, weighted
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.world)
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.rank, len(self) * self.world, self.world):
-            padding = number >= len(self.batches)
-            rows = self.batches[0] if padding else self.batches[number]
-            labels = torch.full_like(rows, PADDING) if padding else self.source.labels[rows]
+            surplus = number >= len(self.batches)
+            rows = self.batches[0] if surplus else self.batches[number]
+            labels = torch.full_like(rows, PADDING) if surplus and self.weighted else self.source.labels[rows]
             yield Batch(self.source.take(rows), labels, rows)

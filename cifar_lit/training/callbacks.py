@@ -1,22 +1,18 @@
-"""Callbacks for what a run needs around its steps: time, random state, averaging, an orderly stop, progress, divergence."""
+"""Callbacks around the training steps: time, random state, progress, divergence."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import rich
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, EMAWeightAveraging, RichProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.profilers import PassThroughProfiler
 from rich.progress import BarColumn, TimeRemainingColumn
@@ -25,12 +21,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cifar_lit.models.registry import with_versions
-from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
-from cifar_lit.text import note, say
-
-if TYPE_CHECKING:
-    from cifar_lit.training.checkpoint import LastCheckpoint
+from cifar_lit.text import counted, note, say
 
 # ---- time
 
@@ -149,178 +140,6 @@ def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor)
     return trainer.strategy.reduce(rows, reduce_op="sum")
 
 
-class WeightAverage(EMAWeightAveraging):
-    """Lightning's average, with norms' running statistics averaged too, and gone after the fit.
-
-    Lightning's own would put it, or the *current* weights of a checkpoint, in the place of what is tested by the same Trainer.
-    """
-
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay, use_buffers=True)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Makes the average where the module will be; at this time it has not been moved yet."""
-        self._device = trainer.strategy.root_device
-        super().setup(trainer, pl_module, stage)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gives the average the precision of float64 weights, which would be rounded when the two change places."""
-        if self._average_model is not None and pl_module.dtype == torch.float64:
-            self._average_model.module.double()
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Saves average and current weights."""
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
-
-    def start_from(self, pl_module: pl.LightningModule) -> None:
-        """Makes weights that were set since set-up, before the first step, the average of so far."""
-        assert self._average_model is not None
-        self._average_model.module.load_state_dict(pl_module.state_dict())
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leaves the average in the model."""
-        super().on_train_end(trainer, pl_module)
-        self._average_model = None
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores average and current weights when a fit is resumed."""
-        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
-            super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-
-# ---- an orderly stop
-
-
-class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SIGHUP, SLURM's signal to requeue)."""
-
-    latest: Interrupted | None = None  # matplotlib's compiled code raises "Invalid bounding box" in its place
-
-    def __init__(self, number: int, requeue: bool = False) -> None:
-        super().__init__(signal.Signals(number).name)
-        Interrupted.latest = self
-        self.exit_code = 128 + number
-        self.requeue = requeue  # SLURM is to start the job again
-        self.resume: str | None = None  # the command that goes on, once it is known
-
-
-class NoSignalHandlers(Callback):
-    """Keeps the Trainer from taking the signals over at the start of each stage, so that they raise `Interrupted` as before it.
-
-    Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other processes
-    inside the handler, which can wait for ever. In a training `OrderlyStop` takes the signals, and the processes need not ask
-    each other for a SIGTERM before each step, which waits for the device.
-    """
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the Trainer would register them."""
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # with max_steps, Lightning goes on from an epoch's end as from its middle, and counts that epoch twice
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-
-
-def within_epoch(trainer: pl.Trainer) -> bool:
-    """Whether an epoch goes on after this batch, with no gradients that wait for further ones: no checkpoint would hold them."""
-    return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
-
-
-def validates_next(trainer: pl.Trainer) -> bool:
-    """Whether a validation is due right after this batch: a checkpoint of before it would lose it. All devices say the same."""
-    loop: Any = trainer.fit_loop
-    return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-
-
-class OrderlyStop(Checkpoint):
-    """Stop the training after the step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal, with that step in `last.ckpt`.
-
-    A validation that is due right after the step runs first. During validation the epoch ends first, which writes a
-    checkpoint anyway. All devices stop at the same step. A second signal stops at once, unless one of the two is SIGHUP: a
-    lost session sends several. It is a `Checkpoint` because the Trainer calls those after the callbacks that change what is
-    saved, such as the average.
-    """
-
-    SIGNALS = STOP_SIGNALS
-
-    def __init__(self, last: LastCheckpoint) -> None:
-        self._last = last
-        self._received = 0
-        self._before: dict[int, Any] = {}
-        self._requeue: int | None = None
-
-    def _interrupted(self, number: int) -> Interrupted:
-        return Interrupted(number, requeue=number == self._requeue)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == HANGUP:
-            accept_hangup()
-            self._before[number] = signal.SIG_IGN
-        elif self._received not in (0, HANGUP):
-            raise self._interrupted(number)
-        self._received = self._received or number
-        self._last.asked_for = True
-        if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
-            note("", "stopping after this step; once more to stop at once")
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Learns from SLURM's plugin which signal asks for a requeue."""
-        cluster = trainer._accelerator_connector.cluster_environment
-        if isinstance(cluster, SLURMEnvironment):
-            self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
-            if not cluster.auto_requeue:
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
-        handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
-        self._before = {number: signal.signal(number, self._receive) for number in handled if number}
-
-    def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
-        """The signal that any of the devices received, 0 for none."""
-        if trainer.world_size == 1:
-            return self._received
-        received = torch.tensor(self._received, device=pl_module.device)
-        # not strategy.reduce, which adds a barrier: this runs at every step
-        torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
-        return int(received)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
-        if (self._received or trainer.world_size > 1) and not validates_next(trainer):
-            self._stop_within_epoch(trainer, pl_module)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops after a validation in the middle of an epoch."""
-        if trainer.state.fn == "fit":
-            self._stop_within_epoch(trainer, pl_module)
-
-    def _stop_within_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
-            trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            raise self._interrupted(number)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops between epochs, where the last one has left its checkpoint; where it has left none, after the next step."""
-        if self._last.is_of(trainer) and (number := self._agreed(trainer, pl_module)):
-            raise self._interrupted(number)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gives the signals back; one that came in the last epoch counts now."""
-        self._give_back()
-        if self._received:
-            raise self._interrupted(self._received)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Gives the signals back."""
-        self._give_back()
-
-    def _give_back(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-
 # ---- what a training shows while it runs
 
 
@@ -355,8 +174,11 @@ class LiveBar(RichProgressBar):
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return the training loss and accuracy logged last, and the accuracy of the last validation."""
-        names = ("loss", "accuracy", "val") if rich.get_console().width >= self.NARROW else ("loss", "val")
-        return {name: pl_module.progress[name] for name in names if name in pl_module.progress}
+        labels = {"train/loss": "loss", "train/accuracy": "accuracy", "val/accuracy": "val"}
+        if rich.get_console().width < self.NARROW:
+            del labels["train/accuracy"]
+        metrics = super().get_metrics(trainer, pl_module)
+        return {label: metrics[name] for name, label in labels.items() if name in metrics}
 
 
 def last_epoch(trainer: pl.Trainer) -> int | None:
@@ -381,6 +203,12 @@ class EpochLines(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the validation's figures in the next line only."""
         self._validated = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that the training was stopped early, and why."""
+        for each in trainer.early_stopping_callbacks:
+            if trainer.is_global_zero and each.stopped_epoch and each.wait_count >= each.patience:
+                say(f"stopped early: {counted(each.wait_count, 'validation')} without a better {each.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the line."""
@@ -415,40 +243,6 @@ def fitting(parts: list[str], width: int) -> str:
     return next((line for line in lines if len(line) <= width), " · ".join(short[:-2]))
 
 
-# ---- early stopping
-
-
-class EarlyStop(EarlyStopping):
-    """Ends a training whose validation has not become better for a while; a fitted last layer's score counts as the first.
-
-    patience: validations; below 1 the share of those that the training has.
-    """
-
-    def __init__(self, monitor: str, mode: str, patience: float) -> None:
-        super().__init__(monitor, mode=mode, strict=False, check_finite=False, check_on_train_epoch_end=False)
-        self._patience = patience
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sets the patience, in a resumed training too, whose checkpoint has one of its own; it may have come to its end."""
-        patience = self._patience
-        if patience < 1:
-            epochs = getattr(trainer.datamodule, "epochs", trainer.max_epochs) or -1  # type: ignore[attr-defined]
-            interval: Any = trainer.val_check_batch  # batches; None where they come by the clock
-            per_epoch = trainer.num_training_batches / interval if interval and interval < math.inf else 1.0
-            if every := trainer.check_val_every_n_epoch:  # else batches are counted over epochs
-                per_epoch = max(1, math.floor(per_epoch)) / every
-            patience *= epochs * per_epoch if epochs > 0 else sys.maxsize
-        self.patience = max(1, math.ceil(patience))
-        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Says that it was this that ended it, and not its end."""
-        at_end = trainer.global_step == trainer.max_steps or self.stopped_epoch + 1 == trainer.max_epochs
-        if self.wait_count >= self.patience and trainer.is_global_zero and not at_end:
-            name, count = self.monitor.removeprefix("val/"), self.wait_count
-            say(f"stopped early: {count} validation{'s' * (count > 1)} without a better {name} (model.patience)")
-
-
 # ---- divergence
 
 
@@ -469,8 +263,8 @@ class DivergenceWarning(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Looks at the last logged loss, which all devices share."""
-        loss = pl_module.progress.get("loss", 0.0)
-        if loss and not self._start:
+        loss = pl_module.logged_loss
+        if loss > 0 and not self._start:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > self.FAR_ABOVE * self._start:
             if trainer.is_global_zero:

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size, write_failure
-from cifar_lit.training.callbacks import validates_next, within_epoch
 from cifar_lit.training.checkpoint_pickle import check_pickles
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
@@ -45,6 +44,17 @@ class DamagedCheckpoint(Failure):
 
 
 # ---- writing
+
+
+def within_epoch(trainer: pl.Trainer) -> bool:
+    """Whether an epoch goes on after this batch, with no gradients that wait for further ones: no checkpoint would hold them."""
+    return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
+
+
+def validates_next(trainer: pl.Trainer) -> bool:
+    """Whether a validation is due right after this batch: a checkpoint of before it would lose it. All devices say the same."""
+    loop: Any = trainer.fit_loop
+    return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -3,66 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hardware import MAX_FLOATS, keep_freed_memory, return_freed_memory
+from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.registry import build_net, check_net, check_shapes
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.plugins import import_callable, is_import_path
-from cifar_lit.training.callbacks import EarlyStop, NotFiniteLoss, WeightAverage, check_finite, gather_rows
-from cifar_lit.training.cuda_graph import EndOfGraphs, GraphedSteps, can_capture
-from cifar_lit.training.finetune import HeadFit, load_pretrained
+from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
+from cifar_lit.training.features import check_features, feature_callbacks
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
-    GROUP_SETTINGS,
     REST_MOMENTUM,
-    build_optimizer,
     check_restored_state,
     check_settings,
+    configure_optimizers,
     override_optimizer_settings,
 )
-from cifar_lit.training.schedules import schedule_from
 
-WHITENING_IMAGES = 5_000  # as the records do (Jordan, airbench, 2024)
+# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs in a fit.
+DEFAULT_SHAPE = (3, 32, 32)
 
-CLASS_WEIGHTS = ("none", "balanced", "effective")
-BETA = 0.999  # of the effective number of samples, as its authors take it for ImageNet and iNaturalist
-
-
-def class_weights(counts: Tensor, kind: str) -> list[float]:
-    """The weights of the classes' images in the loss: with a mean of 1 over all training images, 0 of a class without any.
-
-    counts: of training images, int64 (classes,). kind: balanced, one over the count; or effective, one over the effective number
-    of samples (1 − βⁿ) / (1 − β) of n, which for many is little more than for some (Cui et al., Class-Balanced Loss, CVPR 2019).
-    """
-    sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
-    weights = torch.where(counts > 0, 1 / sizes, 0.0)
-    return (weights * (counts.sum() / (weights * counts).sum())).tolist()
-
-
-def hold_norms(net: nn.Module) -> None:
-    """Has batch norms normalise by their running statistics, and leave these as they are, while the rest is trained."""
-    for module in net.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()
-
-
-def images_to_whiten(data: Any) -> Tensor:
-    """The training images that a whitening layer is computed from, as they are; no more than a GB of float32 holds."""
-    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
+LossHook = Callable[[Tensor, Any], Tensor]
 
 
 def _schedule_kind(h: Mapping[str, Any]) -> tuple[object, ...]:
@@ -85,21 +57,21 @@ def check_model(settings: Mapping[str, Any]) -> None:
 
 def _check_choices(h: Mapping[str, Any]) -> None:
     check_settings(h)
+    check_features(h)
     check_choice("model.tta", h["tta"], VIEWS)
-    check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
-    if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
-        raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
-    if h["frozen"] and not h["weights"]:
-        raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
 
 
 class ImageClassifier(pl.LightningModule):
-    """A net by name that is trained with cross-entropy.
+    """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
+
+    It trains and tests on any datamodule or DataLoader of batches `(images, labels)`: normalised float images (B, C, H, W), int64
+    labels (B,). A batch may also have the further attributes of `data.loaders.Batch`.
 
     Args:
-        net: name of a net, or the import path of a class or function; see `models.registry`.
-        input_shape: channels, height and width of the images; given by the data.
-        num_classes: given by the data.
+        net: name of a net, or the import path of a class or function (see `models.registry`), or a torch module. A module is not
+            saved in `hparams`: pass it to `load_from_checkpoint` again.
+        input_shape: channels, height and width of the images; by default those of the datamodule, or [3, 32, 32].
+        num_classes: by default `class_count` of the datamodule.
         width: multiplies the hidden widths of our nets.
         net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target that is spread over all classes, 0 … 1.
@@ -141,11 +113,14 @@ class ImageClassifier(pl.LightningModule):
             them; 0 to train to the end. An EarlyStopping among the Trainer's callbacks takes its place.
     """
 
+    net: nn.Module
+    weighs_batches = True  # for ImageData: this module knows `Batch.loss_weight` and padded labels
+
     def __init__(
         self,
-        net: str = "resnet18",
+        net: str | nn.Module = "resnet18",
         input_shape: list[int] | None = None,
-        num_classes: int = 10,
+        num_classes: int | None = None,
         width: float = 1.0,
         net_options: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
@@ -180,36 +155,43 @@ class ImageClassifier(pl.LightningModule):
         patience: float = 0.0,
     ) -> None:
         super().__init__()
-        input_shape = list(input_shape or (3, 32, 32))
-        self.save_hyperparameters(ignore=["metrics"])
+        self.save_hyperparameters(ignore=["metrics", "net"])
+        self.hparams["net"] = net if isinstance(net, str) else type(net).__name__
         _check_choices(self.hparams)
-        channels, *size = input_shape
-        shape: dict[str, Any] = {"channels": channels, "image_size": tuple(size), "num_classes": num_classes}
-        self.net: nn.Module = build_net(net, **shape, width=width, options=net_options)
-        if channels_last:
-            for parameter in self.net.parameters():
-                if parameter.ndim == 4:
-                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        check_shapes(self.net, net, input_shape, num_classes)
-        parameters = list(self.net.parameters())
-        for parameter in parameters[: int(frozen * len(parameters))]:
-            parameter.requires_grad_(False)
-        if compile:
-            self.net.compile(dynamic=False)  # a graph for each size, rather than a slower one for all
+        self._metrics = metrics
+        if isinstance(net, nn.Module):
+            self.net = net
+        self.loss_hooks: list[LossHook] = []
         self.running = RunningMetrics(self.device)  # of this device's training steps
         self.logged_step = 0
-        self.evaluation, self.views = Evaluation(num_classes, metrics), Evaluation(num_classes)
-        check_choice("model.monitor", monitor, self.evaluation.names)
+        self.logged_loss = math.nan  # the training loss of the last row
         self._collector = PredictionCollector()
         self.score: Score | None = None  # of the last validation or test
         self.views_score: Score | None = None  # of the last test, with test-time views
         self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
-        self.progress: dict[str, float] = {}  # what the bar shows
-        self.class_weights: Tensor | None = None  # float32 (classes,) in a fit that weighs them
-        self._graphs: GraphedSteps | None = None
-        self._whitening_schedule: Any = None  # until its end, where the fit can leave that bias's gradient out from then on
-        self.last_losses: Tensor | None = None  # float32 (images,) in a fit whose data choose images by them
-        self._reads_losses = True  # in every step; on other devices than CPUs that would wait for them
+        self._reads_losses = True  # at every step; on other devices than CPUs that would wait for them
+        if num_classes is not None:
+            self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
+
+    def _build(self, input_shape: list[int], num_classes: int) -> None:
+        """Build net and metrics, once the shape of the images and the number of classes are known."""
+        h = self.hparams
+        h["input_shape"], h["num_classes"] = input_shape, num_classes
+        if not hasattr(self, "net"):
+            shape: dict[str, Any] = {"channels": input_shape[0], "image_size": tuple(input_shape[1:]), "num_classes": num_classes}
+            self.net = build_net(h["net"], **shape, width=h["width"], options=h["net_options"])
+        if h["channels_last"]:
+            for parameter in self.net.parameters():
+                if parameter.ndim == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        check_shapes(self.net, h["net"], input_shape, num_classes)
+        parameters = list(self.net.parameters())
+        for parameter in parameters[: int(h["frozen"] * len(parameters))]:
+            parameter.requires_grad_(False)
+        if h["compile"]:
+            self.net.compile(dynamic=False)  # a graph for each size, rather than a slower one for all
+        self.evaluation, self.views = Evaluation(num_classes, self._metrics), Evaluation(num_classes)
+        check_choice("model.monitor", h["monitor"], self.evaluation.names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning notes each hook's name on the module some forty times a step: past nn.Module's checks, which cost more."""
@@ -225,155 +207,76 @@ class ImageClassifier(pl.LightningModule):
     # ---- training
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The mean loss of a batch, weighted so that devices with unequal parts of it give its gradient; see `Batch`."""
-        logits, smoothing = self(batch.images), self.hparams["label_smoothing"]
-        targets = batch.labels if batch.targets is None else batch.targets
-        if self.class_weights is None and self.last_losses is None:
-            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
-        else:
+        """Return the mean loss of a batch, times its `loss_weight` if it has one; see `data.loaders.Batch`."""
+        images, labels = batch
+        weight, targets = getattr(batch, "loss_weight", 1.0), getattr(batch, "targets", None)
+        logits = self(images)
+        targets = labels if targets is None else targets
+        smoothing = self.hparams["label_smoothing"]
+        if self.loss_hooks:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
-            if self.last_losses is not None and batch.loss_weight:
-                self.last_losses[batch.indices] = losses.detach().float()
-            if self.class_weights is not None:
-                # Each image's whole loss by its class's weight, over the number of images. `F.cross_entropy(weight=…)` divides by
-                # the weights of this device's part, and weighs what smoothing spreads too, which pulls all to the rare classes.
-                losses *= self.class_weights[batch.labels] if batch.targets is None else batch.targets @ self.class_weights
+            for hook in self.loss_hooks:
+                losses = hook(losses, batch)
             loss = losses.mean()
-        if batch.loss_weight:
-            self.running.update(loss.detach(), logits, batch.labels)
+        else:
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        if weight:
+            self.running.update(loss.detach(), logits, labels)
         if not self._reads_losses:
             self.running.watch(loss.detach())
         elif not math.isfinite(value := loss.item()):
             raise self._not_finite(f"{value}", self.global_step)
-        return loss if batch.loss_weight == 1.0 else loss * batch.loss_weight
+        return loss if weight == 1.0 else loss * weight
 
     training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]  # which Lightning asks for at each step
 
     def configure_optimizers(self) -> Any:
-        """Optimizer and schedule; the schedule spans the training that the Trainer is to make."""
-        h, trainer = self.hparams, self.trainer
-        settings = {name: h[name] for name in GROUP_SETTINGS}
-        captures = can_capture(trainer, h["capture"])
-        optimizer = build_optimizer(self.net, precision=str(trainer.precision), capturable=captures, **settings)
-        if h["schedule"] == "constant" and not h["warmup_epochs"] and h["whiten_epochs"] is None:
-            return optimizer
-        trainer.fit_loop.setup_data()  # which the estimate leaves out where there is no limit of epochs
-        steps = trainer.estimated_stepping_batches
-        if steps == math.inf:
-            raise UsageError("a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant")
-        steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-        schedule = schedule_from(optimizer, h, int(steps), steps_per_epoch)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": h["schedule_every"]}}
+        """Return optimizer and schedule; the schedule spans the training that the Trainer is to make."""
+        return configure_optimizers(self.net, self.hparams, self.trainer)
 
     def configure_callbacks(self) -> list[Callback]:
-        """What the model's settings ask for: average of the weights, fit of the last layer, early stopping, capture of steps."""
-        h = self.hparams
-        callbacks: list[Callback] = [WeightAverage(h["ema_decay"])] if h["ema_decay"] else []
-        if h["weights"] and h["head_views"]:
-            callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
-        stopping = [each for each in self.trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-        if h["patience"] and all(isinstance(each, EarlyStop) for each in stopping):  # a user's own EarlyStopping takes precedence
-            callbacks.append(EarlyStop(*self.monitored, h["patience"]))
-        return [*callbacks, *([EndOfGraphs()] if h["capture"] else [])]
+        """Build the net from the datamodule if it is not built yet. Return the callbacks that the settings ask for."""
+        if "num_classes" not in self.hparams or self.hparams["num_classes"] is None:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            if not hasattr(data, "class_count"):
+                raise UsageError("the number of classes is not known: use ImageClassifier(num_classes=…)")
+            shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
+            self._build(list(shape), data.class_count)
+        self.loss_hooks = []
+        return feature_callbacks(self, self.trainer)
+
+    def setup(self, stage: str) -> None:
+        """Reset the state of an earlier fit."""
+        if stage == "fit":
+            self.running = RunningMetrics(self.trainer.strategy.root_device)
+            self.logged_step, self.logged_loss = 0, math.nan
+            self._reads_losses = True
 
     def on_fit_start(self) -> None:
-        """Brings the running metrics, new or from a checkpoint, to where the net is, and prepares net and steps."""
-        self.on_fit_end()  # which a fit that failed has not come to
-        if self.hparams["fixed_norms"]:
-            hold_norms(self)  # the Trainer does not call `train()` at a fit's start
-        running, self.running = self.running, RunningMetrics(self.device, *self.running.sums()[:3].tolist())
-        self.running.epoch, self.running.batches = running.epoch, running.batches
+        """Choose how losses are checked, and what happens with freed memory."""
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
             return_freed_memory()  # the images do not fit, so that memory is worth more than time
         elif self.device.type == "cpu":
             keep_freed_memory()
-        self.class_weights = self._weights_of_classes()
-        last_losses = getattr(self.trainer.datamodule, "last_losses", None)  # type: ignore[attr-defined]
-        self.last_losses = last_losses.latest if last_losses else None
-        if can_capture(self.trainer, self.hparams["capture"]):
-            self._graphs = GraphedSteps(self)
-        self._reads_losses = self.device.type == "cpu" and self._graphs is None
-        if not self._reads_losses and getattr(self.trainer.precision_plugin, "scaler", None) is None:  # which does the same
-            for optimizer in self.trainer.optimizers:  # from a loss that is not finite on, steps change nothing
+        if self.device.type != "cpu":
+            self.watch_losses()
+
+    def watch_losses(self) -> None:
+        """Check losses on the device, without reading each. After one that is not finite, steps change nothing."""
+        self._reads_losses = False
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a GradScaler does the same
+            for optimizer in self.trainer.optimizers:
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
-        # clipping would count the gradient that is left out, and several devices wait for it
-        if self.hparams["whiten_epochs"] and not self.trainer.gradient_clip_val and self.trainer.world_size == 1:
-            self._whitening_schedule = self.trainer.lr_scheduler_configs[0].scheduler
-        if self._graphs and not self.trainer.ckpt_path:
-            self._graphs.rehearse(self._example_batches())
-
-    def _weights_of_classes(self) -> Tensor | None:
-        """The weights of the classes in the loss on this device; None where all images count alike."""
-        kind, data = self.hparams["class_weights"], self.trainer.datamodule  # type: ignore[attr-defined]
-        if kind == "none":
-            return None
-        if not hasattr(data, "class_counts"):
-            raise UsageError(f"model.class_weights {kind} counts the training images: fit a datamodule that has class_counts")
-        return torch.tensor(class_weights(data.class_counts, kind), device=self.device)
-
-    def _example_batches(self) -> Iterator[Any]:
-        """Batches of all shapes that the fit will meet, the largest first; the net meanwhile is as it will be then."""
-        net: Any = self.net
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        ends = self.hparams["whiten_epochs"] if self._whitening_schedule else math.inf
-        if hasattr(data, "example_batches"):
-            epochs = range(data.epochs or 1)
-            kinds = {(data.side(epoch), final) for epoch in epochs for final in (epoch >= ends, epoch + 1 > ends)}
-            for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
-                yield from data.example_batches(side)
-            net.bias_is_final = False
-
-    def load_pretrained(self) -> None:
-        """Puts the weights that are set into the net; see `training.finetune.load_pretrained` for what it raises."""
-        load_pretrained(self.net, self.hparams["net"], self.hparams["weights"])
-
-    def train(self, mode: bool = True) -> ImageClassifier:
-        """Training mode, in which `fixed_norms` leaves batch norms as they are in evaluation."""
-        super().train(mode)
-        if mode and self.hparams["fixed_norms"]:
-            hold_norms(self)
-        return self
 
     def on_train_start(self) -> None:
-        """Check restored optimizers, then initialise here so that it counts towards training time, as in airbench."""
+        """Check the state of restored optimizers."""
         for optimizer in self.trainer.optimizers:
             check_restored_state(optimizer)
-        self._initialise_from_images()
-
-    def _initialise_from_images(self) -> None:
-        """Computes the first layer of a net that whitens its images: on the first device, and from there on all."""
-        net, data = self.net, self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(net, WhitenedNet) or bool(net.whitened):
-            return
-        if data is None:
-            raise UsageError(f"{self.hparams['net']} is initialised from training images: fit it with a datamodule")
-        if self.trainer.is_global_zero:
-            net.initialise(images_to_whiten(data).to(net.whiten.weight))
-        net.whiten.weight.data.copy_(self.trainer.strategy.broadcast(net.whiten.weight.detach()))
-        net.whitened.fill_(True)
-
-    def on_fit_end(self) -> None:
-        """Lets go of the captured steps, before the net leaves the device, and leaves gradients to all who ask for them."""
-        self._graphs = self._whitening_schedule = None
-        if isinstance(self.net, WhitenedNet):
-            self.net.bias_is_final = False
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Lightning's own step (forward, backward, clipping, update), or the same replayed from a graph."""
-        if self._graphs is None:
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        else:
-            self._graphs.step(optimizer_closure)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Counts the images, which a replayed step could not."""
-        self.running.images += len(batch.labels) if batch.loss_weight else 0
+        """Count the images on the host: a replayed step cannot."""
+        self.running.images += len(batch[1]) if getattr(batch, "loss_weight", 1.0) else 0
         self.running.batches += 1
-        if self._whitening_schedule is not None and self._whitening_schedule.whitening_ended:
-            net: Any = self.net
-            net.bias_is_final, self._whitening_schedule = True, None
-        if self._graphs is not None:
-            self._graphs.batch = batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
@@ -390,16 +293,22 @@ class ImageClassifier(pl.LightningModule):
         loss, hits, images = sums = self._device_sums().sum(0).tolist()
         self.running.epoch = [before + now for before, now in zip(self.running.epoch, sums, strict=True)]
         self.running.start_row()
-        self.logged_step = self.global_step
-        self.progress.update(loss=loss / images, accuracy=hits / images)
+        self.logged_step, self.logged_loss = self.global_step, loss / images
+        values = {"train/loss": loss / images, "train/accuracy": hits / images}
+        self.log_dict(values, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         group = self.trainer.optimizers[0].param_groups[0]
         rate = float(group["lr"])
         if self.hparams["input_lr"] is not None:  # this group is of the first layers: model.lr is that of the last ones
             rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
-        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
+        values["lr"] = rate
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))
-        self._write_values(values)
+        self._write_row(values)
+
+    def _write_row(self, values: Mapping[str, float]) -> None:
+        """Write values to the loggers at the current step; `self.log` at every step would cost more than a step of a small net."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
 
     def _device_sums(self) -> Tensor:
         """Loss, hits and images of each device since the last row, (devices, 3); raises NotFiniteLoss where a loss was not."""
@@ -413,15 +322,17 @@ class ImageClassifier(pl.LightningModule):
         return NotFiniteLoss(f"the loss is {what} at step {step} of epoch {self.current_epoch}")
 
     def on_train_epoch_end(self) -> None:
-        """Makes the epoch's means known to callbacks that watch them, and starts the next epoch's."""
+        """Log the means of the epoch for callbacks that monitor them."""
         loss, accuracy = self.running.epoch_means()
-        self.log_dict({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
+        self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
         self.running.epoch = [0.0, 0.0, 0.0]
 
-    def _write_values(self, values: dict[str, float]) -> None:
-        """Writes to the loggers at the current step; `self.log` in each step would cost more than a small net's step."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
+    def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
+        """Log values that are equal on all devices. The maximum over devices keeps every bit, which their mean would not."""
+        device = self.device if self.trainer.world_size > 1 else "cpu"  # Apple's GPUs have no float64
+        for name, value in values.items():
+            tensor = torch.tensor(value, dtype=torch.float64, device=device)
+            self.log(name, tensor, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings)
 
     # ---- evaluation
 
@@ -434,8 +345,8 @@ class ImageClassifier(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Starts counting afresh, with the first device's running statistics of norms on all."""
-        for counter in (self.evaluation, self.views, self._collector):
-            counter.reset()
+        for metric in (self.evaluation, self.views, self._collector):
+            metric.reset()
         if self.trainer.world_size > 1:
             for buffer in self.net.buffers():
                 if buffer.is_floating_point():
@@ -444,40 +355,49 @@ class ImageClassifier(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Counts one batch; outside of a fit every image's prediction is kept."""
-        logits = self(batch.images)
-        self.evaluation.update(logits, batch.labels)
-        if self.trainer.state.fn != "fit":
-            self._collector.update(logits, batch.labels, batch.indices)
+        """Count one batch. Outside of a fit, keep the prediction of each image if the batch has `indices`."""
+        images, labels = batch
+        logits = self(images)
+        self.evaluation.update(logits, labels)
+        if self.trainer.state.fn != "fit" and hasattr(batch, "indices"):
+            self._collector.update(logits, labels, batch.indices)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Counts one batch as it is and, if so set, by its test-time views."""
+        """Count one batch, also by its test-time views if `tta` is set."""
         self.validation_step(batch, batch_idx)
         if self.hparams["tta"] != "none":
-            self.views.update(view_logits(self.net, batch.images.type(self.dtype), self.hparams["tta"]), batch.labels)
+            images, labels = batch
+            self.views.update(view_logits(self.net, images.type(self.dtype), self.hparams["tta"]), labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Makes the score's figures known under `val/accuracy`, `val/loss` and so on, or `test/…` in a test."""
+        """Log the scores as `val/accuracy`, `val/loss` and so on, in a test as `test/…`."""
         self.score = self.evaluation.compute()
         self.predictions = self._collector.predictions() if self._collector.update_called else None
         stage = "test" if self.trainer.testing else "val"
         if self.views.loss.update_called:
             self.views_score = self.views.compute()
-        scalars = self.score.scalars(stage)
-        diverged = self.trainer.state.fn == "fit" and not math.isfinite(self.score.loss)  # however accurate, it is not the best
-        watched = {**scalars, "val/accuracy": math.nan, self.monitored[0]: math.nan} if diverged else scalars
-        self.log_dict(watched, logger=False)  # for checkpoints and early stopping, which look it up by name
-        self.progress[stage] = self.score.accuracy
-        if not self.trainer.sanity_checking:
-            self._write_values(scalars)
+        scores = self.score.scalars(stage)
+        fits = self.trainer.state.fn == "fit"
+        if fits and not self.trainer.sanity_checking:
+            self._write_row(scores)  # Lightning would write it one step too early
+        if fits and not math.isfinite(self.score.loss):
+            scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}  # never the best, however accurate
+        accuracy = f"{stage}/accuracy"
+        self._log_scalars({accuracy: scores.pop(accuracy)}, prog_bar=True, logger=not fits)
+        self._log_scalars(scores, logger=not fits)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Probabilities (B, classes) with the rows of the images they belong to; padding is left out."""
-        counted = batch.labels >= 0
-        probabilities = self(batch.images).float().softmax(1)
-        return {"indices": batch.indices[counted], "labels": batch.labels[counted], "probabilities": probabilities[counted]}
+        """Return the `probabilities` (B, classes) of a batch, with its `labels` and `indices` if it has them; no padding."""
+        if isinstance(batch, Tensor):
+            return {"probabilities": self(batch).float().softmax(1)}
+        images, labels = batch
+        counted = labels >= 0
+        values = {"labels": labels, "probabilities": self(images).float().softmax(1)}
+        if hasattr(batch, "indices"):
+            values["indices"] = batch.indices
+        return {name: value[counted] for name, value in values.items()}
 
     # ---- checkpoints
 
@@ -511,7 +431,7 @@ class ImageClassifier(pl.LightningModule):
             if len(rows) != self.trainer.world_size:  # those of all devices go on in the first one
                 rows = [[sum(column) for column in zip(*rows, strict=True)]]
             if rank < len(rows):
-                self.running = RunningMetrics(self.device, *rows[rank])
+                self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])
             loss, hits, images = map(float, state["epoch_sums"])
             self.running.epoch = [loss, hits, images]
             self.running.batches = int(any(images for *_, images in rows))  # the same on all devices

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
@@ -33,8 +34,9 @@ from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
 from cifar_lit.models.registry import with_versions
 from cifar_lit.models.torchvision_nets import SMALL_STEM
 from cifar_lit.text import duration_text, say
-from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
+from cifar_lit.training.class_weights import ClassWeights
+from cifar_lit.training.weight_average import WeightAverage
 
 # ---- pretrained weights
 
@@ -74,6 +76,43 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
             f"or of another shape; {remedy}"
         )
     net.load_state_dict(with_versions(net, {**own, **fitting}))
+
+
+class PretrainedWeights(Callback):
+    """Load pretrained weights when a fit starts, unless it is resumed or they are loaded already."""
+
+    def __init__(self, weights: str) -> None:
+        self._weights = weights
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Load them; see `load_pretrained` for the errors raised."""
+        if stage == "fit" and not trainer.ckpt_path and not getattr(pl_module, "is_pretrained", False):
+            load_into(pl_module)
+
+
+def load_into(model: Any) -> None:
+    """Load the pretrained weights that an ImageClassifier is configured with; see `load_pretrained` for the errors raised."""
+    load_pretrained(model.net, model.hparams["net"], model.hparams["weights"])
+    model.is_pretrained = True
+
+
+def hold_norms(net: nn.Module) -> None:
+    """Let batch norms normalise by their running statistics, unchanged, while the rest of the net is trained."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
+class FixedNorms(Callback):
+    """Keep the statistics of batch norms as they are (`model.fixed_norms`)."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hold them while steps are captured."""
+        hold_norms(pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hold them after whatever else has set the mode of the net."""
+        hold_norms(pl_module)
 
 
 def net_head(net: nn.Module) -> nn.Linear:
@@ -304,7 +343,7 @@ class HeadFit(Callback):
         val_features = self._features(trainer, model, net, val, 1) if len(val) else None
         fitted = None
         if features is not None:
-            weights = None if model.class_weights is None else model.class_weights.cpu()
+            weights = next((each.weights.cpu() for each in trainer.callbacks if isinstance(each, ClassWeights)), None)  # type: ignore[attr-defined]
             if data.sampling == "balanced":
                 weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
             fitted = fit_head(features, labels[train], classes, self._views, weights)

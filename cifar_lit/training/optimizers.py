@@ -13,8 +13,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import Failure, UsageError, check_choice
 from cifar_lit.plugins import import_callable
+from cifar_lit.training.captured import can_capture
 from cifar_lit.training.muon import Muon
-from cifar_lit.training.schedules import SCHEDULES
+from cifar_lit.training.schedules import SCHEDULES, schedule_from
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
 REST_MOMENTUM = 0.85  # of airbench94_muon's SGD part
@@ -195,6 +196,25 @@ def build_optimizer(
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(built)
     return built
+
+
+def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: Any) -> Any:
+    """Return what a LightningModule's `configure_optimizers` returns: the optimizer and, unless rates are constant, its schedule.
+
+    Raises UsageError for a schedule of a training without an end.
+    """
+    captures = can_capture(trainer, settings["capture"])
+    groups = {name: settings[name] for name in GROUP_SETTINGS}
+    optimizer = build_optimizer(net, precision=str(trainer.precision), capturable=captures, **groups)
+    if settings["schedule"] == "constant" and not settings["warmup_epochs"] and settings["whiten_epochs"] is None:
+        return optimizer
+    trainer.fit_loop.setup_data()  # Lightning's estimate leaves it out if there is no limit of epochs
+    steps = trainer.estimated_stepping_batches
+    if steps == math.inf:
+        raise UsageError("a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant")
+    steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+    schedule = schedule_from(optimizer, settings, int(steps), steps_per_epoch)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": settings["schedule_every"]}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:

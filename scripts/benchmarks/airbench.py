@@ -22,7 +22,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import keep_freed_memory
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Runs airbench94_muon.py (github.com/KellerJordan/cifar10-airbench; not part of this project) unchanged on the CPU: what it "

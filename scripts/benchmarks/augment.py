@@ -22,7 +22,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine, keep_freed_memory
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "From uint8 images in memory to augmented and normalised batches on the device, in images a second: `data.augment`, drawn "
@@ -121,7 +121,8 @@ def measure(
         for number in range(settings.batches + 1):
             rows = torch.randperm(len(labels), device=device)[:size]
             batch = Batch(pixels.index_select(0, rows), labels.index_select(0, rows), rows)
-            yield data.training_batch(batch, number)[:2]
+            images, targets = data.training_batch(batch, number)
+            yield images, targets
 
     def their_batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in islice(loader, READY, None):

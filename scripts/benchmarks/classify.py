@@ -21,7 +21,7 @@ from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "`classify RUN FOLDER --csv` as a user starts it, on one or more folders, from the start of the process to its end: seconds, "

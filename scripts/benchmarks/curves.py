@@ -22,7 +22,8 @@ from cifar_lit.bench.process import train, without_places
 from cifar_lit.bench.report import Row, machine_text, make_parent, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import COLOURS, GREY
-from cifar_lit.training.callbacks import Clock, WeightAverage
+from cifar_lit.training.callbacks import Clock
+from cifar_lit.training.weight_average import WeightAverage
 
 WHAT = (
     "Trains each recipe with several seeds, and tests it at the end of each epoch with the clock stopped and nothing in the fit "

@@ -19,7 +19,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Trains on a few images of CIFAR-10, as many of each class, drawn anew for each seed, and tests on the 10,000 test images: "

@@ -19,7 +19,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), drawn anew for "

@@ -40,7 +40,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.text import note
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Trains a recipe of ours, the tutorial's loop, a plain PyTorch ResNet-18 and, where timm is installed, a plain timm training "

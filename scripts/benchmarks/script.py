@@ -8,7 +8,7 @@ from pathlib import Path
 from cifar_lit.bench.commands import run_module
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.cli.quiet import quieten
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 
 def run_script() -> int:

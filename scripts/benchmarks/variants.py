@@ -28,8 +28,8 @@ from cifar_lit.data.resolution import shrink, side_at
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits
-from cifar_lit.training.callbacks import Interrupted
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import Schedule
 
 WHAT = (

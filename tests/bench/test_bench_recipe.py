@@ -15,7 +15,7 @@ from cifar_lit.bench.commands import bench
 from cifar_lit.bench.recipe import mean_text, process_age, run_once, texts_of
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.compare import mean_interval, t_quantile
-from cifar_lit.training.callbacks import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted
 
 RUN: dict[str, Any] = {  # as `run_once` returns it
     "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5, "loss": 1.0,

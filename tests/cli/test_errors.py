@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.callbacks import Interrupted, NotFiniteLoss
+from cifar_lit.training.callbacks import NotFiniteLoss
+from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
 OUT_OF_MEMORY_ELSEWHERE = [

@@ -26,7 +26,13 @@ def trainer_at(
 ) -> Any:
     """A Trainer of so many devices that is in an epoch."""
     device = SimpleNamespace(root_device=torch.device("cpu"))
-    rank = {"global_rank": global_rank, "world_size": world_size, "strategy": device, "overfit_batches": 0.0}
+    rank = {
+        "global_rank": global_rank,
+        "world_size": world_size,
+        "strategy": device,
+        "overfit_batches": 0.0,
+        "lightning_module": None,
+    }
     length = {"max_epochs": epochs, "max_steps": max_steps}
     length |= {"accumulate_grad_batches": accumulate, "limit_train_batches": 1.0}
     return SimpleNamespace(current_epoch=epoch, training=training, **length, **rank)

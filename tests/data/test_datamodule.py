@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 
 
@@ -76,7 +75,8 @@ def test_batches_come_out_normalised_by_given_or_measured_statistics_and_keep_al
     result = data.on_after_batch_transfer(batch, 0)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
     torch.testing.assert_close(result.images, (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std, rtol=1e-5, atol=1e-5)
-    assert result._replace(images=batch.images) == batch
+    assert result.labels is batch.labels and result.indices is batch.indices
+    assert (result.loss_weight, result.targets) == (1.0, None)
     data = shapes_data(count=200)
     pixels = data.plain_images(200).transpose(0, 1).flatten(1)
     torch.testing.assert_close(pixels.mean(1), torch.zeros(3), atol=1e-3, rtol=0)
@@ -156,7 +156,9 @@ def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path:
     for placement in ("device", "host"):
         data = ImageData("folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache"))
         data.trainer = trainer_at(0, 1, global_rank=rank)
-        batches.append([[part.tolist() for part in batch[:3]] for batch in data.train_dataloader()])
+        batches.append(
+            [[part.tolist() for part in (batch.images, batch.labels, batch.indices)] for batch in data.train_dataloader()]
+        )
         assert data.placed("train")[0].mapped == (placement == "host")  # what is in memory is not asked of the file again
     assert batches[0] == batches[1] and len(batches[0]) == 3
 
@@ -170,7 +172,7 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
 
     def prepared(*epoch_epochs_training: Any) -> Tensor:
         data.trainer = trainer_at(*epoch_epochs_training)
-        images: Tensor = data.on_after_batch_transfer(Batch(*batch), 0).images
+        images: Tensor = data.on_after_batch_transfer(batch, 0).images
         return images
 
     small = prepared(0, 2)
@@ -183,6 +185,6 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
     for epochs, gathered in ((-1, 1), (100, 1), (100, batches - 1)):  # the steps are those of four epochs
         for epoch, side in ((1, 8), (2, 12)):
             data.trainer = trainer_at(epoch, epochs, max_steps=4 * -(-batches // gathered), accumulate=gathered)
-            assert data.on_after_batch_transfer(Batch(*batch), 0).images.shape[2] == side
+            assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
     with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()

@@ -12,9 +12,9 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.training.callbacks import OrderlyStop
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.orderly_stop import OrderlyStop
 
 BATCHES = 7  # of an epoch of `shapes_data`: six of 16 images and one of 4
 
@@ -94,7 +94,7 @@ def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: in
 def classifier(**settings: Any) -> ImageClassifier:
     """LeNet for those images; its weights are always the same."""
     torch.manual_seed(0)
-    return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], **settings})
+    return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], "num_classes": 10, **settings})
 
 
 def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:

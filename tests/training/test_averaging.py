@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 
-from cifar_lit.training.callbacks import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
+from cifar_lit.training.weight_average import WeightAverage
 
 
 def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: Path) -> None:

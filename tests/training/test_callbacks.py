@@ -21,9 +21,10 @@ from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, sam
 
 from cifar_lit.data.loaders import Batch
 from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState, WeightAverage
+from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
 from cifar_lit.training.metrics import Score
+from cifar_lit.training.weight_average import WeightAverage
 
 
 def batch(count: int, loss_weight: float = 1.0) -> Batch:
@@ -221,7 +222,7 @@ def test_a_resumed_training_diverges_only_above_the_loss_of_guessing(capsys: pyt
     watcher, model = DivergenceWarning(), classifier()
     fit: Any = SimpleNamespace(is_global_zero=True, global_step=100)
     for loss, told in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
-        model.progress["loss"] = loss
+        model.logged_loss = loss
         watcher.on_train_batch_end(fit, model, None, None, 0)
         assert ("diverges" in capsys.readouterr().err) == told
 

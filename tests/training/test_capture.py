@@ -30,10 +30,11 @@ from small_runs import (
 from torch import Tensor
 
 from cifar_lit.data.loaders import Batch
-from cifar_lit.training import cuda_graph
-from cifar_lit.training.callbacks import Clock, Interrupted, NotFiniteLoss, OrderlyStop, RandomState
+from cifar_lit.training import captured
+from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
+from cifar_lit.training.captured import GraphedSteps, device_graphs
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.cuda_graph import GraphedSteps, device_graphs
+from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("dropout_net")
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> recorded_graphs.Module:
     """Makes trainings of this test record their steps on the CPU."""
     module = recorded_graphs.Module()
-    monkeypatch.setattr(cuda_graph, "device_graphs", lambda device: module)
+    monkeypatch.setattr(captured, "device_graphs", lambda device: module)
     return module
 
 

@@ -23,7 +23,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import choose_training, fit_head, load_pretrained, net_head
+from cifar_lit.training.finetune import choose_training, fit_head, load_into, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
@@ -49,7 +49,7 @@ def data(tmp_path: Path) -> ImageData:
 def model(file: str, **settings: Any) -> ImageClassifier:
     torch.manual_seed(0)
     made = ImageClassifier("shapenet", [3, 16, 16], **{"optimizer": "adamw", "lr": 1e-3, "weights": file, **settings})
-    made.load_pretrained()
+    load_into(made)
     return made
 
 

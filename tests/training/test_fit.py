@@ -1,6 +1,7 @@
 """A fit against loops written by hand with torch's own calls: weights, losses, logged rows, order of images, predictions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,10 @@ def after_batches(*batches: Batch) -> tuple[dict[str, Tensor], list[float]]:
 def test_a_batch_counts_with_its_loss_weight_in_the_gradient_and_without_one_not_at_all() -> None:
     batch, start = Batch(torch.randn(5, 3, 16, 16), torch.arange(5), torch.arange(5)), weights(classifier())
     whole, rows = after_batches(batch)
-    part, _ = after_batches(batch._replace(loss_weight=0.8))
+    part, _ = after_batches(replace(batch, loss_weight=0.8))
     assert_close({name: part[name] - start[name] for name in start}, {name: 0.8 * (whole[name] - start[name]) for name in start})
     assert not same(whole, start)
-    nothing = batch._replace(images=batch.images.flip(0), loss_weight=0.0)
+    nothing = replace(batch, images=batch.images.flip(0), loss_weight=0.0)
     also, rows_also = after_batches(batch, nothing)
     assert same(also, whole) and rows_also == rows
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
-from cifar_lit.training.callbacks import Clock, Interrupted, NoSignalHandlers, OrderlyStop, RandomState
+from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
 

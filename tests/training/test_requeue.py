@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, here, only_run, run
 from small_runs import classifier
 
-from cifar_lit.training.callbacks import NoSignalHandlers, OrderlyStop
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint
+from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
 WORDS = ["train", *SETTINGS]
 USR1, TERM = str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))

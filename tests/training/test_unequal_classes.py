@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassCalibrationError
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch
+from cifar_lit.data.loaders import Batch, LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.classifier import class_weights
+from cifar_lit.training.class_weights import ClassWeights, class_weights
 from cifar_lit.training.metrics import Score
 
 COUNTS = [5000, 50, 0, 500]
@@ -43,6 +43,13 @@ def unequal_data(**settings: Any) -> ImageData:
     return data
 
 
+def weighing(weights: Tensor) -> Any:
+    """The loss hook of given class weights."""
+    feature = ClassWeights("balanced")
+    feature.weights = weights
+    return feature._weigh
+
+
 def gradient(model: Any, parts: Sequence[Batch]) -> Tensor:
     """Of the first weights, averaged over devices that have these parts of a batch."""
     model.zero_grad()
@@ -55,7 +62,7 @@ def test_the_gradient_is_of_the_weighted_losses_over_the_number_of_images_on_any
     torch.manual_seed(1)
     images, labels = torch.randn(13, 3, 16, 16), torch.tensor([0] * 8 + [1] * 4 + [2])
     model, given = classifier(), torch.tensor([0.5, 1.0, 5.0, *[0.0] * 7])
-    model.class_weights = given
+    model.loss_hooks.append(weighing(given))
     loss = F.cross_entropy(model(images), labels, weight=given, reduction="sum") / 13
     (expected,) = torch.autograd.grad(loss, [next(model.parameters())])
     for world in (1, 2, 3):
@@ -68,7 +75,7 @@ def test_the_whole_loss_of_an_image_is_weighed_also_what_smoothing_spreads() -> 
     torch.manual_seed(1)
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 0, 1])
     model, given = classifier(label_smoothing=0.2), torch.tensor([0.25, 3.25, *[100.0] * 8])
-    model.class_weights = given
+    model.loss_hooks.append(weighing(given))
     losses = [F.cross_entropy(model(images[[place]]), labels[[place]], label_smoothing=0.2) for place in range(4)]
     expected = sum(given[label] * loss for label, loss in zip(labels, losses, strict=True)) / 4
     torch.testing.assert_close(model.training_step(Batch(images, labels, labels), 0), expected)
@@ -80,7 +87,7 @@ def test_a_mixed_image_is_weighed_by_its_shares_of_the_classes() -> None:
     targets[0, :2] = torch.tensor([0.25, 0.75])
     targets[1, 1] = 1.0
     model = classifier()
-    model.class_weights = torch.tensor([2.0, 4.0, *[0.0] * 8])
+    model.loss_hooks.append(weighing(torch.tensor([2.0, 4.0, *[0.0] * 8])))
     logs = model(images).log_softmax(1)
     first = -(0.25 * logs[0, 0] + 0.75 * logs[0, 1])
     second = -logs[1, 1]
@@ -93,21 +100,22 @@ def test_images_are_left_out_by_their_plain_losses_whatever_their_classes_weigh(
     torch.manual_seed(1)
     images, labels = torch.randn(2, 3, 16, 16), torch.tensor([0, 1])
     model = classifier()
-    model.class_weights = torch.tensor([0.5, 50.0, *[0.0] * 8])
-    model.last_losses = torch.zeros(2)
+    recorded = LastLosses(2, torch.device("cpu"))
+    model.loss_hooks = [recorded, weighing(torch.tensor([0.5, 50.0, *[0.0] * 8]))]
     model.training_step(Batch(images, labels, torch.arange(2)), 0)
-    torch.testing.assert_close(model.last_losses, F.cross_entropy(model(images), labels, reduction="none").detach())
+    torch.testing.assert_close(recorded.latest, F.cross_entropy(model(images), labels, reduction="none").detach())
 
 
 def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without() -> None:
     rows, model, data = Rows(), classifier(class_weights="balanced"), unequal_data()
     plain = classifier()
     fitted(plain, unequal_data(), max_epochs=1)
-    fitted(model, data, logger=rows, max_epochs=1)
+    done = fitted(model, data, logger=rows, max_epochs=1)
     assert not torch.equal(*(next(each.parameters()) for each in (model, plain)))
     counts = torch.bincount(data.train_images.labels[data.split[0]], minlength=10)
-    assert counts[0] > 70 and counts[9] == 0 and model.class_weights is not None
-    assert model.class_weights.tolist() == pytest.approx(class_weights(counts, "balanced"))
+    assert counts[0] > 70 and counts[9] == 0
+    (weighted,) = (each for each in done.callbacks if isinstance(each, ClassWeights))
+    assert weighted.weights.tolist() == pytest.approx(class_weights(counts, "balanced"))
     images, labels = data.train_images.images[data.split[1]].permute(0, 3, 1, 2), data.train_images.labels[data.split[1]]
     logits = model.eval()((images / 255 - 0.5) / 0.25)
     assert rows.of("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)

@@ -1,23 +1,24 @@
-"""Training steps as CUDA graphs: what a step launches is recorded once and replayed, so that the host has nothing to do for it.
+"""Training steps as CUDA graphs: the kernels of a step are recorded once and replayed, which costs the host almost no time.
 
-A layer that can be taken away: with `model.capture false` Lightning's own `optimizer_step` runs, and the numbers are the same.
+With `model.capture false` Lightning's own `optimizer_step` runs, with the same results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.whitening import Whitening
 
-WARM_UP_STEPS = 3  # before a capture, in which libraries choose their kernels and optimizers make their states
-# Callbacks that want to be called here are, which a replayed step cannot do.
+WARM_UP_STEPS = 3  # before a capture: libraries choose their kernels, and optimizers create their states
+# A replayed step cannot call these hooks.
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
@@ -44,12 +45,60 @@ def can_capture(trainer: Any, wanted: bool) -> bool:
     return not (trainer.world_size > 1 or accumulates or scales or observed)
 
 
-class EndOfGraphs(Callback):
-    """Lets go of the graphs of a fit that fails, before the next one's are made: a traceback may keep the failed model."""
+class CapturedSteps(Callback):
+    """Replace the model's `optimizer_step` by replays of captured steps for one fit, if `can_capture` allows it."""
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ends them as the end of a fit does."""
-        pl_module.on_fit_end()
+    def __init__(self) -> None:
+        self._steps: GraphedSteps | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Capture a step for each shape of batch before the training time starts.
+
+        A resumed fit captures later: loading its checkpoint replaces the optimizer's states.
+        """
+        self._release(pl_module)
+        if not can_capture(trainer, pl_module.hparams["capture"]):
+            return
+        pl_module.watch_losses()
+        self._steps = GraphedSteps(pl_module)
+        pl_module.optimizer_step = self._optimizer_step
+        if not trainer.ckpt_path:
+            self._steps.rehearse(example_batches(trainer, pl_module))
+
+    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        assert self._steps is not None
+        self._steps.step(optimizer_closure)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Pass the batch on: `optimizer_step` is not given it."""
+        if self._steps is not None:
+            self._steps.batch = batch
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Release the graphs before the net leaves the device."""
+        self._release(pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Release the graphs of a failed fit, whose model a traceback may keep alive."""
+        self._release(pl_module)
+
+    def _release(self, pl_module: Any) -> None:
+        self._steps = None
+        vars(pl_module).pop("optimizer_step", None)
+
+
+def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
+    """Yield a batch of each shape that the fit will meet, the largest first, with the net in the state it will have then."""
+    net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
+    if not hasattr(data, "example_batches"):
+        return
+    whitening = any(isinstance(each, Whitening) and each.leaves_bias_out for each in trainer.callbacks)  # type: ignore[attr-defined]
+    ends = model.hparams["whiten_epochs"] if whitening else math.inf
+    epochs = range(data.epochs or 1)
+    kinds = {(data.side(epoch), final) for epoch in epochs for final in (epoch >= ends, epoch + 1 > ends)}
+    for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
+        yield from data.example_batches(side)
+    net.bias_is_final = False
 
 
 class GraphedSteps:
@@ -60,8 +109,8 @@ class GraphedSteps:
     could not be used again; one memory pool, as graphs never run at the same time. Both end with the fit.
     """
 
-    def __init__(self, model: ImageClassifier) -> None:
-        self.batch: Any = None  # the one to train on next
+    def __init__(self, model: Any) -> None:
+        self.batch: Any = None  # the next one to train on
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
@@ -78,8 +127,8 @@ class GraphedSteps:
         Only in a fit from its beginning: the states of an optimizer that is resumed take others' places later on.
         """
         model = self._model
-        losses = [] if model.last_losses is None else [model.last_losses]
-        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *losses]
+        written = [tensor for hook in model.loss_hooks for tensor in getattr(hook, "tensors", ())]
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *written]
         with torch.no_grad():
             before = [tensor.clone() for tensor in tensors]
         devices = [] if model.device.type == "cpu" else [model.device]
@@ -109,10 +158,8 @@ class GraphedSteps:
             with self._module.stream(self._stream):
                 loss = self._run(batch)
             self._module.current_stream().wait_stream(self._stream)
-        else:  # `clone` keeps channels_last, which the net was warmed up with
-            targets = None if batch.targets is None else batch.targets.clone()
-            images, labels, indices = batch.images.clone(), batch.labels.clone(), batch.indices.clone()
-            static = batch._replace(images=images, labels=labels, indices=indices, targets=targets)
+        else:
+            static = batch.clone()
             graph = self._module.CUDAGraph()
             # thread_local: a thread that pins memory meanwhile does not spoil the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -1,0 +1,57 @@
+"""Class weights in the training loss (`model.class_weights`), for training sets with unequal classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cifar_lit.errors import UsageError
+
+CLASS_WEIGHTS = ("none", "balanced", "effective")
+BETA = 0.999  # of the effective number of samples: the authors' value for ImageNet and iNaturalist
+
+
+def class_weights(counts: Tensor, kind: str) -> list[float]:
+    """Return the weight of each class, with a mean of 1 over all training images and 0 for a class without images.
+
+    Args:
+        counts: training images of each class, int64 (classes,).
+        kind: `balanced`, one over the count; or `effective`, one over the effective number of samples (1 − βⁿ) / (1 − β)
+            (Cui et al., Class-Balanced Loss, CVPR 2019).
+    """
+    sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
+    weights = torch.where(counts > 0, 1 / sizes, 0.0)
+    return (weights * (counts.sum() / (weights * counts).sum())).tolist()
+
+
+class ClassWeights(Callback):
+    """Multiply each image's training loss by the weight of its class.
+
+    The weighted losses are divided by the number of images. `F.cross_entropy(weight=…)` divides by the weights of this device's
+    images instead, and weighs what label smoothing spreads too, which favours the rare classes.
+
+    Attributes:
+        weights: float32 (classes,), set when a fit starts.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.weights = torch.empty(0)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Count the training images of each class. Raise UsageError if the datamodule cannot."""
+        counts = getattr(trainer.datamodule, "class_counts", None)  # type: ignore[attr-defined]
+        if counts is None:
+            raise UsageError(
+                f"model.class_weights {self._kind} counts the training images: fit a datamodule that has class_counts"
+            )
+        self.weights = torch.tensor(class_weights(counts, self._kind), device=pl_module.device)
+        pl_module.loss_hooks.append(self._weigh)
+
+    def _weigh(self, losses: Tensor, batch: Any) -> Tensor:
+        targets = getattr(batch, "targets", None)
+        return losses * (self.weights[batch[1]] if targets is None else targets @ self.weights)

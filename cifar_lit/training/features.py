@@ -1,0 +1,56 @@
+"""Optional features of a training, from the settings of `ImageClassifier` to the callbacks that implement them.
+
+A further feature is a callback in a file of its own, and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.training.captured import CapturedSteps
+from cifar_lit.training.class_weights import CLASS_WEIGHTS, ClassWeights
+from cifar_lit.training.early_stopping import EarlyStop
+from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
+from cifar_lit.training.weight_average import WeightAverage
+from cifar_lit.training.whitening import Whitening
+
+
+def check_features(h: Mapping[str, Any]) -> None:
+    """Raise UsageError for invalid settings of these features."""
+    check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
+    if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
+        raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
+    if h["frozen"] and not h["weights"]:
+        raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
+
+
+def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
+    """Return the callbacks that the settings of an ImageClassifier ask for, in the order in which they must run."""
+    h = model.hparams
+    callbacks: list[Callback] = []
+    if h["weights"]:
+        callbacks.append(PretrainedWeights(h["weights"]))
+    if h["ema_decay"]:
+        callbacks.append(WeightAverage(h["ema_decay"]))
+    if h["class_weights"] != "none":
+        callbacks.append(ClassWeights(h["class_weights"]))
+    if h["fixed_norms"]:
+        callbacks.append(FixedNorms())
+    if isinstance(model.net, WhitenedNet):
+        callbacks.append(Whitening())
+    if h["weights"] and h["head_views"]:
+        callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
+    # A user's own EarlyStopping takes precedence. An earlier fit of this Trainer may have left ours.
+    own = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+    if h["patience"] and all(isinstance(each, EarlyStop) for each in own):
+        monitor, mode = model.monitored
+        callbacks.append(EarlyStop(monitor, mode, h["patience"], trainer.max_epochs))
+    if h["capture"]:
+        callbacks.append(CapturedSteps())
+    return callbacks
