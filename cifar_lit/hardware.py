@@ -19,7 +19,7 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Traine
 DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands that compute without a Trainer
 MIN_BF16_GAIN = 0.9  # in the probe; where bf16 pays it is 1.5 and more, so that noise does not decide
 # Limits for the busy waiting of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel). See `limit_busy_waiting`.
-SPIN_LIMITS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
+SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 

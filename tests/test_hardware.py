@@ -184,10 +184,10 @@ def openmp_settings(*line: str, **environment: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
 def test_idle_openmp_threads_give_up_their_core_soon_unless_the_user_decides() -> None:
-    assert "GOMP_SPINCOUNT = '20000'" in openmp_settings()
+    assert "GOMP_SPINCOUNT = '2000'" in openmp_settings()
     active = openmp_settings(OMP_WAIT_POLICY="ACTIVE")
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in active
-    assert "GOMP_SPINCOUNT = '20000'" not in active
+    assert "GOMP_SPINCOUNT = '2000'" not in active
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
