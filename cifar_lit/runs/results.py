@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -23,38 +22,18 @@ from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_mat
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
-from cifar_lit.training.callbacks import Clock
+from cifar_lit.runs.run import Run
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
 Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
-# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
-COMPARED = (
-    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
-    "cutout", "seed",
-)  # fmt: skip
 
-
-def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that runs are compared by, out of the whole configuration."""
-    values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
-    values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
-    return {name: values[name] for name in COMPARED if values.get(name) is not None}
-
-
-def metrics_of(
-    settings: Mapping[str, Any],
-    trainer: pl.Trainer,
-    model: ImageClassifier,
-    data: ImageData,
-    clock: Clock | None,
-    val: Score | None,
-    test: Score | None,
-    temperature: float | None,
+def run_metrics(
+    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
 ) -> dict[str, Any]:
-    """The contents of metrics.json. clock: of the training, None where there was none. temperature: of the model card."""
+    """Return the contents of metrics.json. temperature: that of the model card, None without validation images."""
+    trainer, settings, clock = model.trainer, run.settings, run.clock if run.trains else None
     kind = trainer.strategy.root_device.type
     metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),

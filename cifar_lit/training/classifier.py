@@ -114,6 +114,7 @@ class ImageClassifier(pl.LightningModule):
     """
 
     net: nn.Module
+    is_pretrained = False  # whether the pretrained weights of `weights` are loaded
     weighs_batches = True  # for ImageData: this module knows `Batch.loss_weight` and padded labels
 
     def __init__(

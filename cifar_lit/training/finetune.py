@@ -86,7 +86,7 @@ class PretrainedWeights(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Load them; see `load_pretrained` for the errors raised."""
-        if stage == "fit" and not trainer.ckpt_path and not getattr(pl_module, "is_pretrained", False):
+        if stage == "fit" and not trainer.ckpt_path and not pl_module.is_pretrained:
             load_into(pl_module)
 
 
