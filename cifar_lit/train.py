@@ -18,7 +18,7 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.novelty import learn_novelty, sample_rows
-from cifar_lit.models.registry import build_on_meta_device
+from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions

@@ -146,7 +146,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
         say(accuracy_text(scores), figures_text(scores))
         if views := scores.get("tta"):
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
-        for name, value in test.metrics.items():
+        for name, value in test.further.items():
             say(f"test {name} {value:.4f}")
         if data.dataset != "shapes" and (warning := small_set_text(scores, data.folds > 0)):
             say(warning)

@@ -48,14 +48,14 @@ def run_metrics(
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
-        "val": {**val.figures, "interval": accuracy_interval(val)} if val else None,
+        "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),
     }
     if test:
         per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
         counted = {"images": test.images, "interval": accuracy_interval(test)}
-        scores: dict[str, Any] = {**test.figures, **counted, "per_class": per_class}
+        scores: dict[str, Any] = {**test.values, **counted, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
         if model.predictions is not None:
