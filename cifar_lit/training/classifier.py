@@ -23,30 +23,19 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
 from cifar_lit.training.features import check_features, feature_callbacks
-from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
-from cifar_lit.training.optimizers import (
-    REST_MOMENTUM,
-    check_restored_state,
-    check_settings,
-    configure_optimizers,
-    override_optimizer_settings,
-)
+from cifar_lit.training.metrics import TOP, Evaluation, RunningMetrics, Score
+from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
 from cifar_lit.training.predictions import PredictionCollector
+from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
 
-# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs in a fit.
 DEFAULT_SHAPE = (3, 32, 32)
 
+# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs in a fit.
 LossHook = Callable[[Tensor, Any], Tensor]
 
 
-def _schedule_kind(h: Mapping[str, Any]) -> tuple[object, ...]:
-    """What must not change in mid-training: a checkpoint counts the schedule's steps, and has a rate for each group of layers."""
-    timed = h.get("schedule", "constant") != "constant" or h.get("warmup_epochs") or h.get("whiten_epochs") is not None
-    return bool(timed), h.get("schedule_every", "step"), h.get("frozen", 0.0), h.get("input_lr") is None
-
-
 def check_model(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings of ImageClassifier that are invalid for any images; builds nothing.
+    """Raise UsageError for settings of ImageClassifier that are invalid for any images; builds no net.
 
     Imports a net and an optimizer that are named by their import paths.
     """
@@ -54,7 +43,7 @@ def check_model(settings: Mapping[str, Any]) -> None:
     if is_import_path(settings["optimizer"]):
         import_callable(settings["optimizer"])
     _check_choices(settings)
-    check_choice("model.monitor", settings["monitor"], [*Evaluation(num_classes=6).names, *(settings["metrics"] or {})])
+    check_choice("model.monitor", settings["monitor"], [*Evaluation(num_classes=TOP + 1).names, *(settings["metrics"] or {})])
 
 
 def _check_choices(h: Mapping[str, Any]) -> None:
@@ -74,45 +63,44 @@ class ImageClassifier(pl.LightningModule):
             saved in `hparams`: pass it to `load_from_checkpoint` again.
         input_shape: channels, height and width of the images; by default those of the datamodule, or [3, 32, 32].
         num_classes: by default `class_count` of the datamodule.
-        width: multiplies the hidden widths of our nets.
-        net_options: what else the net can be told, such as {widths: [32, 96, 96]} for `whitened`.
-        label_smoothing: share of the target that is spread over all classes, 0 … 1.
-        class_weights: for unequal classes: none; balanced, an image's training loss counts by one over the number of training
-            images of its class; or effective, by one over their effective number, which evens out less. Validation and
-            test count every image alike.
-        optimizer: sgd, adamw, muon (filters orthogonalised; SGD for the rest).
-        lr: highest learning rate; of the filters under muon.
-        momentum: of SGD; of the filters under muon.
-        nesterov: Nesterov's form of that momentum.
-        weight_decay: on weights, not on biases and norms; coupled in SGD, decoupled in AdamW. Under muon the share that
-            what is not a filter loses in a step at the highest rate.
-        bias_lr, head_lr: under muon, rates of biases and norms, and of the last layer; lr if not given.
-        rest_momentum: under muon, of the SGD part.
+        width: factor of the hidden widths of our nets.
+        net_options: further options of the net, such as {widths: [32, 96, 96]} for `whitened`.
+        label_smoothing: share of the target spread over all classes, 0 … 1.
+        class_weights: weights of the training loss for unequal classes: none, balanced (one over the number of training images
+            of the class) or effective (one over their effective number, which evens out less).
+        optimizer: sgd, adamw, muon (orthogonalised filters, SGD for the rest), or the import path of a torch optimizer.
+        lr: highest learning rate; under muon, that of the filters.
+        momentum: momentum of SGD; under muon, that of the filters.
+        nesterov: use Nesterov's momentum.
+        weight_decay: of weights, not of biases and norms; coupled in SGD, decoupled in AdamW. Under muon, the share that
+            parameters other than filters lose in a step at the highest rate.
+        bias_lr: under muon, rate of biases and norms; default lr.
+        head_lr: under muon, rate of the last layer; default lr.
+        rest_momentum: under muon, momentum of the SGD part.
         rescale_filters: under muon, bring each filter tensor to the norm √outputs at every step.
-        whiten_epochs: the rate of a whitening layer's bias falls to 0 in that many epochs, and from then on it costs no time;
-            null for as the others.
+        whiten_epochs: epochs after which the rate of a whitening layer's bias is 0, and the bias costs no more time; default
+            the schedule of the other parameters.
         schedule: constant, cosine, one_cycle or triangular.
-        schedule_every: step or epoch, how often the rate changes.
-        warmup_epochs: epochs of linear rise before the schedule proper (may be a fraction).
+        schedule_every: change the rate every step or every epoch.
+        warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
         final_lr: rate at the end, as a fraction of lr.
-        ema_decay: average the weights with this decay a step, validate and keep the average; 0 for none.
-        channels_last: keep convolution weights in the memory order that CPUs and tensor cores prefer.
+        ema_decay: decay per step of an average of the weights, which is validated and kept; 0 for none.
+        channels_last: keep convolution weights in channels_last memory, which CPUs and tensor cores prefer.
         compile: compile the net with torch.compile.
-        capture: replay a training step from a graph of the device (CUDA), where nothing has to look in between.
-        tta: test-time views, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
-        weights: pretrained ones to start from: imagenet, or a file (.safetensors, .pth); null for random ones.
-        head_views: of pretrained weights, how often each training image is looked at by the frozen net, once as it is and then
-            augmented, to fit the last layer on its features before anything else is trained; 0 leaves that layer random.
-        unfreeze: after that, train the net; false for the last layer alone.
-        frozen: share of the net's parameters, from the input on, that keep their pretrained values; they are left out of the
-            backward pass, which in the first layers costs most.
-        input_lr: rate of the first layers that are trained, which rises in equal ratios to lr in the last ones; null for lr.
-        fixed_norms: leave the running statistics of batch norms as they are, and normalise by them in training too.
+        capture: replay training steps as CUDA graphs where nothing has to run between them.
+        tta: test-time augmentation, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
+        weights: pretrained weights: imagenet, or a file (.safetensors, .pth); default random weights.
+        head_views: views of each training image (one plain, the others augmented) on whose features the last layer of a
+            pretrained net is fitted before training; 0 to skip that fit.
+        unfreeze: train the pretrained net after that fit; false to keep all but the last layer.
+        frozen: share of the pretrained net's parameters, from the input on, that keep their values.
+        input_lr: rate of the first trained layers, rising in equal ratios to lr in the last ones; default lr.
+        fixed_norms: keep the running statistics of batch norms, and normalise by them in training too.
         metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
-        monitor: the figure of the validation that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1,
-            top5 (of more than five classes), loss (the lowest), or one of `metrics`.
-        patience: end the training when that figure has not become better in so many validations, or, below 1, in that share of
-            them; 0 to train to the end. An EarlyStopping among the Trainer's callbacks takes its place.
+        monitor: validation score that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1, top5 (of more
+            than five classes), loss (the lowest), or one of `metrics`.
+        patience: stop after this many validations without a better score, or, below 1, after that share of the epochs; 0 to
+            train to the end. An EarlyStopping among the Trainer's callbacks takes precedence.
     """
 
     net: nn.Module
@@ -197,14 +185,14 @@ class ImageClassifier(pl.LightningModule):
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning notes each hook's name on the module some forty times a step: past nn.Module's checks, which cost more."""
+        """Skip nn.Module's checks for the hook names that Lightning sets about forty times a step."""
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
+        """Return logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
         return self.net(images.type(self.dtype))
 
     # ---- training
@@ -231,7 +219,7 @@ class ImageClassifier(pl.LightningModule):
             raise self._not_finite(f"{value}", self.global_step)
         return loss if weight == 1.0 else loss * weight
 
-    training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]  # which Lightning asks for at each step
+    training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]  # Lightning asks for it at each step
 
     def configure_optimizers(self) -> Any:
         """Return optimizer and schedule; the schedule spans the training that the Trainer is to make."""
@@ -258,7 +246,7 @@ class ImageClassifier(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Choose how losses are checked, and what happens with freed memory."""
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
-            return_freed_memory()  # the images do not fit, so that memory is worth more than time
+            return_freed_memory()  # the images do not fit into memory
         elif self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type != "cpu":
@@ -282,7 +270,7 @@ class ImageClassifier(pl.LightningModule):
         self.running.batches += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
+        """Log a row when it is due, at the end of an epoch, and at the end of the training."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
             shown = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
@@ -300,7 +288,7 @@ class ImageClassifier(pl.LightningModule):
         self.logged_step, self.logged_loss = self.global_step, loss / images
         group = self.trainer.optimizers[0].param_groups[0]
         rate = float(group["lr"])
-        if self.hparams["input_lr"] is not None:  # this group is of the first layers: model.lr is that of the last ones
+        if self.hparams["input_lr"] is not None:  # the group of the first layers; log the rate of the last ones
             rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -314,7 +302,7 @@ class ImageClassifier(pl.LightningModule):
             logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
 
     def _device_sums(self) -> Tensor:
-        """Loss, hits and images of each device since the last row, (devices, 3); raises NotFiniteLoss where a loss was not."""
+        """Return loss, hits and images of each device since the last row, (devices, 3). Raise NotFiniteLoss if need be."""
         rows = gather_rows(self.trainer, self, self.running.sums()).cpu()
         if rows[:, 3].any():
             steps = int(self.running.finite_steps) // self.trainer.accumulate_grad_batches  # batches were counted
@@ -341,13 +329,13 @@ class ImageClassifier(pl.LightningModule):
 
     @property
     def monitored(self) -> tuple[str, str]:
-        """What the best checkpoint is chosen by, such as `val/accuracy`, and whether the `max` or the `min` of it is best."""
+        """The score that the best checkpoint is chosen by, such as `val/accuracy`, and whether its `max` or `min` is best."""
         name = self.hparams["monitor"]
         lowest = name == "loss" or (name in self.evaluation.further and self.evaluation.further[name].higher_is_better is False)
         return f"val/{name}", "min" if lowest else "max"
 
     def on_validation_epoch_start(self) -> None:
-        """Starts counting afresh, with the first device's running statistics of norms on all."""
+        """Reset the metrics, and give all devices the norm statistics of the first one."""
         for metric in (self.evaluation, self.views, self._collector):
             metric.reset()
         if self.trainer.world_size > 1:
@@ -405,8 +393,8 @@ class ImageClassifier(pl.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what an exact resume needs beyond Lightning's states; raises NotFiniteLoss where that is not finite."""
-        if self.running.batches and self._row_is_due:  # callbacks save before it is logged, and it must not wait for another step
+        """Add what an exact resume needs beyond Lightning's states. Raise NotFiniteLoss if it is not finite."""
+        if self.running.batches and self._row_is_due:  # callbacks save before the row of this step is logged
             self._log_row()
         check_finite(self, checkpoint)
         checkpoint["cifar_lit"] = {
@@ -417,21 +405,14 @@ class ImageClassifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores that, with this model's rates and decays; raises UsageError when the checkpoint is of another net."""
+        """Restore that state for a fit. Raise UsageError if the checkpoint is of another net or kind of schedule."""
         if self._trainer is None or self.trainer.state.fn != "fit":  # loaded for use, or for a test
             return
-        saved = checkpoint.get("hyper_parameters", {})
-        for name in ("net", "width", "net_options", "input_shape", "num_classes"):
-            if (saved.get(name, self.hparams[name]) or None) != (self.hparams[name] or None):
-                line = f"this run's {name} is {saved[name]}, not {self.hparams[name]}"
-                raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
-        if saved and _schedule_kind(saved) != _schedule_kind(self.hparams):
-            names = "model.schedule, schedule_every, warmup_epochs, frozen and input_lr"
-            raise UsageError(f"the schedule or its groups of layers would change in mid-training: leave {names} as they were")
+        check_resumable(checkpoint.get("hyper_parameters", {}), self.hparams)
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):
             rows, rank = state["device_sums"], self.trainer.global_rank
-            if len(rows) != self.trainer.world_size:  # those of all devices go on in the first one
+            if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all.
                 rows = [[sum(column) for column in zip(*rows, strict=True)]]
             if rank < len(rows):
                 self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cifar_lit.errors import Failure, UsageError, check_choice
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.plugins import import_callable
 from cifar_lit.training.captured import can_capture
 from cifar_lit.training.muon import Muon
@@ -240,51 +240,3 @@ def _keep_machine_settings(optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(plain_rates)
     optimizer.register_load_state_dict_pre_hook(own_settings)
     optimizer.register_load_state_dict_post_hook(rates_in_place)
-
-
-def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:
-    """Writes `settings` over those that a checkpoint's optimizer and schedule would bring back with their states.
-
-    A resumed optimizer keeps its momentum buffers and step counts, but runs at the rates, momentum and decay asked for.
-    Raises UsageError for another optimizer, which cannot take those buffers over.
-    """
-    before = checkpoint.get("hyper_parameters", {})
-    if not before.get("lr"):
-        return
-    if before.get("optimizer") != settings["optimizer"]:
-        line = f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from"
-        raise UsageError(f"{line}: leave model.optimizer as it was, or start a new run")
-    old, new = (
-        parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known}) for known in (before, settings)
-    )
-    scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
-    for optimizer in checkpoint.get("optimizer_states", []):
-        for group, changed, scale in zip(optimizer["param_groups"], new, scales, strict=False):
-            for rate in ("lr", "initial_lr"):
-                if rate in group:
-                    group[rate] *= scale
-            group.update({name: value for name, value in changed.items() if name not in ("params", "lr")})
-    for schedule in checkpoint.get("lr_schedulers", []):
-        for rates in ("base_lrs", "_last_lr"):
-            if rates in schedule:
-                schedule[rates] = [rate * scale for rate, scale in zip(schedule[rates], scales, strict=False)]
-
-
-# State tensors of torch's optimizers with a value for each value of their parameter.
-_SHAPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Failure if state from a checkpoint does not fit its parameters.
-
-    The fused kernels of torch do not check it: they write beyond the end of a smaller tensor.
-    """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            shape = {"step": torch.Size(), **dict.fromkeys(_SHAPED_STATE, parameter.shape)}.get(name)
-            if shape is None or value is None or (name == "step" and isinstance(value, int | float)):
-                continue
-            if not isinstance(value, Tensor) or value.shape != shape:
-                raise Failure(f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint.")
-            if name in _SHAPED_STATE and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter).copy_(value)

@@ -100,7 +100,7 @@ def test_further_metrics_look_at_probabilities_of_float32() -> None:
     evaluation, logits = Evaluation(7, {"auroc": MulticlassAUROC(7)}), (10 * LOGITS).bfloat16()
     evaluation.update(logits, LABELS)
     exact, rounded = (float(MulticlassAUROC(7)(given, LABELS)) for given in (logits.float(), logits))
-    assert evaluation.compute().metrics["auroc"] == exact != rounded
+    assert evaluation.compute().further["auroc"] == exact != rounded
 
 
 def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_together() -> None:
@@ -113,7 +113,7 @@ def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_togethe
     ]
     assert not micro.update_called
     evaluation.update(LOGITS, LABELS)
-    assert evaluation.compute().metrics["auroc"] == pytest.approx(float(MulticlassAUROC(7)(LOGITS, LABELS)), abs=1e-6)
+    assert evaluation.compute().further["auroc"] == pytest.approx(float(MulticlassAUROC(7)(LOGITS, LABELS)), abs=1e-6)
 
 
 def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None:
@@ -144,7 +144,7 @@ def test_a_score_of_an_older_or_newer_version_is_read() -> None:
         assert Score.from_dict(missing, 2) is None
     ours = {"val/loss": 1.25, "val/accuracy": 0.5, "val/balanced_accuracy": 0.5, "val/macro_f1": 0.5}
     assert score.logged("val") == {**ours, "val/top5": 1.0}  # one of one's own
-    assert Score.from_dict({**values, "top5": 0.75, "further": {}}, 2) == score._replace(top5=0.75, metrics={})
+    assert Score.from_dict({**values, "top5": 0.75, "further": {}}, 2) == score._replace(top5=0.75, further={})
     assert score._replace(top5=0.75, further={}).logged("val") == {**ours, "val/top5": 0.75}
     assert Score.from_dict({name: value for name, value in values.items() if name != "top5"}, 2) == score
 

@@ -14,10 +14,9 @@ from cifar_lit.plugins import allow_imports
 from cifar_lit.training.optimizers import (
     OPTIMIZERS,
     build_optimizer,
-    check_restored_state,
-    override_optimizer_settings,
     parameter_groups,
 )
+from cifar_lit.training.resume import check_restored_state, override_optimizer_settings
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that tell Muon's groups apart.
