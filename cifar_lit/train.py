@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor
 from torchvision.utils import make_grid
 
 from cifar_lit.cli.console import print_results, print_start_card
@@ -22,7 +21,7 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.novelty import learn_novelty, sample_rows
+from cifar_lit.inference.novelty import novelty_threshold
 from cifar_lit.models.registry import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
@@ -38,7 +37,7 @@ from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
-MAX_DESCRIBED = 10_000  # validation images that the temperature and what is unlike rest on
+MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the novelty threshold
 
 
 class Run(Callback):
@@ -184,13 +183,13 @@ class Run(Callback):
         trainer, folder = model.trainer, self.folder.path
         if not trainer.is_global_zero:
             return
-        card, tensors = describe_model(model, data) if self.trains else (model_card(model, data), {})
+        card = describe_model(model, data) if self.trains else model_card(model, data)
         clock = self.clock if self.trains else None
         metrics = metrics_of(self.settings, trainer, model, data, clock, val, test, card.temperature)
         if self.board:
             draw_for_tensorboard(self.board, val, test, model.predictions, data, trainer.global_step)
         if self.trains:
-            save_weights(folder / "model.safetensors", model.net.state_dict(), card, tensors)
+            save_weights(folder / "model.safetensors", model.net.state_dict(), card)
             with suppress(OSError):  # there is nothing left to go on with; what cannot be removed does no harm
                 (folder / PREVIOUS).unlink()
         if test and model.predictions is not None:
@@ -215,21 +214,17 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
 
 
-def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, dict[str, Tensor]]:
-    """The card of a trained net, with its temperature, and what tells images unlike those of the training.
+def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
+    """Return the card of a trained net, with the temperature and the novelty threshold of its validation images.
 
-    Both rest on the validation images, as the net was not trained on them. Without any there is no temperature, and no image is
-    called unlike.
+    The net was not trained on these images. Both are None without any.
     """
-    card, (train, val) = model_card(model, data), data.split
-    val = spread_rows(val, MAX_DESCRIBED)
-    images = data.train_images
-    # the net as it will be used, in float32
+    card, images = model_card(model, data), data.train_images
+    val = spread_rows(data.split[1], MAX_DESCRIBED)
+    # The net in float32, as it will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
-    logits, embeddings = classifier.look_at(images.take, val)
-    card = replace(card, temperature=fit_temperature(logits, images.labels[val]))
-    learned = learn_novelty(classifier.look_at(images.take, sample_rows(train))[1], embeddings, logits)
-    return (replace(card, novelty=learned[1]), learned[0]) if learned else (card, {})
+    logits = classifier.look_at(images.take, val)[0]
+    return replace(card, temperature=fit_temperature(logits, images.labels[val]), novelty_threshold=novelty_threshold(logits))
 
 
 def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:

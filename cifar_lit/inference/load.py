@@ -31,8 +31,8 @@ class Prediction:
     label: str
     probability: float  # of the label, 0 … 1
     top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
-    novelty: float | None = None  # how unlike the training images, 0 or more; None where the weights have no novelty data
-    unlike: bool | None = None  # whether it is more so than 95 % of the validation images; None where there were none
+    novelty: float  # energy of the logits: the higher, the more unlike the training images
+    unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold
 
 
 def batch_size_of(images: Tensor) -> int:
@@ -64,7 +64,7 @@ class Classifier:
         return printable(f"Classifier({self.card.net}, {len(self.classes)} classes ({names}), images {size}{accuracy})")
 
     def __call__(self, images: Tensor) -> Tensor:
-        """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
+        """Return float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
         return self.logits_and_embeddings(images)[0]
 
     def logits_and_embeddings(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,19 +94,15 @@ class Classifier:
 
     def predict_batch(self, images: Tensor, top: int = 3) -> list[Prediction]:
         """`predict` for uint8 images (B, C, H, W) that are of the net's size already."""
-        logits, embeddings = self.logits_and_embeddings(images)
+        logits = self(images)
         if not logits.isfinite().all():
             raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
-        probabilities, settings = self.net.probabilities(logits), self.card.novelty
-        scores: list[float | None] = [None] * len(images)
-        if self.net.novelty and settings and len(images):
-            scores = novelty(embeddings, logits, self.net.novelty, settings).tolist()
-        threshold = settings.get("threshold")
-        best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
+        threshold = self.card.novelty_threshold
+        best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
         predictions = []
-        for values, labels, score in zip(best_values.tolist(), order.tolist(), scores, strict=True):
+        for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unlike = None if score is None or threshold is None else score > threshold
+            unlike = None if threshold is None else score > threshold
             predictions.append(Prediction(*best[0], best, score, unlike))
         return predictions
 
