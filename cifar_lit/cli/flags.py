@@ -33,7 +33,7 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
 # Flags and YAML keys of other programs (timm, Ultralytics, Keras, Lightning 1): the setting that they stand for, with its value
 # where the name implies one. Spelled with dashes, in lower case.
 _SYNONYMS = {
@@ -84,7 +84,7 @@ _SYNONYMS = {
     "help": "h usage",
 }
 SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in words.split()}
-AUTO = {"auto": "training", "auto-batch": "batch", "auto-lr": "lr"}
+AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -99,8 +99,7 @@ class Command:
         recipe: a packaged recipe, or the path of a YAML file.
         configs: files of further settings, the strongest last.
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
-        auto: which of "batch" and "lr" are to be searched for before the training; "training": what of a pretrained net is
-            trained, and for how long, follows from the number of images.
+        auto: which of "batch" and "lr" to search for before the training.
         flags: all others, as LightningCLI takes them, each one word with its value.
         folds: as typed, in how many parts the images are cut, of which each is tested on once; None for no cross-validation.
         job: what a new run's folder records of the scheduler's job that it belongs to.
@@ -267,8 +266,7 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     """
     line = [subcommand]
     if base:
-        config = str(base) if command.recipe else _run_config(base)
-        line += ["--config", config]
+        line += ["--config", str(base)]
         if not command.recipe:
             line.append(f"--logs={LOGS}")  # a run's configuration names the folder of that time
     for config in command.configs:
@@ -276,13 +274,6 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
-
-
-def _run_config(config: Path) -> str:
-    """A run's config.yaml for the parser: its path, or its text without `data.chunk`, a setting that older versions wrote."""
-    text = config.read_text()
-    kept = re.sub(r"^  chunk: .*\n", "", text, flags=re.MULTILINE)
-    return str(config) if kept == text else kept
 
 
 def recipe_settings(path: Path) -> dict[str, object]:
