@@ -92,14 +92,14 @@ class Score(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None, num_classes: int) -> Score | None:
-        """A score out of a checkpoint, of this version, an older or a newer one; None where none of so many classes is whole."""
+        """Return the score in a checkpoint, or None if it is missing, damaged or of another number of classes."""
         try:
             known = dict(values or {})
             matrix = torch.as_tensor(known["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
             per_class = torch.tensor(known["per_class"], dtype=torch.float64).view(num_classes)
-            metrics = {str(name): float(value) for name, value in known.get("metrics", {}).items()}
+            metrics = {str(name): float(value) for name, value in known["metrics"].items()}
             accuracy, loss, counted = float(known["accuracy"]), float(known["loss"]), int(known["images"])
-            top5 = None if known.get("top5") is None else float(known["top5"])
+            top5 = None if known["top5"] is None else float(known["top5"])
             return cls(accuracy, loss, counted, per_class.tolist(), matrix.tolist(), metrics, top5)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # whatever a foreign file leads to
             return None
