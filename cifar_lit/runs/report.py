@@ -17,12 +17,12 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
-from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import GALLERY_SIZE, PART_NAMES, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
+from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable
 
 if TYPE_CHECKING:

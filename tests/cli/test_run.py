@@ -32,9 +32,9 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.calibration import fit_temperature
-from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
+from cifar_lit.stats import wilson_interval
 from cifar_lit.training.checkpoint import read_checkpoint
 
 OWN = Path("lightning_logs/small-1")  # the first run in a test's own folder
