@@ -1,22 +1,35 @@
-"""cifar-lit: train image classifiers on CIFAR-10 and on one's own small images, with PyTorch Lightning.
+"""cifar-lit: train image classifiers on CIFAR-10 and on your own photos, with PyTorch Lightning.
 
-`cifar_lit.load(run)` returns the trained classifier of a run folder. Nothing heavy is imported until it is asked for.
+    import lightning as L
+    from cifar_lit import ImageClassifier, ImageData, load
+
+    trainer = L.Trainer(max_epochs=3)
+    trainer.fit(ImageClassifier(net="resnet18"), ImageData("cifar10", root="data"))
+
+`load(run)` returns the trained classifier of a run folder. The names are imported on first use, as torch takes seconds to import.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
     from cifar_lit.inference.load import load
+    from cifar_lit.training.classifier import ImageClassifier
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["ImageClassifier", "ImageData", "__version__", "load"]
+
+_MODULES = {
+    "ImageClassifier": "cifar_lit.training.classifier",
+    "ImageData": "cifar_lit.data.datamodule",
+    "load": "cifar_lit.inference.load",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from cifar_lit.inference.load import load
-
-        return load
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'cifar_lit' has no attribute {name!r}")

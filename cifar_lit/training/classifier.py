@@ -282,31 +282,31 @@ class ImageClassifier(pl.LightningModule):
         """Logs a row when it is due, at the end of an epoch, and at the end of a training."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
-            self._log_row()
+            shown = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
+            self.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     @property
     def _row_is_due(self) -> bool:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and self.global_step - self.logged_step >= every
 
-    def _log_row(self) -> None:
+    def _log_row(self) -> dict[str, float]:
         loss, hits, images = sums = self._device_sums().sum(0).tolist()
         self.running.epoch = [before + now for before, now in zip(self.running.epoch, sums, strict=True)]
         self.running.start_row()
         self.logged_step, self.logged_loss = self.global_step, loss / images
-        values = {"train/loss": loss / images, "train/accuracy": hits / images}
-        self.log_dict(values, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         group = self.trainer.optimizers[0].param_groups[0]
         rate = float(group["lr"])
         if self.hparams["input_lr"] is not None:  # this group is of the first layers: model.lr is that of the last ones
             rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
-        values["lr"] = rate
+        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))
         self._write_row(values)
+        return values
 
     def _write_row(self, values: Mapping[str, float]) -> None:
-        """Write values to the loggers at the current step; `self.log` at every step would cost more than a step of a small net."""
+        """Write values to the loggers at the current step; `self.log` at every step costs more than a step of a small net."""
         for logger in self.trainer.loggers:
             logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
 

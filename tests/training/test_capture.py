@@ -34,6 +34,7 @@ from cifar_lit.training import captured
 from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
 from cifar_lit.training.captured import GraphedSteps, device_graphs
 from cifar_lit.training.checkpoint import read_checkpoint
+from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
@@ -254,6 +255,7 @@ def test_a_step_that_is_not_captured_does_not_wait_for_another_device_than_a_cpu
     """Tensors without content refuse every question about their values."""
     used, model = trainer(), classifier(**{**WHITENED, "schedule": "constant"}).to("meta")
     model.trainer = used
+    model.running = RunningMetrics(torch.device("meta"))
     used.strategy.optimizers = [optimizer := model.configure_optimizers()]
     model.on_fit_start()
     assert optimizer.found_inf is model.running.non_finite  # which keeps a loss that is not finite from the weights

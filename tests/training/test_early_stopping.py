@@ -53,7 +53,7 @@ def test_the_score_of_a_fitted_last_layer_is_the_first_to_be_bettered(tmp_path: 
     net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
     save_file(net.state_dict(), tmp_path / "weights.safetensors")
     settings = {"optimizer": "adamw", "lr": STILL, "weights": str(tmp_path / "weights.safetensors"), "head_views": 1}
-    model = ImageClassifier("shapenet", [3, 16, 16], **settings, patience=0.5)
+    model = ImageClassifier("shapenet", [3, 16, 16], 10, **settings, patience=0.5)
     done = fitted(model, shapes_data(cache_dir=str(tmp_path)), *best_and_last(tmp_path), max_epochs=4)
     assert done.global_step == 2 * BATCHES
 

@@ -47,7 +47,7 @@ def data(tmp_path: Path) -> ImageData:
 
 def model(file: str, **settings: Any) -> ImageClassifier:
     torch.manual_seed(0)
-    made = ImageClassifier("shapenet", [3, 16, 16], **{"optimizer": "adamw", "lr": 1e-3, "weights": file, **settings})
+    made = ImageClassifier("shapenet", [3, 16, 16], 10, **{"optimizer": "adamw", "lr": 1e-3, "weights": file, **settings})
     load_into(made)
     return made
 
@@ -123,7 +123,7 @@ def test_weights_that_cannot_be_meant_are_refused_in_one_line(file: str, tmp_pat
     with pytest.raises(UsageError, match="shapenet has no pretrained weights"):
         load_pretrained(shapenet(), "shapenet", "imagenet")
     with pytest.raises(UsageError, match=r"set model\.weights"):
-        ImageClassifier("shapenet", [3, 16, 16], unfreeze=False)
+        ImageClassifier("shapenet", [3, 16, 16], 10, unfreeze=False)
 
 
 # ---- the head
@@ -249,7 +249,7 @@ def test_features_are_those_of_the_nets_options(file: str, data: ImageData) -> N
     for side in (32, 64):
         torch.manual_seed(0)
         settings: dict[str, Any] = {"weights": file, "unfreeze": False, "optimizer": "adamw", "lr": 1e-3}
-        tuned = ImageClassifier("timm/resnet10t", [3, 16, 16], net_options={"side": side}, **settings)
+        tuned = ImageClassifier("timm/resnet10t", [3, 16, 16], 10, net_options={"side": side}, **settings)
         fitted(tuned, data)
         heads.append(weights(net_head(tuned.net)))
     assert not same(*heads)
@@ -324,7 +324,7 @@ def test_rates_rise_in_equal_ratios_from_the_first_layers_to_the_last() -> None:
     assert max(group["lr"] for group in groups) == pytest.approx(1e-2)
     assert {group["weight_decay"] for group in groups if group["role"] == "biases"} == {0.0}
     with pytest.raises(UsageError, match=r"model\.input_lr does not go with model\.optimizer muon"):
-        ImageClassifier("shapenet", [3, 16, 16], optimizer="muon", input_lr=1e-4)
+        ImageClassifier("shapenet", [3, 16, 16], 10, optimizer="muon", input_lr=1e-4)
 
 
 def test_the_first_checkpoint_of_a_run_without_validation_is_the_head(file: str, tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit.data.augment import normalise
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch
-from cifar_lit.errors import UsageError
 from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training import classifier as classifier_module
+from cifar_lit.training import whitening
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.metrics import Evaluation
@@ -42,8 +40,8 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("most", [5000, 30])
 def test_the_first_layer_is_computed_once_from_training_images_as_they_are(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert classifier_module.WHITENING_IMAGES == 5000  # as the records take
-    monkeypatch.setattr(classifier_module, "WHITENING_IMAGES", most)
+    assert whitening.WHITENING_IMAGES == 5000  # as the records take
+    monkeypatch.setattr(whitening, "WHITENING_IMAGES", most)
     model, data, alone = classifier(**SMALL), augmented_data(resolutions={8: 0.5}), classifier(**SMALL)
     fitted(model, data)
     fitted(model, shapes_data(count=60, split_seed=5), max_epochs=1)
@@ -129,11 +127,12 @@ def test_a_bias_whose_rate_has_come_to_0_has_no_gradient_and_all_weights_are_as_
     assert same(left_out, run())
 
 
-def test_a_net_without_images_to_start_from_is_refused_in_one_line() -> None:
-    rows = torch.arange(4)
-    loader = DataLoader([Batch(torch.zeros(4, 3, 16, 16), rows, rows)], batch_size=None, collate_fn=lambda batch: batch)
-    with pytest.raises(UsageError, match=r"^whitened is initialised from training images: fit it with a datamodule$"):
-        trainer(max_epochs=1).fit(classifier(**SMALL), loader)
+def test_without_a_datamodule_the_first_layer_is_computed_from_the_first_batches() -> None:
+    images, labels = torch.randn(24, 3, 16, 16), torch.arange(24) % 10
+    model, expected = classifier(**SMALL, lr=1e-9), classifier(**SMALL)
+    trainer(max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
+    expected.net.initialise(images)
+    torch.testing.assert_close(model.net.whiten.weight, expected.net.whiten.weight)
 
 
 def test_views_are_scored_beside_the_plain_images() -> None:

@@ -1,0 +1,129 @@
+"""Combinations of our two classes with somebody else's under a plain Trainer; run as a script, on the devices that it is given.
+
+    python parts.py FOLDER DEVICES
+
+Each rank writes FOLDER/<combination>-<rank>.json: what the Trainer returned, and what the batches were like.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from cifar_lit import ImageClassifier, ImageData
+
+IMAGES, TESTED = 90, 18  # of the drawn set: 81 to train on, 9 to validate on
+
+
+def our_data() -> ImageData:
+    """Return drawn images, in global batches of 20: the last one of an epoch has a single image."""
+    return ImageData("shapes", count=IMAGES, image_size=16, batch_size=20, eval_batch_size=5, crop=1, flip="random")
+
+
+def our_model() -> ImageClassifier:
+    torch.manual_seed(0)
+    return ImageClassifier("lenet", lr=0.02, momentum=0.9)
+
+
+class PlainData(L.LightningDataModule):
+    """A datamodule as in a tutorial."""
+
+    class_count, input_shape = 10, [3, 16, 16]
+
+    def loader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(IMAGES, 3, 16, 16, generator=generator)
+        return DataLoader(TensorDataset(images, torch.arange(IMAGES) % 10), batch_size=20, num_workers=0)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+
+class PlainModel(L.LightningModule):
+    """A module as in a tutorial. It notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+        self.lowest_label, self.sizes = 0, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        self.lowest_label = min(self.lowest_label, int(labels.min()))
+        self.sizes.append(len(labels))
+        loss = F.cross_entropy(self.net(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        self.lowest_label = min(self.lowest_label, int(labels.min()))
+        self.log("val/accuracy", (self.net(images).argmax(1) == labels).float().mean(), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        self.log("test/accuracy", (self.net(images).argmax(1) == labels).float().mean(), sync_dist=True)
+        self.log("test/loss", F.cross_entropy(self.net(images), labels), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).softmax(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+COMBINATIONS: dict[str, Any] = {
+    "ours": (our_model, our_data),
+    "our model": (our_model, PlainData),
+    "our data": (PlainModel, our_data),
+}
+
+
+def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
+    """Fit, validate, test, predict and resume; return what came out."""
+    make_model, make_data = COMBINATIONS[name]
+    best = ModelCheckpoint(folder / name, filename="best", monitor="val/accuracy", mode="max", enable_version_counter=False)
+    stop = EarlyStopping("val/accuracy", mode="max", patience=9)
+    settings: dict[str, Any] = {
+        **{"accelerator": "cpu", "devices": devices, "default_root_dir": folder, "accumulate_grad_batches": 2},
+        **{"log_every_n_steps": 1, "enable_model_summary": False, "enable_progress_bar": devices == 1},
+    }
+    trainer = L.Trainer(max_epochs=3, callbacks=[best, stop], **settings)
+    model, data = make_model(), make_data()
+    trainer.fit(model, datamodule=data)
+    (validated,) = trainer.validate(model, datamodule=data, verbose=False)
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    predicted = trainer.predict(model, datamodule=data)
+    checkpoint = folder / name / "middle.ckpt"
+    part = L.Trainer(max_epochs=2, **settings)
+    part.fit(stopped := make_model(), datamodule=make_data())
+    part.save_checkpoint(checkpoint)
+    resumed = L.Trainer(max_epochs=3, **settings)
+    resumed.fit(again := make_model(), datamodule=make_data(), ckpt_path=checkpoint)
+    loaded = type(model).load_from_checkpoint(checkpoint, weights_only=True)
+    return {
+        "validated": validated,
+        "tested": tested,
+        "batches predicted": len(predicted or []),
+        "steps": [trainer.global_step, resumed.global_step],
+        "best": Path(best.best_model_path).name,
+        "resumed alike": all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True)),
+        "loaded alike": all(torch.equal(*pair) for pair in zip(stopped.parameters(), loaded.parameters(), strict=True)),
+        "lowest label": getattr(model, "lowest_label", 0),
+        "sizes": getattr(model, "sizes", []),
+        "rank": trainer.global_rank,
+    }
+
+
+if __name__ == "__main__":
+    place, count = Path(sys.argv[1]), int(sys.argv[2])
+    for each in COMBINATIONS:
+        answer = run(each, place, count)
+        (place / f"{each}-{answer['rank']}.json").write_text(json.dumps(answer))

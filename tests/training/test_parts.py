@@ -1,0 +1,149 @@
+"""Both classes under a plain Lightning Trainer, together and each with somebody else's counterpart."""
+
+import json
+import os
+import subprocess
+import sys
+from code import InteractiveInterpreter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from parts import COMBINATIONS, IMAGES, TESTED, PlainData, run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cifar_lit
+from cifar_lit import ImageClassifier, ImageData
+from cifar_lit.errors import UsageError
+
+SCRIPT = Path(__file__).with_name("parts.py")
+
+CELLS = [
+    "import lightning as L\nfrom cifar_lit import ImageClassifier, ImageData",
+    "data = ImageData('shapes', count=90, image_size=16)",
+    "model = ImageClassifier(net='lenet', lr=0.02)",
+    "trainer = L.Trainer(max_epochs=1, accelerator='cpu', devices=1)",
+    "trainer.fit(model, data)",
+    "result = trainer.test(model, data)",
+]
+
+
+def run_script(folder: Path, *words: str) -> str:
+    variables = {**os.environ, "PYTHONPATH": f"{Path(cifar_lit.__file__).parents[1]}{os.pathsep}{SCRIPT.parent}"}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: run(name, folder, devices=1) for name in COMBINATIONS}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What two processes print, and the folder of their answers."""
+    folder = tmp_path_factory.mktemp("pair")
+    return run_script(folder, str(SCRIPT), str(folder), "2"), folder
+
+
+def answer_of(pair: tuple[str, Path], name: str, rank: int) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads((pair[1] / f"{name}-{rank}.json").read_text())
+    return answer
+
+
+def check(answer: dict[str, Any], name: str) -> None:
+    assert answer["best"] == "best.ckpt"
+    assert answer["resumed alike"] and answer["loaded alike"]
+    assert answer["steps"][0] == answer["steps"][1] > 0
+    assert {"test/accuracy", "test/loss"} <= answer["tested"].keys()
+    assert "val/accuracy" in answer["validated"]
+    assert answer["batches predicted"] > 0
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(alone: dict[str, dict[str, Any]], name: str) -> None:
+    check(alone[name], name)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[str, Path], name: str) -> None:
+    for rank in (0, 1):
+        check(answer_of(pair, name, rank), name)
+    assert "sync_dist" not in pair[0]
+
+
+def test_our_classes_score_the_same_on_one_device_and_on_two(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
+    both = answer_of(pair, "ours", 0)
+    assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)
+    assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
+
+
+def test_another_module_meets_no_padding_and_no_empty_batch_on_two_devices(pair: tuple[str, Path]) -> None:
+    first, second = (answer_of(pair, "our data", rank) for rank in (0, 1))
+    assert first["lowest label"] == second["lowest label"] == 0
+    assert first["sizes"] == second["sizes"] == [10] * 12  # the last batch of an epoch has one image: it is dropped
+
+
+def test_images_and_classes_of_a_datamodule_shape_the_net(tmp_path: Path) -> None:
+    model = ImageClassifier("lenet")
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.fit(model, ImageData("shapes", count=IMAGES, image_size=20, channels=1, num_classes=4))
+    assert model.net(torch.zeros(2, 1, 20, 20)).shape == (2, 4)
+    assert (model.hparams["input_shape"], model.hparams["num_classes"]) == ([1, 20, 20], 4)
+
+
+def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 3, 32, 32), torch.arange(8)), 4)
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"the number of classes is not known: use ImageClassifier\(num_classes=…\)"):
+        trainer.fit(ImageClassifier("lenet"), loader)
+    trainer.fit(ImageClassifier("lenet", num_classes=8), loader)
+
+
+def test_a_loader_of_images_without_labels_is_predicted(tmp_path: Path) -> None:
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    (batch,) = trainer.predict(ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), 6))  # type: ignore[arg-type, misc, call-overload]
+    assert batch["probabilities"].shape == (6, 5)
+
+
+def test_a_net_of_ones_own_trains_and_is_loaded_with_the_net_again(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False)
+    trainer.fit(ImageClassifier(net, lr=0.01), datamodule=PlainData())
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    other = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+    loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", net=other, weights_only=True)
+    assert loaded.net is other and torch.equal(other[1].weight, net[1].weight)
+    with pytest.raises(UsageError, match="There is no net named 'Sequential'"):
+        ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=True)
+
+
+def test_lightnings_command_line_trains_tests_and_repeats_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data.dataset", "shapes", "--data.count", str(IMAGES), "--data.image_size", "16", "--trainer.accelerator", "cpu"]
+    LightningCLI(ImageClassifier, ImageData, args=["fit", "--model.net", "lenet", "--trainer.max_epochs", "1", *flags])
+    (run_folder,) = (tmp_path / "lightning_logs").iterdir()
+    (checkpoint,) = (run_folder / "checkpoints").glob("*.ckpt")
+    LightningCLI(ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), "--model.net", "lenet", *flags])
+    printed = capsys.readouterr().out
+    assert "test/accuracy" in printed and "test/loss" in printed
+    LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])
+    assert len(list((tmp_path / "lightning_logs").glob("*/checkpoints/*.ckpt"))) == 2
+
+
+def test_the_cells_of_a_notebook_train_and_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = InteractiveInterpreter({})
+    monkeypatch.setattr(notebook, "showtraceback", lambda: pytest.fail(str(sys.exc_info()[1])))
+    for cell in CELLS:
+        notebook.runsource(cell, symbol="exec")
+    (result,) = notebook.locals["result"]
+    assert 0 <= result["test/accuracy"] <= 1 and len(notebook.locals["data"].test_images) == TESTED  # type: ignore[attr-defined]
