@@ -61,8 +61,8 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "precision": None,
 }
 
-# Settings of the Trainer that are words; jsonargparse would read a file of the same name in the working folder.
-WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler")
+# Settings that are words. jsonargparse would read a file of the same name in the working folder.
+WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler", "model.net")
 
 
 class RankProgress(Callback):
