@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torchvision.utils import make_grid
@@ -20,7 +21,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
-from cifar_lit.inference.load import Classifier
+from cifar_lit.inference.load import READ_AT_ONCE, Classifier
 from cifar_lit.inference.novelty import novelty_threshold
 from cifar_lit.models.registry import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
@@ -223,7 +224,7 @@ def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
     val = spread_rows(data.split[1], MAX_DESCRIBED)
     # The net in float32, as it will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
-    logits = classifier.look_at(images.take, val)[0]
+    logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
     return replace(card, temperature=fit_temperature(logits, images.labels[val]), novelty_threshold=novelty_threshold(logits))
 
 

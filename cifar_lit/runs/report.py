@@ -33,14 +33,14 @@ PARTS = ("train", "val", "test")  # whose curves share a chart: `val/loss` is dr
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # the others follow as they were logged
 TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
 
-# What takes images by their rows, the rows, and what is told how many were looked at; logits and embeddings (N, …).
+# From a function that returns the images of rows, the rows, and a progress callback, to logits and embeddings (N, …).
 Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
 
 def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     """The page with a look at the training images, of the run's own figures where it was tested on these test images.
 
-    look: `Classifier.look_at` of the run's net. device: where to compare the images' embeddings.
+    look: `inference.embeddings.logits_and_embeddings` of the run's net. device: where to compare the embeddings.
     """
     metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
