@@ -34,8 +34,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
-# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 that look unlike ours, by the setting that they stand for, with
-# its value if the name implies one. Spelled with dashes, in lower case.
+# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 that look unlike ours, by the setting that they stand
+# for, with its value if the name implies one. Spelled with dashes, in lower case.
 _SYNONYMS = {
     "trainer.accelerator": "device",
     "trainer.accelerator cpu": "cpu no-cuda",
