@@ -13,8 +13,8 @@ Z95 = 1.959964  # a standard normal variable lies within ± this value with prob
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     """Return the t for which Student's t lies in -t … t with probability `confidence`.
 
-    For integer degrees of freedom that probability is a finite sum over the angle atan(t / sqrt(freedom)): M. Abramowitz and
-    I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by bisection.
+    For integer degrees of freedom that probability is a finite sum over the angle atan(t / sqrt(freedom)): M. Abramowitz
+    and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by bisection.
 
     Args:
         freedom: degrees of freedom, at least 1.
@@ -35,7 +35,7 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of a sample with its 95 % interval by Student's t ("Student", The Probable Error of a Mean, 1908).
+    """Return the mean of a sample with its 95 % interval by Student's t (The Probable Error of a Mean, 1908).
 
     Args:
         values: at least one.
@@ -67,8 +67,8 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
 def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
     """Return the difference that two equally good classifiers stay below with probability 0.95 on separate test sets.
 
-    This is half the width of the interval of the difference between two equal fractions: R. Newcombe, Interval Estimation for
-    the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10.
+    This is half the width of the interval of the difference between two equal fractions: R. Newcombe, Interval Estimation
+    for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10.
 
     Args:
         share: the fraction of correct images that both classifiers have.
@@ -90,13 +90,15 @@ class McNemar(NamedTuple):
 def mcnemar(first: int, second: int) -> McNemar:
     """Test whether two classifiers err equally often on the same images (Q. McNemar, Psychometrika 12, 1947).
 
-    exact: the two-sided probability of a split at least as uneven, if each of these images fell to either classifier with
-    probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself. It is less conservative
-    and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC Medical Research Methodology 13:91, 2013).
-
     Args:
         first: images that only the first classifier has right.
         second: images that only the second classifier has right.
+
+    Returns:
+        exact: the two-sided probability of a split at least as uneven, if each of these images fell to either classifier
+        with probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself. It is less
+        conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC Medical Research
+        Methodology 13:91, 2013).
     """
     count, least = first + second, min(first, second)
     if not count:

@@ -1,211 +1,126 @@
-"""One training, from its settings to its results: data → model → Trainer → fit → test → results.
+"""One training from data, model and Trainer to its results: fit, evaluate, write results.
 
-`cli/fit.py` reads the settings, and builds data, model and Trainer from them; here is what happens with these.
+`cli/fit.py` builds data, model, Trainer and run from the settings, and prints what these functions return.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import Logger
-from torchvision.utils import make_grid
 
-from cifar_lit.cli.console import print_results, print_start_card
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import write_text
 from cifar_lit.inference.load import READ_AT_ONCE, Classifier
 from cifar_lit.inference.novelty import novelty_threshold
-from cifar_lit.models.registry import build_on_meta_device
+from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
-from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
-from cifar_lit.runs.results import draw_for_tensorboard, logged_settings, metrics_of, write_metrics, write_report
-from cifar_lit.runs.run_folder import PREVIOUS, RunFolder, display_path, stamp_start
-from cifar_lit.text import counted, say
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
-from cifar_lit.training.checkpoint import best_checkpoint, describe_net, last_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.runs.results import draw_for_tensorboard, run_metrics, write_metrics, write_report
+from cifar_lit.runs.run import Run
+from cifar_lit.runs.run_folder import PREVIOUS
+from cifar_lit.training.checkpoint import describe_net, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
-from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
 MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the novelty threshold
 
 
-class Run(Callback):
-    """What a training command has besides data, model and Trainer: its folder, callbacks and loggers, and its results.
-
-    As a callback it claims the folder, points checkpoints into it, and introduces the run.
+@dataclass(frozen=True)
+class Results:
+    """What a command has found out.
 
     Args:
-        settings: the parsed configuration as nested plain values; config: its text, for config.yaml.
-        notes: what the start card says besides, by name.
-        command: fit, train (a fit with a test), validate, test or predict.
-        monitored: what the best checkpoint is chosen by, as of `best_checkpoint`.
+        metrics: the contents of metrics.json.
+        val, test: the scores on validation and test images, None for a stage that was not run.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        settings: dict[str, Any],
-        config: str,
-        notes: dict[str, str],
-        command: str,
-        monitored: tuple[str, str] = ("val/accuracy", "max"),
-    ) -> None:
-        self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
-        self.command, self.trains = command, command in ("fit", "train")
-        self.clock = Clock()
-        self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
-        self.board: TensorBoardCurves | None = None
-
-    # ---- what the Trainer is built with
-
-    def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Those of a Trainer: checkpoints by validation only where there is one, a live bar on a terminal."""
-        callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
-        if self.trains:
-            callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]
-            callbacks += [self.best, self.last] if validates else [self.last]
-            if interval := self.settings.get("checkpoint_every"):
-                callbacks.append(regular_checkpoint(interval))
-            callbacks.append(OrderlyStop(self.last))
-        return callbacks
-
-    def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Curves as a table and for TensorBoard; for a test alone its figures, and nothing for what draws none."""
-        if self.trains:
-            self.board = TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)
-            return [self.board, CurveFile(self.folder, resumed_step)]
-        self.board = TensorBoardCurves(self.folder, None) if self.command == "test" else None
-        return [self.board] if self.board else []
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Claims the folder. Raises Failure where processes would start from different checkpoints."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        start = " of step ".join(filter(None, ("/".join(Path(self.notes.get("resume", "")).parts[-3:]), self.notes.get("step"))))
-        path, first = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
-        if start != first:  # on a file system whose nodes see changes late, or not at all
-            raise Failure(
-                f"process {trainer.global_rank} would start from {start or 'the beginning'}, the first one from "
-                f"{first or 'the beginning'}: --logs must be a folder that all processes see alike"
-            )
-        self.folder.follow(Path(path))
-        for checkpoint in trainer.checkpoint_callbacks:
-            if getattr(checkpoint, "dirpath", "") is None:
-                checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
-        if trainer.is_global_zero:
-            if self.trains:  # a run that is killed before its first checkpoint is still seen to be a training
-                (self.folder.path / "checkpoints").mkdir(exist_ok=True)
-            if not self.folder.resumed:
-                self._write_config()
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Writes what flags have changed of a resumed run, once its checkpoint has been taken up with them."""
-        if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._write_config()
-
-    def _write_config(self) -> None:
-        write_text(self.folder.path / "config.yaml", self.config)
-        stamp_start(self.folder.path)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the start card, and shows TensorBoard what the net is about to see."""
-        if trainer.is_global_zero:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            if pl_module.hparams["weights"] and not self.folder.resumed:
-                self.notes["trains"] = training_plan(pl_module, data, max(trainer.max_epochs or 1, 1))
-            print_start_card(self, trainer, pl_module, data)
-            if self.board in trainer.loggers and not self.folder.resumed:  # none of ours in a fast_dev_run
-                self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
-
-    # ---- what it does
-
-    def fit(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None) -> None:
-        """Trains, takes the best weights, tests them once if the command is `train`, and writes the results."""
-        check_card(model_card(model, data))
-        data.trainer = trainer  # it tells how many devices there are
-        data.train_dataloader()  # refuses what cannot be shared out among them, before there is a run folder
-        h, (channels, height, width) = model.hparams, data.input_shape
-        for side in data.resolutions:  # the net says what it cannot take
-            shape = {"channels": channels, "image_size": (side, round(side * width / height)), "num_classes": data.class_count}
-            build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _report_dev_run(trainer, training=trainer.num_training_batches, validation=sum(trainer.num_val_batches))
-            return
-        best = load_weights(model, self.best.best_model_path or f"{self.last.dirpath}/last.ckpt")
-        val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if self.best.best_model_path else None
-        test = self._evaluate("test", trainer, model, data) if self.command == "train" else None
-        if val and not test:
-            trainer.loggers = []  # which have this score already; what is wanted is each image's prediction
-            self._evaluate("validate", trainer, model, data)
-        self._finish(model, data, val, test)
-
-    def evaluate(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> None:
-        """Scores a checkpoint on the validation or the test images, or writes its predictions for the test images."""
-        if self.command == "validate" and not len(data.split[1]):
-            raise UsageError("there is nothing to validate on: data.val_size is 0")
-        load_weights(model, checkpoint)
-        if self.command == "predict":
-            batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
-            if trainer.fast_dev_run:  # type: ignore[attr-defined]
-                _report_dev_run(trainer, prediction=sum(trainer.num_predict_batches))
-                return
-            count = write_predictions(self.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
-            say(f"{counted(count, 'prediction')} in {display_path(self.folder.path)}/predictions.csv")
-            return
-        score = self._evaluate(self.command, trainer, model, data)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            validates = self.command == "validate"
-            stage, batches = ("validation", trainer.num_val_batches) if validates else ("test", trainer.num_test_batches)
-            _report_dev_run(trainer, **{stage: sum(batches)})
-            return
-        self._finish(model, data, *((score, None) if self.command == "validate" else (None, score)))
-
-    def _evaluate(self, stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
-        model.score = model.predictions = None
-        getattr(trainer, stage)(model, datamodule=data, verbose=False)
-        return model.score
-
-    # ---- what it leaves
-
-    def _finish(self, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> None:
-        trainer, folder = model.trainer, self.folder.path
-        if not trainer.is_global_zero:
-            return
-        card = describe_model(model, data) if self.trains else model_card(model, data)
-        clock = self.clock if self.trains else None
-        metrics = metrics_of(self.settings, trainer, model, data, clock, val, test, card.temperature)
-        if self.board:
-            draw_for_tensorboard(self.board, val, test, model.predictions, data, trainer.global_step)
-        if self.trains:
-            save_weights(folder / "model.safetensors", model.net.state_dict(), card)
-            with suppress(OSError):  # there is nothing left to go on with; what cannot be removed does no harm
-                (folder / PREVIOUS).unlink()
-        if test and model.predictions is not None:
-            write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
-            if self.trains:
-                write_report(folder, metrics, model.predictions, data)
-        write_metrics(folder, metrics)
-        print_results(self, metrics, test, data)
+    metrics: dict[str, Any]
+    val: Score | None
+    test: Score | None
 
 
-def _report_dev_run(trainer: pl.Trainer, **batches: float) -> None:
-    """Print the number of batches by stage that `fast_dev_run` has run."""
-    if trainer.is_global_zero:
-        parts = [f"{count} {stage} batch{'es' * (count != 1)}" for stage, count in batches.items() if count]
-        say(f"fast_dev_run: {' and '.join(parts)} without a failure; nothing was saved")
+def fit(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None) -> Results | None:
+    """Train, load the best weights, test them if the command is `train`, and write the results.
+
+    Returns None in a `fast_dev_run` and on all processes but the first.
+    """
+    check_before_fit(trainer, model, data)
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    best = load_weights(model, run.checkpoint)
+    val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if run.best.best_model_path else None
+    test = _score("test", trainer, model, data) if run.command == "train" else None
+    if val and not test:
+        trainer.loggers = []  # This pass only collects predictions; the score is already logged.
+        _score("validate", trainer, model, data)
+    return write_results(run, model, data, val, test)
+
+
+def evaluate(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> Results | None:
+    """Score a checkpoint on the validation or test images, and write the results. Returns None where `fit` does."""
+    if run.command == "validate" and not len(data.split[1]):
+        raise UsageError("there is nothing to validate on: data.val_size is 0")
+    load_weights(model, checkpoint)
+    score = _score(run.command, trainer, model, data)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    return write_results(run, model, data, *((score, None) if run.command == "validate" else (None, score)))
+
+
+def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> int:
+    """Write the predictions of a checkpoint for the test images; return their number, 0 in a `fast_dev_run`."""
+    load_weights(model, checkpoint)
+    batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return 0
+    return write_predictions(run.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
+
+
+def write_results(run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> Results | None:
+    """Write weights, predictions, pictures, report and metrics.json, the last of which marks the run as finished."""
+    trainer, folder = model.trainer, run.folder.path
+    if not trainer.is_global_zero:
+        return None
+    card = describe_model(model, data) if run.trains else model_card(model, data)
+    metrics = run_metrics(run, model, data, val, test, card.temperature)
+    if run.board:
+        draw_for_tensorboard(run.board, val, test, model.predictions, data, trainer.global_step)
+    if run.trains:
+        save_weights(folder / "model.safetensors", model.net.state_dict(), card)
+        with suppress(OSError):  # The run is finished: a file that cannot be removed does no harm.
+            (folder / PREVIOUS).unlink()
+    if test and model.predictions is not None:
+        write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
+        if run.trains:
+            write_report(folder, metrics, model.predictions, data)
+    write_metrics(folder, metrics)
+    return Results(metrics, val, test)
+
+
+def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
+    """Raise UsageError for data, model and devices that do not fit together, before there is a run folder."""
+    check_card(model_card(model, data))
+    data.trainer = trainer  # the loaders share batches out among its devices
+    data.train_dataloader()
+    h, (channels, height, width) = model.hparams, data.input_shape
+    for side in data.resolutions:  # the net refuses images that are too small for it
+        shape = {"channels": channels, "image_size": (side, round(side * width / height)), "num_classes": data.class_count}
+        build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
+
+
+def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
+    """Run `validate` or `test`; return the score."""
+    model.score = model.predictions = None
+    getattr(trainer, stage)(model, datamodule=data, verbose=False)
+    return model.score
 
 
 def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
@@ -225,7 +140,8 @@ def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
     # The net in float32, as it will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
     logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
-    return replace(card, temperature=fit_temperature(logits, images.labels[val]), novelty_threshold=novelty_threshold(logits))
+    temperature = fit_temperature(logits, images.labels[val])
+    return replace(card, temperature=temperature, novelty_threshold=novelty_threshold(logits))
 
 
 def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
+from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder
-from cifar_lit.train import Run
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 

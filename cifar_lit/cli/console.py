@@ -1,27 +1,14 @@
-"""Print the card at the start of a run and the results at its end."""
+"""The console for tables and boxes."""
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Column, Table
 from rich.text import Text
 
-from cifar_lit.runs.run_folder import display_path
-from cifar_lit.stats import newcombe_margin
-from cifar_lit.text import counted, printable, say
-
-if TYPE_CHECKING:  # for commands that need no torch
-    import lightning.pytorch as pl
-
-    from cifar_lit.data.datamodule import ImageData
-    from cifar_lit.train import Run
-    from cifar_lit.training.metrics import Score
+from cifar_lit.text import printable
 
 
 class TextConsole(Console):
@@ -35,138 +22,3 @@ class TextConsole(Console):
 def for_tables() -> Console:
     """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
-def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
-    """Print the settings of the training that starts, as a box on a terminal and as plain lines elsewhere."""
-    train, val = (len(part) for part in data.split)
-    channels, height, width = data.input_shape
-    device = trainer.strategy.root_device.type
-    in_memory = data.placed("train")[1] == "device"
-    read = f"in {'CPU' if device == 'cpu' else 'GPU'} memory" if in_memory else f"read by {counted(data.workers, 'worker')}"
-    classes = f"{data.class_count} classes · {channels}×{height}×{width}"
-    fewest, most = data.class_counts.aminmax()
-    h, notes = model.hparams, run.notes
-    resumed = "resume" in notes
-    balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
-    balanced = "".join(f" · {name} {value}" for name, value in balancing.items() if value != "none")
-    sizes = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items())
-    skipped = f"the easiest {data.skip_easy:.0%} of the images from {data.skip_from:.0%} of the steps on"
-    parameters = sum(parameter.numel() for parameter in model.net.parameters())
-    precision = "float32" if trainer.precision == "32-true" else str(trainer.precision)
-    rows = {
-        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {read}",
-        "classes": f"{fewest:,} … {counted(int(most), 'training image')} each{balanced}" if balanced else "",
-        "sizes": f"{sizes}then {height} px" if sizes else "",
-        "skips": skipped if data.skip_easy else "",
-        "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
-        "trains": notes.get("trains", ""),
-        "devices": f"{trainer.world_size} × {device}",
-        "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
-        **_step_rows(trainer, h, data),
-        "resumes": f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}" if resumed else "",
-        "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
-    }
-    rows = {name: value for name, value in rows.items() if value}
-    if not sys.stdout.isatty():
-        say(*(f"{name:<12} {value}" for name, value in rows.items()))
-        return
-    grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-    for row in rows.items():
-        grid.add_row(*row)
-    for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
-
-
-def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:
-    """Return the start card's rows about batches and the optimizer. A fit of the last layer alone takes no steps."""
-    if h["weights"] and not h["unfreeze"]:
-        views = counted(h["head_views"], "view")
-        return {"optimizer": f"L-BFGS on the features of {views} of each training image · seed {data.seed}"}
-    share = data.batch_size // trainer.world_size
-    exact = "=" if share * trainer.world_size == data.batch_size else "≈"
-    steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
-    epochs = counted(data.epochs, "epoch") if data.epochs else "no limit of epochs"
-    return {
-        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} an epoch",
-        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
-    }
-
-
-def accuracy_table(score: Score, data: ImageData) -> Table:
-    """The accuracy of each class; of more than 30 only the ten best and the ten worst."""
-    columns = (Column(name, justify="right") for name in ("accuracy", "images"))
-    table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
-    classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
-    if len(classes) > 30:
-        classes = sorted((row for row in classes if row[2]), key=lambda row: -row[1])
-    rows = [(name, f"{accuracy:.4f}" if count else "no image", str(count)) for name, accuracy, count in classes]
-    for row in rows if len(rows) <= 30 else [*rows[:10], ("…", "", ""), *rows[-10:]]:
-        table.add_row(*row)
-    return table
-
-
-# Figures of metrics.json beside accuracy and loss, and their names on the console.
-FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
-MAX_HALF_WIDTH = 0.02  # of the accuracy's interval, above which a test set is called small
-
-
-def accuracy_text(scores: Mapping[str, Any]) -> str:
-    """Return the accuracy with its 95 % interval. scores: the `test` or `val` part of metrics.json."""
-    interval = " (95 % interval {:.4f} … {:.4f})".format(*scores["interval"]) if scores["interval"] else ""
-    return f"accuracy {scores['accuracy']:.4f}{interval}"
-
-
-def figures_text(scores: Mapping[str, Any]) -> str:
-    """Return the figures beside accuracy and loss, such as macro F1. scores: the `test` or `val` part of metrics.json."""
-    return " · ".join(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)
-
-
-def small_set_text(scores: Mapping[str, Any], is_fold: bool = False) -> str | None:
-    """Return a warning about differences that a small test set cannot show, None for a larger set.
-
-    The warning holds for runs tested on separate images. On the same images `compare` shows smaller differences.
-
-    Args:
-        scores: the `test` part of metrics.json.
-        is_fold: whether the run belongs to a cross-validation.
-    """
-    low, high = scores["interval"] or (0.0, 0.0)
-    if (high - low) / 2 <= MAX_HALF_WIDTH:
-        return None
-    chance = newcombe_margin(scores["accuracy"], (low, high))
-    remedy = "" if is_fold else "; --folds 5 tests on every image"
-    return f"small test set: differences between runs below {chance:.3f} may be chance{remedy}"
-
-
-def print_results(run: Run, metrics: dict[str, Any], test: Score | None, data: ImageData) -> None:
-    """Print the results and the next commands."""
-    if test:
-        scores = metrics["test"]
-        for_tables().print(accuracy_table(test, data))
-        say(accuracy_text(scores), figures_text(scores))
-        if views := scores.get("tta"):
-            say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
-        for name, value in test.metrics.items():
-            say(f"test {name} {value:.4f}")
-        if data.dataset != "shapes" and (warning := small_set_text(scores, data.folds > 0)):
-            say(warning)
-        images = f"{test.images} image{'s' * (test.images != 1)}"  # plain digits: scripts read this line
-        say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")
-    elif val := metrics["val"]:
-        known = ("accuracy", "loss", "interval", *FIGURES)
-        own = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in known)
-        say(f"validation {accuracy_text(val)} · loss {val['loss']:.4f}", figures_text(val) + own)
-    if run.trains:
-        rate = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
-        say(f"trained in {metrics['train_seconds']:.1f} s{rate}")
-    folder = display_path(run.folder.path)
-    say(f"run {folder}")
-    if run.trains:
-        say("", "next:", f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
-        if test is None:
-            checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
-            say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
-        say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
-        code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
-        code = f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)  # a shell looks for commands between "
-        say(f"  python -c {code}")

@@ -23,6 +23,7 @@ from cifar_lit.cli import trust
 from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
+from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.cli.tuner import RATES, device_of, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
@@ -33,9 +34,10 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import net_spec
 from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
-from cifar_lit.text import is_name, note
-from cifar_lit.train import Run
+from cifar_lit.text import counted, is_name, note, say
+from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
@@ -257,10 +259,11 @@ class TrainingCLI(LightningCLI):
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
+        card = [StartCard(self.run)] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *watched, *self.further],
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *card, *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
             enable_progress_bar=bar,
@@ -297,8 +300,11 @@ class TrainingCLI(LightningCLI):
         """Run the sub-command. Attach the command that resumes the run to what ended it, and release the folder."""
         Interrupted.latest = None
         try:
-            run = self.run.fit if subcommand == "fit" else self.run.evaluate
-            run(self.trainer, self.model, self.datamodule, self.checkpoint or self.settings.ckpt_path)
+            act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
+            checkpoint = self.checkpoint or self.settings.ckpt_path
+            result = act(self.run, self.trainer, self.model, self.datamodule, checkpoint)
+            if self.trainer.is_global_zero:
+                self._print(result)
         except BaseException as error:
             interruption = Interrupted.latest
             if interruption is None:
@@ -310,6 +316,15 @@ class TrainingCLI(LightningCLI):
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
                 torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort it there
+
+    def _print(self, result: Results | int | None) -> None:
+        """Print what a command has returned."""
+        if isinstance(result, Results):
+            print_results(self.run, result, self.datamodule)
+        elif result:
+            say(f"{counted(result, 'prediction')} in {display_path(self.run.folder.path)}/predictions.csv")
+        else:
+            print_dev_run(self.trainer)
 
     def _resume_line(self) -> str | None:
         """What to type to go on with this run, None when it has no checkpoint yet."""

@@ -1,8 +1,8 @@
 """How unlike the training images an image is: the energy of its logits.
 
-The score is -T · logsumexp(logits / T) with T = 1 (W. Liu et al., Energy-based Out-of-distribution Detection, NeurIPS 2020).
-It needs the logits alone. `results/cpu/scores.json` compares it with other scores for the recipe `laptop`: the distance to
-stored embeddings of training images times the perplexity separated CIFAR-100 from CIFAR-10 no better.
+The score is -T · logsumexp(logits / T) with T = 1 (W. Liu et al., Energy-based Out-of-distribution Detection, NeurIPS
+2020). It needs the logits alone. `results/cpu/scores.json` compares it with other scores for the recipe `laptop`: the
+distance to stored embeddings of training images times the perplexity separated CIFAR-100 from CIFAR-10 no better.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def novelty_threshold(held_out: Tensor) -> float | None:
     """Return the novelty that 5 % of the held-out images exceed.
 
     Args:
-        held_out: logits (N, classes) of images that the net was not trained on. Training images would give a threshold that
-            more than 5 % of new images exceed.
+        held_out: logits (N, classes) of images that the net was not trained on. Training images would give a threshold
+            that more than 5 % of new images exceed.
 
     Returns:
         None if there are fewer than `MIN_HELD_OUT` images, or if the threshold is not finite.

@@ -244,8 +244,8 @@ def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     """Draw accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
 
-    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc does not
-    apply: it could choose TeX or the size of the picture.
+    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc
+    does not apply: it could choose TeX or the size of the picture.
 
     Args:
         runs: the runs to draw.

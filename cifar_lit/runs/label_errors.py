@@ -53,8 +53,8 @@ class Findings(NamedTuple):
 def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
     """Return for each image the cosine with the nearest known image, and the row of that image.
 
-    The mean of the known images is subtracted first: the common part of a net's embeddings would make any two images similar.
-    B. Barz and J. Denzler searched CIFAR for duplicates in this way (Do We Train on Test Data?, J. Imaging 2020).
+    The mean of the known images is subtracted first: the common part of a net's embeddings would make any two images
+    similar. B. Barz and J. Denzler searched CIFAR for duplicates in this way (Do We Train on Test Data?, J. Imaging 2020).
 
     Args:
         known, images: embeddings (N, features) of one net.
@@ -75,9 +75,9 @@ def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) 
 def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
     """Return the labels that contradict a net's predictions, the least probable label first.
 
-    A label is suspected if another class is more probable. Confident learning counts the suspected labels whose predicted class
-    has at least its threshold: the mean probability of that class among the images labelled with it (C. Northcutt, L. Jiang and
-    I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
+    A label is suspected if another class is more probable. Confident learning counts the suspected labels whose predicted
+    class has at least its threshold: the mean probability of that class among the images labelled with it (C. Northcutt,
+    L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     Args:
         images: the images with their labels.

@@ -32,6 +32,21 @@ COLUMNS = (
 MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # the first columns of TensorBoard's hparams tab
 
 
+# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
+COMPARED = (
+    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
+    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
+    "cutout", "seed",
+)  # fmt: skip
+
+
+def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that runs are compared by, out of the whole configuration."""
+    values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
+    values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
+    return {name: values[name] for name in COMPARED if values.get(name) is not None}
+
+
 @contextmanager
 def _writing(run: RunFolder) -> Iterator[None]:
     """Raise Failure if the folder is full, read-only or gone."""

@@ -19,8 +19,10 @@ from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.image_set import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
+from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.models.pretrained import TIMM
-from cifar_lit.models.registry import MAX_WIDTH, build_net, build_on_meta_device, net_spec, with_versions
+from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec
+from cifar_lit.models.state import with_versions
 from cifar_lit.plugins import UntrustedName, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name

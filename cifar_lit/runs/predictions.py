@@ -133,8 +133,8 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     index                           place among the files
 #     label, probability              the likeliest class and its probability, named as in `serve` and `Prediction`
 #     class_2, probability_2, …       the next ones
-#     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that exceeds 95 % of the
-#                                     validation images (yes or no), and why the file could not be read
+#     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that exceeds
+#                                     95 % of the validation images (yes or no), and why the file could not be read
 
 TOP = 3  # classes that a row names, unless told otherwise
 

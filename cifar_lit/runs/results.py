@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -22,39 +21,19 @@ from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_mat
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
+from cifar_lit.runs.run import Run
 from cifar_lit.stats import wilson_interval
-from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
 Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
-# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
-COMPARED = (
-    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
-    "cutout", "seed",
-)  # fmt: skip
 
-
-def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that runs are compared by, out of the whole configuration."""
-    values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
-    values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
-    return {name: values[name] for name in COMPARED if values.get(name) is not None}
-
-
-def metrics_of(
-    settings: Mapping[str, Any],
-    trainer: pl.Trainer,
-    model: ImageClassifier,
-    data: ImageData,
-    clock: Clock | None,
-    val: Score | None,
-    test: Score | None,
-    temperature: float | None,
+def run_metrics(
+    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
 ) -> dict[str, Any]:
-    """The contents of metrics.json. clock: of the training, None where there was none. temperature: of the model card."""
+    """Return the contents of metrics.json. temperature: that of the model card, None without validation images."""
+    trainer, settings, clock = model.trainer, run.settings, run.clock if run.trains else None
     kind = trainer.strategy.root_device.type
     metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
@@ -69,14 +48,14 @@ def metrics_of(
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
-        "val": {**val.figures, "interval": accuracy_interval(val)} if val else None,
+        "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),
     }
     if test:
         per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
         counted = {"images": test.images, "interval": accuracy_interval(test)}
-        scores: dict[str, Any] = {**test.figures, **counted, "per_class": per_class}
+        scores: dict[str, Any] = {**test.values, **counted, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
         if model.predictions is not None:

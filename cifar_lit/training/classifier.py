@@ -17,12 +17,13 @@ from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
-from cifar_lit.models.registry import build_net, check_net, check_shapes
+from cifar_lit.models.checks import check_shapes
+from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
 from cifar_lit.training.features import check_features, feature_callbacks
-from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
+from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import (
     REST_MOMENTUM,
     check_restored_state,
@@ -30,6 +31,7 @@ from cifar_lit.training.optimizers import (
     configure_optimizers,
     override_optimizer_settings,
 )
+from cifar_lit.training.predictions import PredictionCollector
 
 # Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs in a fit.
 DEFAULT_SHAPE = (3, 32, 32)
@@ -114,6 +116,7 @@ class ImageClassifier(pl.LightningModule):
     """
 
     net: nn.Module
+    is_pretrained = False  # whether the pretrained weights of `weights` are loaded
     weighs_batches = True  # for ImageData: this module knows `Batch.loss_weight` and padded labels
 
     def __init__(
@@ -340,7 +343,7 @@ class ImageClassifier(pl.LightningModule):
     def monitored(self) -> tuple[str, str]:
         """What the best checkpoint is chosen by, such as `val/accuracy`, and whether the `max` or the `min` of it is best."""
         name = self.hparams["monitor"]
-        lowest = name == "loss" or (name in self.evaluation.metrics and self.evaluation.metrics[name].higher_is_better is False)
+        lowest = name == "loss" or (name in self.evaluation.further and self.evaluation.further[name].higher_is_better is False)
         return f"val/{name}", "min" if lowest else "max"
 
     def on_validation_epoch_start(self) -> None:
@@ -376,7 +379,7 @@ class ImageClassifier(pl.LightningModule):
         stage = "test" if self.trainer.testing else "val"
         if self.views.loss.update_called:
             self.views_score = self.views.compute()
-        scores = self.score.scalars(stage)
+        scores = self.score.logged(stage)
         fits = self.trainer.state.fn == "fit"
         if fits and not self.trainer.sanity_checking:
             self._write_row(scores)  # Lightning would write it one step too early

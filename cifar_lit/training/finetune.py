@@ -30,7 +30,7 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
-from cifar_lit.models.registry import with_versions
+from cifar_lit.models.state import with_versions
 from cifar_lit.models.torchvision_nets import SMALL_STEM
 from cifar_lit.text import duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
@@ -85,7 +85,7 @@ class PretrainedWeights(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Load them; see `load_pretrained` for the errors raised."""
-        if stage == "fit" and not trainer.ckpt_path and not getattr(pl_module, "is_pretrained", False):
+        if stage == "fit" and not trainer.ckpt_path and not pl_module.is_pretrained:
             load_into(pl_module)
 
 
@@ -358,7 +358,7 @@ class HeadFit(Callback):
             logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
-            scalars = model.score.scalars("val")
+            scalars = model.score.logged("val")
             text += f" · validation accuracy {model.score.accuracy:.4f}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAverage):  # which a checkpoint holds, and which comes before checkpoints

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from cifar_lit.models.registry import with_versions
+from cifar_lit.models.state import with_versions
 
 
 class WeightAverage(EMAWeightAveraging):

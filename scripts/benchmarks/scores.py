@@ -20,9 +20,9 @@ from cifar_lit.runs.results import calibration_of
 from cifar_lit.runs.run_data import RunData
 
 WHAT = (
-    "For a run with a validation set, on its test images: the calibration error with and without temperature; the area under the "
-    "ROC curve of novelty (energy) and other scores between them and images of other folders; the share of test images that is "
-    "marked as unlike; and the share of randomly changed labels among the same number of least probable labels."
+    "For a run with a validation set, on its test images: the calibration error with and without temperature; the area "
+    "under the ROC curve of novelty (energy) and other scores between them and images of other folders; the share of test "
+    "images that is marked as unlike; and the share of randomly changed labels among as many least probable labels."
 )
 
 
@@ -76,7 +76,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _scores(logits: Tensor) -> dict[str, Tensor]:
-    """Return by name the scores (N,) that could detect images unlike the training images: the higher, the more unlike."""
+    """Return by name the scores (N,) that could detect unlike images: the higher, the more unlike."""
     distribution = Categorical(logits=logits)
     return {
         "energy": novelty(logits),

@@ -18,8 +18,8 @@ from cifar_lit.cli.launch import apply_launcher, continue_job, logs_of
 from cifar_lit.distributed.job import JOB_RUN, Job, job_of
 from cifar_lit.distributed.rank_info import is_first_process
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder
-from cifar_lit.train import Run
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}

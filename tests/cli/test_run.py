@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 import cifar_lit
-from cifar_lit.cli.console import small_set_text
+from cifar_lit.cli.run_report import small_set_text
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.models.registry import build_net

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from cifar_lit import plugins
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.models.registry import NETS, NetSpec, build_net, build_on_meta_device, check_shapes, net_spec
+from cifar_lit.models.checks import build_on_meta_device, check_shapes
+from cifar_lit.models.registry import NETS, NetSpec, build_net, net_spec
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:

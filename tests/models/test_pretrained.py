@@ -7,7 +7,8 @@ import torch
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.pretrained import preprocessing
-from cifar_lit.models.registry import build_net, net_spec, with_versions
+from cifar_lit.models.registry import build_net, net_spec
+from cifar_lit.models.state import with_versions
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 pytest.importorskip("timm")

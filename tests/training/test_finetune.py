@@ -250,6 +250,7 @@ def test_features_are_those_of_the_nets_options(file: str, data: ImageData) -> N
         torch.manual_seed(0)
         settings: dict[str, Any] = {"weights": file, "unfreeze": False, "optimizer": "adamw", "lr": 1e-3}
         tuned = ImageClassifier("timm/resnet10t", [3, 16, 16], 10, net_options={"side": side}, **settings)
+        tuned.is_pretrained = True  # its random weights serve as well
         fitted(tuned, data)
         heads.append(weights(net_head(tuned.net)))
     assert not same(*heads)

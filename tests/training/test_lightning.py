@@ -93,14 +93,14 @@ def test_a_further_metric_reaches_score_loggers_and_callbacks_by_its_name(tmp_pa
     best = ModelCheckpoint(tmp_path / "best", filename="best", monitor="val/top5", mode="max")
     csv = CSVLogger(tmp_path / "logs")
     done = fitted(model, data, best, logger=[rows, csv])
-    assert model.score is not None and set(model.score.metrics) == {"top5"}
+    assert model.score is not None and set(model.score.further) == {"top5"}
     val = rows.of("val/top5")
     assert list(val) == [BATCHES, 2 * BATCHES]
-    assert float(done.callback_metrics["val/top5"]) == val[2 * BATCHES] == model.score.metrics["top5"]
+    assert float(done.callback_metrics["val/top5"]) == val[2 * BATCHES] == model.score.further["top5"]
     assert "val/top5" in (Path(csv.log_dir) / "metrics.csv").read_text().splitlines()[0]
     assert float(best.best_model_score) == pytest.approx(max(val.values()))
     checkpoint = read_checkpoint(tmp_path / "best" / "best.ckpt")
-    assert checkpoint["cifar_lit"]["score"]["metrics"] == {"top5": float(best.best_model_score)}
+    assert checkpoint["cifar_lit"]["score"]["further"] == {"top5": float(best.best_model_score)}
     assert not any("top5" in name for name in checkpoint["state_dict"])  # so that weights fit a model without it
 
     done.test(model, datamodule=data, verbose=False)
@@ -110,7 +110,7 @@ def test_a_further_metric_reaches_score_loggers_and_callbacks_by_its_name(tmp_pa
     assert rows.of("test/top5") == pytest.approx({2 * BATCHES: share})
     resumed = classifier(metrics=metric)
     fitted(resumed, data, resume=tmp_path / "best" / "best.ckpt", max_epochs=3)
-    assert resumed.score is not None and set(resumed.score.metrics) == {"top5"}
+    assert resumed.score is not None and set(resumed.score.further) == {"top5"}
 
 
 # ---- the Trainer's flags

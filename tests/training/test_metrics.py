@@ -14,7 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import prediction_table, write_predictions
-from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, RunningMetrics, Score
+from cifar_lit.training.metrics import Evaluation, MeanLoss, RunningMetrics, Score
+from cifar_lit.training.predictions import PredictionCollector
 
 LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))
@@ -44,9 +45,9 @@ def test_balanced_accuracy_macro_f1_and_top5_are_torchmetrics() -> None:
         "macro_f1": MulticlassF1Score(7, average="macro"),
         "top5": MulticlassAccuracy(7, top_k=5, average="micro"),
     }.items():
-        assert score.figures[name] == pytest.approx(float(metric(LOGITS, LABELS)), abs=1e-6), name
-    assert 0.5 < score.figures["top5"] < 0.9  # of random logits 5/7
-    assert score.figures["top5"] * 500 == round(score.figures["top5"] * 500)
+        assert score.values[name] == pytest.approx(float(metric(LOGITS, LABELS)), abs=1e-6), name
+    assert 0.5 < score.values["top5"] < 0.9  # of random logits 5/7
+    assert score.values["top5"] * 500 == round(score.values["top5"] * 500)
 
 
 def test_a_class_that_is_neither_there_nor_predicted_is_left_out_of_the_means() -> None:
@@ -59,11 +60,11 @@ def test_top5_is_of_more_than_five_classes_counts_ties_and_no_image_without_numb
     few, many = Evaluation(5), Evaluation(6)
     assert (few.names, many.names) == (few.names, [*few.names, "top5"]) and "top5" not in few.names
     few.update(torch.zeros(2, 5), torch.tensor([0, 1]))
-    assert list(few.compute().figures) == few.names
+    assert list(few.compute().values) == few.names
     logits = torch.tensor([[0.0] * 6, [5.0, 4, 3, 2, 1, 0], [5.0, 4, 3, 2, 1, 0], [math.nan] * 6, [math.nan] * 5 + [1]])
     many.update(logits, torch.tensor([5, 4, 5, 0, 5]))
     assert many.compute().top5 == 2 / 5
-    assert list(many.compute().figures) == many.names
+    assert list(many.compute().values) == many.names
 
 
 def test_neither_order_batches_nor_padding_changes_the_last_digit() -> None:
@@ -105,7 +106,7 @@ def test_further_metrics_look_at_probabilities_of_float32() -> None:
 def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_together() -> None:
     evaluation = Evaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
     evaluation.update(LOGITS[:5], torch.full((5,), -1))
-    (auroc, micro) = (evaluation.metrics[name] for name in ("auroc", "micro"))
+    (auroc, micro) = (evaluation.further[name] for name in ("auroc", "micro"))
     assert [(tensor.shape, tensor.dtype) for tensor in (*auroc.preds, *auroc.target)] == [
         ((0, 7), torch.float32),
         ((0,), torch.int64),
@@ -137,18 +138,19 @@ def test_a_score_of_a_checkpoint_is_read_if_it_is_whole() -> None:
     score = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})
     values = score._asdict()
     assert Score.from_dict(values, 2) == score
-    for missing in (None, {}, *({name: value for name, value in values.items() if name != absent} for absent in values)):
-        assert Score.from_dict(missing, 2) is None
+    assert Score.from_dict(None, 2) is None
+    for name in values:
+        assert Score.from_dict({key: value for key, value in values.items() if key != name}, 2) is None
     ours = {"val/loss": 1.25, "val/accuracy": 0.5, "val/balanced_accuracy": 0.5, "val/macro_f1": 0.5}
-    assert score.scalars("val") == {**ours, "val/top5": 1.0}  # one of one's own
-    assert Score.from_dict({**values, "top5": 0.75, "metrics": {}}, 2) == score._replace(top5=0.75, metrics={})
-    assert score._replace(top5=0.75, metrics={}).scalars("val") == {**ours, "val/top5": 0.75}
+    assert score.logged("val") == {**ours, "val/top5": 1.0}  # one of one's own
+    assert Score.from_dict({**values, "top5": 0.75, "further": {}}, 2) == score._replace(top5=0.75, further={})
+    assert score._replace(top5=0.75, further={}).logged("val") == {**ours, "val/top5": 0.75}
 
 
 @pytest.mark.parametrize(
     "damage",
     [{"loss": []}, {"images": "x"}, {"images": math.inf}, {"accuracy": None}, {"per_class": [0.5]}, {"per_class": 3},
-     {"confusion": [[1, 1], [1]]}, {"confusion": [[1, 2**70], [1, 1]]}, {"metrics": {"top5": [1]}}, {"metrics": None},
+     {"confusion": [[1, 1], [1]]}, {"confusion": [[1, 2**70], [1, 1]]}, {"further": {"top5": [1]}}, {"further": None},
      {"top5": [1]}],
 )  # fmt: skip
 def test_a_score_that_is_damaged_is_none(damage: dict[str, object]) -> None:

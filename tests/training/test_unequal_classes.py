@@ -154,7 +154,7 @@ def test_the_best_checkpoint_is_of_the_epoch_that_the_figure_names_and_never_a_d
         done += 2
         fitted(model, shapes_data(), kept, last, max_epochs=done, resume=resume)
     assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == best
-    assert float(kept.best_model_score) == pytest.approx(SCORES[best].figures[monitor])
+    assert float(kept.best_model_score) == pytest.approx(SCORES[best].values[monitor])
 
 
 def test_a_metric_of_ones_own_can_be_monitored_in_the_direction_that_it_has() -> None:

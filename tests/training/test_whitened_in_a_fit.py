@@ -129,7 +129,7 @@ def test_a_bias_whose_rate_has_come_to_0_has_no_gradient_and_all_weights_are_as_
 
 def test_without_a_datamodule_the_first_layer_is_computed_from_the_first_batches() -> None:
     images, labels = torch.randn(24, 3, 16, 16), torch.arange(24) % 10
-    model, expected = classifier(**SMALL, lr=1e-9), classifier(**SMALL)
+    model, expected = classifier(**{**SMALL, "lr": 1e-9}), classifier(**SMALL)
     trainer(max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
     expected.net.initialise(images)
     torch.testing.assert_close(model.net.whiten.weight, expected.net.whiten.weight)

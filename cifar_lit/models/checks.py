@@ -1,0 +1,71 @@
+"""Try a net before it is trained: its output for blank images, and its build without memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cifar_lit.errors import UsageError, first_line
+from cifar_lit.models.registry import build_net
+
+
+def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
+    """Raise UsageError unless `net` takes images (B, *input_shape) to logits (B, num_classes).
+
+    Two blank images pass through the net in evaluation mode. Its weights, buffers and modes stay as they are, and so does
+    torch's random number generator.
+    """
+    weight = next(net.parameters(), torch.empty(0))
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = net(weight.new_zeros(2, *input_shape))
+    except Exception as error:
+        if _NEEDS_GPU.search(str(error)):
+            return  # a net with kernels for GPUs only, built on the CPU
+        images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
+        remedy = "A net must be built for its arguments channels and image_size."
+        reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
+        raise UsageError(f"{name} cannot take {images}: {reason}. {remedy}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not isinstance(output, Tensor):
+        raise UsageError(f"{name} must return a tensor of logits (images, {num_classes}), not a {type(output).__name__}")
+    if tuple(output.shape) != (2, num_classes):
+        shape = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
+        raise UsageError(f"{name} {shape}: the data have {num_classes} classes, so its last layer must have num_classes outputs")
+
+
+_NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
+
+
+def _failed_layer(net: nn.Module, error: Exception) -> str:
+    """Return the layer without children that an error was raised in, as the beginning of a sentence; '' if there is none."""
+    names = {module: name for name, module in net.named_modules()}
+    modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
+    if not layers or layers[-1] is net or any(layers[-1].children()):
+        return ""
+    return f"its layer {names[layers[-1]]}, {layers[-1]}, fails with "
+
+
+def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
+    """`build_net(name, **settings)` with weights that have shapes and dtypes, but take no memory; raises what it raises."""
+    with _WeightsOnMetaDevice():
+        return build_net(name, **settings)
+
+
+class _WeightsOnMetaDevice(TorchFunctionMode):
+    """Layers' weights on the meta device; small tensors that builders compute with (as torchvision's regnets) stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        place = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}
+        return func(*args, **{**(kwargs or {}), **place})
