@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+import torch
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.novelty import learn_novelty, sample_rows
+from cifar_lit.inference.load import READ_AT_ONCE, Classifier
+from cifar_lit.inference.novelty import novelty_threshold
 from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
@@ -89,12 +89,12 @@ def write_results(run: Run, model: ImageClassifier, data: ImageData, val: Score 
     trainer, folder = model.trainer, run.folder.path
     if not trainer.is_global_zero:
         return None
-    card, tensors = describe_model(model, data) if run.trains else (model_card(model, data), {})
+    card = describe_model(model, data) if run.trains else model_card(model, data)
     metrics = run_metrics(run, model, data, val, test, card.temperature)
     if run.board:
         draw_for_tensorboard(run.board, val, test, model.predictions, data, trainer.global_step)
     if run.trains:
-        save_weights(folder / "model.safetensors", model.net.state_dict(), card, tensors)
+        save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # The run is finished: a file that cannot be removed does no harm.
             (folder / PREVIOUS).unlink()
     if test and model.predictions is not None:
@@ -130,21 +130,18 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
 
 
-def describe_model(model: ImageClassifier, data: ImageData) -> tuple[ModelCard, dict[str, Tensor]]:
-    """The card of a trained net, with its temperature, and what tells images unlike those of the training.
+def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
+    """Return the card of a trained net, with the temperature and the novelty threshold of its validation images.
 
-    Both rest on the validation images, as the net was not trained on them. Without any there is no temperature, and no image is
-    called unlike.
+    The net was not trained on these images. Both are None without any.
     """
-    card, (train, val) = model_card(model, data), data.split
-    val = spread_rows(val, MAX_DESCRIBED)
-    images = data.train_images
-    # the net as it will be used, in float32
+    card, images = model_card(model, data), data.train_images
+    val = spread_rows(data.split[1], MAX_DESCRIBED)
+    # The net in float32, as it will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
-    logits, embeddings = classifier.look_at(images.take, val)
-    card = replace(card, temperature=fit_temperature(logits, images.labels[val]))
-    learned = learn_novelty(classifier.look_at(images.take, sample_rows(train))[1], embeddings, logits)
-    return (replace(card, novelty=learned[1]), learned[0]) if learned else (card, {})
+    logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
+    temperature = fit_temperature(logits, images.labels[val])
+    return replace(card, temperature=temperature, novelty_threshold=novelty_threshold(logits))
 
 
 def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode"},
 }
-TOP_LEVEL = {"errors", "files", "hardware", "plugins", "signals", "text"}
-NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "signals", "text", "models", "inference"}
+TOP_LEVEL = {"errors", "files", "hardware", "plugins", "signals", "stats", "text"}
+NO_LIGHTNING = {"errors", "files", "hardware", "plugins", "signals", "stats", "text", "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -30,8 +30,8 @@ from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import OWN, SHORT, check_one_device, parse, recipe_path, recipe_settings
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.runs.compare import mean_interval
 from cifar_lit.runs.run_folder import display_path, read_metrics
+from cifar_lit.stats import mean_interval
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
 

@@ -19,7 +19,8 @@ from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import csv_cell, say
 
 if TYPE_CHECKING:
-    from cifar_lit.runs.compare import McNemar, RunRecord
+    from cifar_lit.runs.compare import RunRecord
+    from cifar_lit.stats import McNemar
 
 DESCRIPTION = (
     "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
@@ -157,8 +158,6 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
     """Draws the curves; the runs of a group share one label, its recipe and settings."""
-    from matplotlib import style
-
     from cifar_lit.runs.compare import plot_curves
 
     labels = {run.name: run.name for run in runs}
@@ -167,8 +166,7 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
         label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
     try:
-        # Without the user's matplotlibrc, which could choose TeX or the size of the picture.
-        with style.context("default"), writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
+        with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
             plot_curves(runs, list(labels.values()), partial)
     except ValueError as error:
         raise Failure(f"{error}: leave --plot out") from None

@@ -47,7 +47,7 @@ from cifar_lit.training.checkpoint import (
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
-from cifar_lit.training.finetune import choose_training, load_into
+from cifar_lit.training.finetune import load_into
 from cifar_lit.training.orderly_stop import Interrupted
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
@@ -63,8 +63,8 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "precision": None,
 }
 
-# Settings of the Trainer that are words; jsonargparse would read a file of the same name in the working folder.
-WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler")
+# Settings that are words. jsonargparse would read a file of the same name in the working folder.
+WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler", "model.net")
 
 
 class RankProgress(Callback):
@@ -249,17 +249,13 @@ class TrainingCLI(LightningCLI):
         if auto and self.name != "fit":
             flag = next(flag for flag, what in AUTO.items() if what in auto)
             raise UsageError(f"--{flag} is for new trainings: leave it out")
-        if "training" in auto and not (self.settings.model.weights and self.settings.model.head_views):
-            raise UsageError("--auto is for pretrained nets: use --recipe finetune, or set model.weights and model.head_views")
-        for part in ("batch", "training", "lr"):  # --auto takes its rates from the batch size, --auto-lr starts from those
-            if part == "training" and part in auto:
-                kwargs["max_epochs"] = self._choose_training()
-            elif part in auto:
-                device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
-                search({part}, self.model, self.datamodule, device, str(trainer.precision))
-                self.settings.data.batch_size = self.datamodule.batch_size  # recorded as if it had been typed
-                for name in RATES:
-                    self.settings.model[name] = self.model.hparams[name]
+        if auto:
+            device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
+            search(auto, self.model, self.datamodule, device, str(trainer.precision))
+            # Recorded in config.yaml as if they had been typed.
+            self.settings.data.batch_size = self.datamodule.batch_size
+            for name in RATES:
+                self.settings.model[name] = self.model.hparams[name]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
@@ -278,21 +274,6 @@ class TrainingCLI(LightningCLI):
         if self.watch and isinstance(configured.strategy, str):  # the watch names a lost rank, and far sooner
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
-
-    def _choose_training(self) -> int:
-        """Sets what `--auto` chooses and is not typed, as if it had been; the number of epochs."""
-        settings, images = self.settings, len(self.datamodule.split[0])
-        choice = choose_training(images, self.datamodule.batch_size)
-        for name in ("unfreeze", "lr", "input_lr"):
-            if self.command.value(f"model.{name}") is None:
-                value = getattr(choice, name)
-                settings.model[name] = self.model.hparams[name] = value
-        if self.command.value("trainer.max_epochs") is None:
-            settings.trainer.max_epochs = choice.epochs
-        if self.first:
-            further = f"later layers too, for {settings.trainer.max_epochs} epochs at a rate of {settings.model.lr:g}"
-            say(f"--auto: {images:,} training images: the last layer" + (f", then {further}" * settings.model.unfreeze))
-        return int(settings.trainer.max_epochs)
 
     def _make_run(self) -> tuple[Run, int | None]:
         """The run, its folder claimed where it is resumed, and the step that it goes on from."""

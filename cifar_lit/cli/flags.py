@@ -33,58 +33,44 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
-# Flags and YAML keys of other programs (timm, Ultralytics, Keras, Lightning 1): the setting that they stand for, with its value
-# where the name implies one. Spelled with dashes, in lower case.
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
+# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 that look unlike ours, by the setting that they stand
+# for, with its value if the name implies one. Spelled with dashes, in lower case.
 _SYNONYMS = {
-    "trainer.accelerator": "device cuda-device",
-    "trainer.accelerator cpu": "cpu no-cuda no-gpu",
-    "trainer.accelerator gpu": "cuda gpu use-cuda use-gpu",
-    "trainer.devices": "gpus num-gpus ngpus n-gpus gpu-ids nproc nproc-per-node num-devices num-processes tpu-cores world-size",
-    "trainer.num_nodes": "num-nodes nnodes",
-    "trainer.max_epochs": "e epoch num-epochs n-epochs nb-epoch train-epochs num-train-epochs",
-    "trainer.max_steps": "steps num-steps iterations iters max-iters",
-    "trainer.precision 16-mixed": "amp fp16 half mixed-precision native-amp",
+    "trainer.accelerator": "device",
+    "trainer.accelerator cpu": "cpu no-cuda",
+    "trainer.accelerator gpu": "gpu cuda",
+    "trainer.devices": "gpus num-gpus nproc-per-node world-size",
+    "trainer.max_epochs": "e train-epochs num-train-epochs",
+    "trainer.max_steps": "steps num-steps iterations",
+    "trainer.precision 16-mixed": "amp fp16 half mixed-precision",
     "trainer.precision bf16-mixed": "bf16",
-    "trainer.strategy": "distributed-backend",
-    "trainer.gradient_clip_val": "clip-grad grad-clip max-norm max-grad-norm clip-norm clipnorm",
-    "trainer.accumulate_grad_batches": "grad-accum-steps gradient-accumulation-steps accumulate",
-    "trainer.fast_dev_run true": "dry-run smoke-test",
-    "data.dataset": "data-set dataset-name dataset-type",
-    "data.root": "d data data-path dataset-dir dataset-path dataset-root imagedir image-dir images input-dir train-dir source",
-    "data.batch_size": "b bs batch batchsize mini-batch-size train-batch-size per-device-train-batch-size",
-    "data.eval_batch_size": "test-batch-size val-batch-size validation-batch-size per-device-eval-batch-size",
-    "data.workers": "j worker num-workers nb-workers n-workers dataloader-num-workers loader-workers",
-    "data.val_size": "val-split validation-split valid-split val-ratio val-pct val-fraction",
-    "data.test_size": "test-split test-ratio",
-    "data.image_size": "imgsz imgsize img-size img input-size resolution crop-size target-size",
-    "data.num_classes": "classes nc n-classes",
-    "data.augment": "augmentation aug transforms",
+    "trainer.gradient_clip_val": "clip-grad grad-clip clipnorm max-grad-norm",
+    "trainer.accumulate_grad_batches": "grad-accum-steps gradient-accumulation-steps",
+    "data.root": "d data data-path dataset-dir image-dir input-dir",
+    "data.batch_size": "b bs per-device-train-batch-size",
+    "data.eval_batch_size": "test-batch-size val-batch-size",
+    "data.workers": "j",
+    "data.val_size": "val-split validation-split val-ratio",
+    "data.image_size": "img input-size resolution crop-size",
+    "data.augment": "aug transforms",
     "data.augment.mixup": "mixup mixup-alpha",
     "data.augment.cutmix": "cutmix cutmix-alpha",
-    "data.flip random": "hflip horizontal-flip fliplr",
-    "model.net": "m model arch architecture backbone model-name net-name network",
-    "model.lr": "learning-rate base-lr init-lr lr0 rate",
-    "model.optimizer": "opt optim",
-    "model.weight_decay": "wd decay l2",
-    "model.label_smoothing": "smoothing",
-    "model.schedule": "sched scheduler lr-scheduler lr-schedule",
-    "model.warmup_epochs": "warmup warmup-epoch",
-    "model.ema_decay": "ema model-ema model-ema-decay",
-    "model.weights": "weights pretrained pretrained-weights initial-checkpoint finetune-from",
-    "model.weights imagenet": "use-pretrained",
-    "model.patience": "early-stopping early-stop early-stopping-patience",
-    "model.metrics": "metric",
-    "seed_everything": "random-seed random-state manual-seed rng-seed",
-    "recipe": "r preset",
-    "config": "cfg config-file yaml yml hyp conf",
-    "logs": "o output out output-dir out-dir outdir save-dir savedir save-path log-dir logdir log-path project default-root-dir",
-    "ckpt_path": "checkpoint checkpoint-path ckpt resume-from resume-from-checkpoint load load-from model-path",
-    "debug": "verbose traceback",
-    "help": "h usage",
+    "data.flip random": "hflip fliplr",
+    "model.net": "m model arch architecture backbone",
+    "model.lr": "learning-rate base-lr init-lr",
+    "model.optimizer": "opt",
+    "model.weight_decay": "wd decay",
+    "model.ema_decay": "ema model-ema",
+    "model.weights": "weights pretrained initial-checkpoint",
+    "model.patience": "early-stopping",
+    "seed_everything": "random-state manual-seed",
+    "logs": "o output output-dir out-dir save-dir default-root-dir project",
+    "ckpt_path": "checkpoint resume-from load-from",
+    "debug": "verbose",
 }
 SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in words.split()}
-AUTO = {"auto": "training", "auto-batch": "batch", "auto-lr": "lr"}
+AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -99,8 +85,7 @@ class Command:
         recipe: a packaged recipe, or the path of a YAML file.
         configs: files of further settings, the strongest last.
         resume: "" for the newest run, a path, or None when nothing is to be resumed.
-        auto: which of "batch" and "lr" are to be searched for before the training; "training": what of a pretrained net is
-            trained, and for how long, follows from the number of images.
+        auto: which of "batch" and "lr" to search for before the training.
         flags: all others, as LightningCLI takes them, each one word with its value.
         folds: as typed, in how many parts the images are cut, of which each is tested on once; None for no cross-validation.
         job: what a new run's folder records of the scheduler's job that it belongs to.
@@ -267,8 +252,7 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     """
     line = [subcommand]
     if base:
-        config = str(base) if command.recipe else _run_config(base)
-        line += ["--config", config]
+        line += ["--config", str(base)]
         if not command.recipe:
             line.append(f"--logs={LOGS}")  # a run's configuration names the folder of that time
     for config in command.configs:
@@ -276,13 +260,6 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
-
-
-def _run_config(config: Path) -> str:
-    """A run's config.yaml for the parser: its path, or its text without `data.chunk`, a setting that older versions wrote."""
-    text = config.read_text()
-    kept = re.sub(r"^  chunk: .*\n", "", text, flags=re.MULTILINE)
-    return str(config) if kept == text else kept
 
 
 def recipe_settings(path: Path) -> dict[str, object]:

@@ -22,10 +22,10 @@ from cifar_lit.cli.launch import logs_of
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
-from cifar_lit.runs.compare import mean_interval, wilson_interval
 from cifar_lit.runs.label_errors import rank_suspects
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics
+from cifar_lit.stats import mean_interval, wilson_interval
 from cifar_lit.text import csv_cell, say
 
 FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")

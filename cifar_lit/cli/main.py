@@ -41,7 +41,6 @@ flags of fit, train, validate, test and predict
   --data-dir PATH    where archives are kept, or the folder of own images
   --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
   --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
-  --auto             of a pretrained net: choose by the number of images what is trained, and for how long
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  of several processes, one that gives no sign for so many seconds ends the run

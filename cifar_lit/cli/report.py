@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import webbrowser
+from functools import partial
 from pathlib import Path
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
 from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import load
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
@@ -42,9 +44,9 @@ def report(words: list[str]) -> None:
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in a folder that can be, with --out")
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
-    page = inspected_page(run, data, classifier.look_at, device)
-    with writing(out, "Choose another place with --out.") as partial:
-        partial.write_text(page, encoding="utf-8")
+    page = inspected_page(run, data, partial(logits_and_embeddings, classifier), device)
+    with writing(out, "Choose another place with --out.") as part:
+        part.write_text(page, encoding="utf-8")
     say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")
     if settings.open:
         webbrowser.open(out.absolute().as_uri())

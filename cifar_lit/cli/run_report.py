@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.stats import newcombe_margin
 from cifar_lit.text import counted, say
 from cifar_lit.train import Results
 from cifar_lit.training.finetune import training_plan
@@ -122,17 +122,16 @@ def figures_text(scores: Mapping[str, Any]) -> str:
 def small_set_text(scores: Mapping[str, Any], is_fold: bool = False) -> str | None:
     """Return a warning about differences that a small test set cannot show, None for a larger set.
 
-    Two equally good runs differ by less with probability 0.95 if each is tested on as many images of its own: Newcombe, Interval
-    Estimation for the Difference Between Independent Proportions, 1998, method 10. On the same images `compare` sees more.
+    The warning holds for runs tested on separate images. On the same images `compare` shows smaller differences.
 
     Args:
         scores: the `test` part of metrics.json.
         is_fold: whether the run belongs to a cross-validation.
     """
-    accuracy, (low, high) = scores["accuracy"], scores["interval"] or (0.0, 0.0)
+    low, high = scores["interval"] or (0.0, 0.0)
     if (high - low) / 2 <= MAX_HALF_WIDTH:
         return None
-    chance = math.hypot(accuracy - low, high - accuracy)
+    chance = newcombe_margin(scores["accuracy"], (low, high))
     remedy = "" if is_fold else "; --folds 5 tests on every image"
     return f"small test set: differences between runs below {chance:.3f} may be chance{remedy}"
 

@@ -179,7 +179,7 @@ def runner_of(net: LoadedNet) -> Runner:
 def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
     """Write a net in one of the formats. Raise Failure for a net that the format cannot express."""
     if to == "safetensors":  # as a run's own model.safetensors: what `cifar_lit.load` takes
-        save_weights(path, net.net.state_dict(), net.card, net.novelty)
+        save_weights(path, net.net.state_dict(), net.card)
     elif to == "torch-export":
         program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
         content = io.BytesIO()  # torch aborts the process if a write to a file fails here

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from cifar_lit.data.decode import decode, pixels_of
 from cifar_lit.errors import Failure
@@ -31,8 +30,8 @@ class Prediction:
     label: str
     probability: float  # of the label, 0 … 1
     top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
-    novelty: float | None = None  # how unlike the training images, 0 or more; None where the weights have no novelty data
-    unlike: bool | None = None  # whether it is more so than 95 % of the validation images; None where there were none
+    novelty: float  # energy of the logits: the higher, the more unlike the training images
+    unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold
 
 
 def batch_size_of(images: Tensor) -> int:
@@ -64,17 +63,13 @@ class Classifier:
         return printable(f"Classifier({self.card.net}, {len(self.classes)} classes ({names}), images {size}{accuracy})")
 
     def __call__(self, images: Tensor) -> Tensor:
-        """float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
-        return self.logits_and_embeddings(images)[0]
-
-    def logits_and_embeddings(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 logits (B, classes) and embeddings (B, features), on the CPU, of uint8 images (B, C, H, W)."""
+        """Return float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
         if not len(images):
-            return torch.zeros(0, len(self.classes)), torch.zeros(0, 0)
+            return torch.zeros(0, len(self.classes))
         device = self.net.mean.device
-        parts = [_logits_and_embeddings(self.net, batch.to(device)) for batch in images.split(batch_size_of(images))]
-        logits, embeddings = zip(*parts, strict=True)
-        return torch.cat(logits).float().cpu(), torch.cat(embeddings).cpu()
+        with torch.no_grad():
+            logits = [self.net(batch.to(device)) for batch in images.split(batch_size_of(images))]
+        return torch.cat(logits).float().cpu()
 
     def predict(self, images: Any, top: int = 3) -> list[Prediction]:
         """A prediction for each image, in order; one image by itself gives a list of one.
@@ -94,35 +89,17 @@ class Classifier:
 
     def predict_batch(self, images: Tensor, top: int = 3) -> list[Prediction]:
         """`predict` for uint8 images (B, C, H, W) that are of the net's size already."""
-        logits, embeddings = self.logits_and_embeddings(images)
+        logits = self(images)
         if not logits.isfinite().all():
             raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
-        probabilities, settings = self.net.probabilities(logits), self.card.novelty
-        scores: list[float | None] = [None] * len(images)
-        if self.net.novelty and settings and len(images):
-            scores = novelty(embeddings, logits, self.net.novelty, settings).tolist()
-        threshold = settings.get("threshold")
-        best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
+        threshold = self.card.novelty_threshold
+        best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
         predictions = []
-        for values, labels, score in zip(best_values.tolist(), order.tolist(), scores, strict=True):
+        for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unlike = None if score is None or threshold is None else score > threshold
+            unlike = None if threshold is None else score > threshold
             predictions.append(Prediction(*best[0], best, score, unlike))
         return predictions
-
-    def look_at(
-        self, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], None] = lambda count: None
-    ) -> tuple[Tensor, Tensor]:
-        """`logits_and_embeddings` of int64 rows (N,) of a set, which may be larger than the memory.
-
-        take: gives the images of rows, uint8 (B, H, W, C). advance: is told how many further images were looked at.
-        """
-        parts = []
-        for part in rows.split(READ_AT_ONCE):
-            parts.append(self.logits_and_embeddings(take(part).permute(0, 3, 1, 2)))
-            advance(len(part))
-        logits, embeddings = zip(*parts, strict=True)
-        return torch.cat(logits), torch.cat(embeddings)
 
     def prepare(self, images: Any) -> Tensor:
         """uint8 images (N, C, H, W) of the net's size from what `predict` takes."""
@@ -165,23 +142,3 @@ def load(path: str | Path, device: str = "cpu") -> Classifier:
     net = load_model_file(path)
     test = read_metrics(Path(path)).get("test") or {}  # no metrics.json lies below a file
     return Classifier(net, device, test.get("accuracy"))
-
-
-def _logits_and_embeddings(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B, classes) and embeddings float32 (B, features) of float images (B, C, H, W), in one pass through `net`.
-
-    The embedding is the input of the last linear or convolutional layer that the pass comes to; of maps, the mean over
-    their places. Both come without gradient. net: in evaluation mode.
-    """
-    last: list[Tensor] = []
-
-    def keep_input(module: nn.Module, inputs: Any) -> None:
-        last[:] = [inputs[0]]
-
-    layers = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    with torch.no_grad(), ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(keep_input))
-        logits: Tensor = net(images)
-    maps = last[0].float()
-    return logits, maps.mean((2, 3)) if maps.ndim == 4 else maps.flatten(1)

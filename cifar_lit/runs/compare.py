@@ -1,97 +1,21 @@
-"""Runs beside each other: what was set otherwise, what came out, and which of it is more than chance."""
+"""Compare runs: the settings that differ, the results, and which differences are more than chance."""
 
 from __future__ import annotations
 
 import glob
 import json
-import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, compress, cycle, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.stats import McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
-
-# ---- How sure a figure is: intervals of means and of accuracies, and the test of a difference on the same images.
-
-
-def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """The t that Student's t with `freedom` degrees stays within with probability `confidence`, by bisection.
-
-    That probability is a finite sum for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions,
-    26.7.3 and 26.7.4, of the angle atan(t / sqrt(freedom)).
-    """
-    odd = freedom % 2
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        term, total = math.cos(angle) if odd else 1.0, 0.0
-        for power in range(2 + odd, freedom + 1, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * (power - 1) / power
-        within = math.sin(angle) * total
-        within = 2 / math.pi * (angle + within) if odd else within
-        low, high = (angle, high) if within < confidence else (low, angle)
-    return math.tan(high) * math.sqrt(freedom)
-
-
-def mean_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Number `n`, `mean`, `std` (of the sample) and 95 % interval of the mean (`low`, `high`); these three None of one value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return {"n": len(values), "mean": mean, "std": None, "low": None, "high": None}
-    std = statistics.stdev(values)
-    half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
-    return {"n": len(values), "mean": mean, "std": std, "low": mean - half, "high": mean + half}
-
-
-Z95 = 1.959964  # the standard normal lies within ± this with probability 0.95
-
-
-def wilson_interval(right: int, count: int) -> tuple[float, float]:
-    """Wilson's (1927) 95 % interval of a fraction of `count` independent images, at least one, of which `right` were right."""
-    share, square = right / count, Z95**2 / count
-    middle = (share + square / 2) / (1 + square)
-    half = Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-class McNemar(NamedTuple):
-    """Two classifiers on the same images. first, second: images that only the one, only the other has right. p: see `mcnemar`."""
-
-    first: int
-    second: int
-    exact: float
-    mid: float
-
-
-def mcnemar(first: int, second: int) -> McNemar:
-    """Test whether two classifiers err equally often, from the images that only one of them has right (McNemar).
-
-    exact: the two-sided probability of a split at least as uneven as this, if each of these images fell to either with
-    probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself; it is less cautious and
-    recommended for accuracies (Fagerland, Lydersen and Laake, BMC Medical Research Methodology 13:91, 2013).
-    """
-    count, least = first + second, min(first, second)
-    if not count:
-        return McNemar(0, 0, 1.0, 1.0)
-    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
-    itself = math.exp(log_ways - count * math.log(2))
-    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
-    for place in range(least, 0, -1):
-        term *= place / (count - place + 1)
-        total += term
-        if term < 1e-17 * total:
-            break
-    exact = min(1.0, 2 * total * itself)
-    return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
-
 
 # ---- What a run's folder says.
 
@@ -318,11 +242,26 @@ def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
 
 
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
-    """Draws accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
+    """Draw accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
 
-    labels: what stands in the legend for each run; runs of one label share its colour. Accuracy is of the validation images,
-    of the training images where no run has any. Raises ValueError when no run has a curve.
+    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc
+    does not apply: it could choose TeX or the size of the picture.
+
+    Args:
+        runs: the runs to draw.
+        labels: text in the legend for each run. Runs of one label share its colour.
+        file: the PNG to write.
+
+    Raises:
+        ValueError: no run has a curve.
     """
+    from matplotlib import style
+
+    with style.context("default"):
+        _plot_curves(runs, labels, file)
+
+
+def _plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = [[row for row in read_curves(run.path) if "epoch" in row] for run in runs]

@@ -1,4 +1,4 @@
-"""Images to look at again: labels that a net and the image's neighbours reject, and test images that training images repeat."""
+"""Find likely label errors, and duplicates between training and test images."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from torch.nn import functional as F
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
-AT_ONCE = 256  # images that are compared with all training images
-NEIGHBOURS = 30  # whose labels count; 10 are as good
-MAX_VOTERS = 50_000  # training images; of more, as many are drawn
-
-Neighbours = tuple[Tensor, Tensor]  # cosines, the nearest first, and the training images' rows, both (N, count)
+AT_ONCE = 256  # images compared with all training images in one step
 
 
 class Pair(NamedTuple):
@@ -54,56 +50,40 @@ class Findings(NamedTuple):
     contrary: int
 
 
-def find_neighbours(known: Tensor, images: Tensor, count: int, advance: Callable[[int], None]) -> Neighbours:
-    """For each image the known ones that are nearest by embedding, and their cosines with it.
+def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+    """Return for each image the cosine with the nearest known image, and the row of that image.
 
-    The mean of the known images is taken off first, as all that a net's embeddings have in common would make any two alike.
-    As B. Barz and J. Denzler looked for the duplicates in CIFAR (Do We Train on Test Data?, J. Imaging 2020).
+    The mean of the known images is subtracted first: the common part of a net's embeddings would make any two images
+    similar. B. Barz and J. Denzler searched CIFAR for duplicates in this way (Do We Train on Test Data?, J. Imaging 2020).
 
-    known, images: embeddings (N, features) of one net. advance: is told how many further images were looked at.
+    Args:
+        known, images: embeddings (N, features) of one net.
+        advance: callback with the number of images processed since the last call.
+
+    Returns:
+        Cosines and int64 rows, both (images,) on the CPU.
     """
     middle = known.mean(0)
     columns = F.normalize(known - middle, dim=1).T
     nearest = []
     for part in images.split(AT_ONCE):
-        nearest.append((F.normalize(part - middle, dim=1) @ columns).topk(min(count, len(known)), dim=1))
+        nearest.append((F.normalize(part - middle, dim=1) @ columns).max(1))
         advance(len(part))
     return torch.cat([cosines for cosines, _ in nearest]).cpu(), torch.cat([rows for _, rows in nearest]).cpu()
 
 
-def neighbours_of_all(embeddings: Tensor, advance: Callable[[int], None]) -> Neighbours:
-    """`find_neighbours` of the training images among themselves; an image that is its own neighbour has a cosine of -∞."""
-    rows = torch.arange(len(embeddings))
-    voters = rows
-    if len(rows) > MAX_VOTERS:
-        voters = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:MAX_VOTERS]
-    cosines, places = find_neighbours(embeddings[voters.to(embeddings.device)], embeddings, NEIGHBOURS + 1, advance)
-    others = voters[places]
-    return cosines.masked_fill(others == rows[:, None], -torch.inf), others
-
-
-def with_votes(probabilities: Tensor, neighbours: Neighbours, labels: Tensor) -> Tensor:
-    """The mean of a net's probabilities (N, classes) and of the labels of an image's neighbours, weighted by exp(cosine).
-
-    A net learns labels that it is trained on by heart, in the end also the wrong ones. The neighbours' are of other images:
-    D. Bahri, H. Jiang and M. Gupta, Deep k-NN for Noisy Labels, ICML 2020.
-
-    `results/cpu/scores.json` has how many changed labels of test images it finds. It helps nets that are trained little, or that
-    have learned the wrong labels too; after a whole training of `laptop` the net alone is as good on test images.
-    """
-    cosines, rows = neighbours
-    votes = torch.zeros_like(probabilities).scatter_add_(1, labels[rows], cosines.softmax(1).to(probabilities))
-    return (probabilities + votes) / 2
-
-
 def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
-    """The labels that are most against what `probabilities` (N, classes) say of the images.
+    """Return the labels that contradict a net's predictions, the least probable label first.
 
-    Suspected are those of which another class is likelier, the less probable the label the more. Counted are those whose other
-    class has at least its threshold, the mean probability that the images of that label have for it, as some classes are harder
-    to be sure of (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
+    A label is suspected if another class is more probable. Confident learning counts the suspected labels whose predicted
+    class has at least its threshold: the mean probability of that class among the images labelled with it (C. Northcutt,
+    L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
-    what: the images are called. held_out: rows that were validated on.
+    Args:
+        images: the images with their labels.
+        probabilities: the net's, float (N, classes).
+        what: name of the set in captions.
+        held_out: rows of validation images.
     """
     ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities)
     pictures = []
@@ -143,16 +123,18 @@ def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
     return Ranking(rows, own, best, suggested, confident)
 
 
-def find_duplicates(train: ImageSet, test: ImageSet, nearest: Neighbours) -> tuple[list[Pair], int, int]:
-    """What test images repeat of the training images: `pairs`, `twins` and `contrary` of `Findings`.
+def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
+    """Return `pairs`, `twins` and `contrary` of `Findings`.
 
-    nearest: of the test images, as `find_neighbours` gives them.
+    Args:
+        train, test: the two sets.
+        cosines, rows: nearest training image of each test image, from `find_nearest`.
     """
     first: dict[bytes, int] = {}
     for number in range(len(train)):
         first.setdefault(_digest(train.images[number]), number)
     twins = torch.tensor([first.get(_digest(image), -1) for image in test.images])
-    repeated, cosines, rows = twins >= 0, nearest[0][:, 0], nearest[1][:, 0]
+    repeated = twins >= 0
     others = min(int((~repeated).sum()), GALLERY_SIZE)
     pairs = []
     for place in cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)[:others]:

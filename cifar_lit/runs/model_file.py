@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,18 +28,23 @@ from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
 
 FORMAT = "cifar-lit 1"
-CHECKSUM = "sha256"  # of the metadata; files of before there were checksums have none
-NOVELTY = "novelty."  # begins the names of tensors that are not the net's, see `cifar_lit.inference.novelty`
+CHECKSUM = "sha256"  # key of the metadata
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What must be known to use weights: the net and its settings, the classes, and how images are prepared.
+    """The metadata needed to use weights: the net and its settings, the classes, and how images are prepared.
 
-    input_shape: channels, height, width. mean, std: of the channels, in [0, 1] units. options: the net's own, as plain values.
-    novelty: how images unlike those of the training are told; empty where they are not. temperature: what logits are divided by
-    for probabilities, None where no held-out images told it. resize: how pictures of other proportions get the net's height and
-    width, one of `decode.RESIZES`. Older files lack the last four.
+    Attributes:
+        net: name in the registry.
+        width: factor of the net's channels.
+        input_shape: channels, height, width.
+        classes: names in the order of the logits.
+        mean, std: of each channel, in [0, 1] units.
+        options: the net's own settings, as plain values.
+        novelty_threshold: `cifar_lit.inference.novelty` above which an image is unlike the training images.
+        temperature: divisor of the logits for probabilities. It and the threshold are None if no images were held out.
+        resize: how images of other proportions are brought to the net's height and width, one of `decode.RESIZES`.
     """
 
     net: str
@@ -50,7 +54,7 @@ class ModelCard:
     mean: list[float]
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)
-    novelty: dict[str, Any] = field(default_factory=dict)
+    novelty_threshold: float | None = None
     temperature: float | None = None
     resize: str = "crop"
 
@@ -65,16 +69,15 @@ class ModelCard:
 class LoadedNet(nn.Module):
     """A trained net that takes images as they are: uint8 (B, C, H, W) to logits float32 (B, classes).
 
-    `net` is the bare net, for images that are normalised already. `novelty` has the tensors that `card.novelty` goes with.
+    `net` is the bare net, for images that are normalised already.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: nn.Module, card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, net: nn.Module, card: ModelCard) -> None:
         super().__init__()
         self.net, self.card, self.classes = net, card, tuple(card.classes)
-        self.novelty = dict(novelty or {})
         self.register_buffer("mean", torch.tensor(card.mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(card.std).view(-1, 1, 1))
 
@@ -92,20 +95,20 @@ class LoadedNet(nn.Module):
         return (logits if self.card.temperature is None else logits / self.card.temperature).softmax(1)
 
 
-def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor], novelty: Mapping[str, Tensor] | None = None) -> LoadedNet:
-    """The net of a card with a copy of its weights (a state dict), in evaluation mode on the CPU, as its file is loaded."""
+def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNet:
+    """Return the net of a card with a copy of its weights (a state dict), in evaluation mode on the CPU."""
     net = build_net(card.net, **card.net_settings)
     net.load_state_dict(with_versions(net, weights))
-    return LoadedNet(net, card, novelty).eval()
+    return LoadedNet(net, card).eval()
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard, novelty: Mapping[str, Tensor] | None = None) -> None:
+def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
     """Write a net's state dict with its card, atomically; the same values give the same bytes.
 
-    novelty: the tensors that go with `card.novelty`. Raises OSError if the disk does not take the file.
+    Raises:
+        OSError: the file cannot be written.
     """
-    named = {**weights, **{NOVELTY + name: tensor for name, tensor in (novelty or {}).items()}}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     text = json.dumps(asdict(card))
     metadata = {"format": FORMAT, "card": text, CHECKSUM: checksum(text, tensors)}
     content = save(tensors)
@@ -151,12 +154,9 @@ def load_model_file(path: str | Path) -> LoadedNet:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
             weights = {name: opened.get_tensor(name) for name in slices}
-        if CHECKSUM in metadata and metadata[CHECKSUM] != checksum(metadata["card"], weights):
+        if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
             raise InvalidFileError("it is not as it was written: its checksum differs")
-        novelty = {name.removeprefix(NOVELTY): weights.pop(name) for name in list(weights) if name.startswith(NOVELTY)}
-        if novelty and card.novelty and not _is_sample(novelty.get("known"), card.novelty.get("neighbour")):
-            raise InvalidFileError("its embeddings are not a sample of its training images")
-        net = build_loaded_net(card, weights, novelty)
+        net = build_loaded_net(card, weights)
         if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
             raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
     except Failure:
@@ -180,7 +180,6 @@ MAX_CARD = 3 << 20  # bytes of the header
 MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
 MAX_CHANNELS = 64
 MAX_CLASSES = 100_000
-MAX_EXTRA = 1 << 27  # values of all tensors that are not the net's
 MAX_TEMPERATURE = 20.0  # and the inverse of the least
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
@@ -193,14 +192,14 @@ def card_values(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or values.keys() != _CHECKS.keys():
         raise InvalidFileError("its card does not say how to build its net")
     for name, check in _CHECKS.items():
-        if name in values and not check(values[name]):
+        if not check(values[name]):
             raise InvalidFileError(f"its {name} cannot be {json.dumps(values[name])[:60]}")
-    channels = values.get("input_shape", [None])[0]
+    channels = values["input_shape"][0]
     for name in ("mean", "std"):
-        if channels and len(values.get(name, range(channels))) != channels:
+        if len(values[name]) != channels:
             raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
     return values
 
@@ -217,9 +216,10 @@ def check_card(card: ModelCard) -> None:
 
 
 def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
-    """Raises InvalidFileError unless `claims` are those of the card's net, or of novelty; the net is not given memory.
+    """Raise InvalidFileError unless the tensors of a file are those of the card's net. The net gets no memory.
 
-    claims: each tensor's dtype, as safetensors writes it ("F32"), and its shape.
+    Args:
+        claims: by name, each tensor's dtype as safetensors writes it ("F32") and its shape.
     """
     try:
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
@@ -227,21 +227,13 @@ def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: Model
         raise
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
-    further = {name: shape for name, (_, shape) in claims.items() if name not in expected}
-    fitting = all(name in claims and _fits(tensor, *claims[name]) for name, tensor in expected.items())
-    if not fitting or not all(name.startswith(NOVELTY) for name in further):
+    if claims.keys() != expected.keys() or not all(_fits(tensor, *claims[name]) for name, tensor in expected.items()):
         raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
-    if sum(map(math.prod, further.values())) > MAX_EXTRA:
-        raise InvalidFileError(f"beside the net it has more than {MAX_EXTRA:,} values")
 
 
 def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
     right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
     return right and tuple(tensor.shape) == shape
-
-
-def _is_sample(known: Tensor | None, neighbour: Any) -> bool:
-    return known is not None and known.ndim == 2 and type(neighbour) is int and 1 <= neighbour <= len(known)
 
 
 def _number(value: Any) -> bool:
@@ -273,7 +265,7 @@ _CHECKS = {
     "mean": _numbers,
     "std": lambda value: _numbers(value) and min(value, default=0) > 0,
     "options": lambda value: isinstance(value, dict) and _plain(value),
-    "novelty": lambda value: isinstance(value, dict) and (value.get("threshold") is None or _number(value["threshold"])),
+    "novelty_threshold": lambda value: value is None or _number(value),
     "temperature": lambda value: value is None or (_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE),
     "resize": lambda value: value in tuple(RESIZES),
 }

@@ -99,10 +99,9 @@ def read_predictions(path: Path, classes: Sequence[str], count: int) -> Predicti
     """Return the table in a `predictions.csv`, or None if it cannot be one of these classes and images.
 
     Each index must occur once and be below `count`, the number of images in the set. Probabilities must lie in 0 … 1; a
-    diverged net has NaN for all images. Columns after the fourth are ignored: older files have others there.
+    diverged net has NaN for all images. Columns after the fourth are ignored.
     """
-    number: dict[object, int] = {name: place for place, name in enumerate(classes)}  # older files have the names as they are
-    number |= {csv_cell(name): place for place, name in enumerate(classes)}
+    number: dict[object, int] = {csv_cell(name): place for place, name in enumerate(classes)}
     try:
         rows = [
             (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
@@ -134,8 +133,8 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     index                           place among the files
 #     label, probability              the likeliest class and its probability, named as in `serve` and `Prediction`
 #     class_2, probability_2, …       the next ones
-#     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that is more than nearly
-#                                     all validation images are (yes or no), and why the file could not be read
+#     path, novelty, unlike, error    the path as given, how unlike the training images it is, whether that exceeds
+#                                     95 % of the validation images (yes or no), and why the file could not be read
 
 TOP = 3  # classes that a row names, unless told otherwise
 
@@ -152,7 +151,7 @@ class Row:
     error: str | None = None
 
     def values(self, top: int) -> dict[str, Any]:
-        """The row by column, None where it has nothing; probabilities and distances with six digits."""
+        """The row by column, None where it has nothing; probabilities and novelty with six digits."""
         values: dict[str, Any] = {"index": self.index}
         for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
             values["label" if rank == 1 else f"class_{rank}"] = name

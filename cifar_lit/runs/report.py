@@ -17,20 +17,12 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
-from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import GALLERY_SIZE, PART_NAMES, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
-from cifar_lit.runs.label_errors import (
-    NEIGHBOURS,
-    Findings,
-    find_duplicates,
-    find_neighbours,
-    neighbours_of_all,
-    suspect_labels,
-    with_votes,
-)
+from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
+from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable
 
 if TYPE_CHECKING:
@@ -41,14 +33,14 @@ PARTS = ("train", "val", "test")  # whose curves share a chart: `val/loss` is dr
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # the others follow as they were logged
 TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
 
-# What takes images by their rows, the rows, and what is told how many were looked at; logits and embeddings (N, …).
+# From a function that returns the images of rows, the rows, and a progress callback, to logits and embeddings (N, …).
 Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
 
 def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
     """The page with a look at the training images, of the run's own figures where it was tested on these test images.
 
-    look: `Classifier.look_at` of the run's net. device: where to compare the images' embeddings.
+    look: `inference.embeddings.logits_and_embeddings` of the run's net. device: where to compare the embeddings.
     """
     metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
     recorded = (metrics.get("test") or {}).get("fingerprint")
@@ -62,15 +54,12 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
         scored = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": logits.double().softmax(1)}
         predictions = prediction_table(scored)
     train_logits, known = _looked_at(look, train, "training images")
-    known = known.to(device)
     with progress("comparing test with training images", len(test)) as advance:
-        nearest = find_neighbours(known, embeddings.to(device), NEIGHBOURS, advance)
-    with progress("comparing training images", len(train)) as advance:
-        others = neighbours_of_all(known, advance)
+        nearest = find_nearest(known.to(device), embeddings.to(device), advance)
     findings = Findings(
-        suspect_labels(train, with_votes(train_logits.softmax(1), others, train.labels), "Training", held_out),
-        suspect_labels(test, with_votes(logits.softmax(1), nearest, train.labels), "Test"),
-        *find_duplicates(train, test, nearest),
+        suspect_labels(train, train_logits.softmax(1), "Training", held_out),
+        suspect_labels(test, logits.softmax(1), "Test"),
+        *find_duplicates(train, test, *nearest),
     )
     return render(run, metrics, data, predictions, findings)
 
@@ -132,7 +121,6 @@ def render(
         metrics=metrics,
         classes=classes,
         findings=findings,
-        neighbours=NEIGHBOURS,
         images=len(predictions.labels),
         right=int(predictions.hits.sum()),
         interval=wilson_interval(int(predictions.hits.sum()), len(predictions.labels)),

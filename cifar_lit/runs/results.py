@@ -17,12 +17,12 @@ import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
-from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
 from cifar_lit.runs.run import Run
+from cifar_lit.stats import wilson_interval
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 

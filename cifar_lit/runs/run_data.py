@@ -57,7 +57,6 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
     from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
 
     settings, name = data_settings(run, card, dataset, data_dir), display_path(run)
-    settings.pop("chunk", None)  # older versions wrote it
     if not settings:
         raise UsageError(f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
     check_choices({"data": settings})

@@ -8,7 +8,6 @@ gradients of a new head (A. Kumar et al., Fine-Tuning can Distort Pretrained Fea
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -401,35 +400,6 @@ class HeadFit(Callback):
                 parts.append(features)
         model.train()
         return torch.cat(parts) if first else None
-
-
-# ---- what --auto chooses
-
-
-EPOCHS_AT_ONE, MIN_EPOCHS, MAX_EPOCHS = 450, 2, 20  # epochs fall with the root of the number of images
-MIN_UNFROZEN = 50  # training images, from which on more than the last layer is trained
-RATE, INPUT_RATE, RATED_BATCH = 7e-4, 2e-4, 32  # of the recipe finetune, in the last and the first layers
-
-
-class Choice(NamedTuple):
-    """Of a training from a fitted last layer on: whether there is any, its epochs, and its rates in the last and first layers."""
-
-    unfreeze: bool
-    epochs: int
-    lr: float
-    input_lr: float
-
-
-def choose_training(images: int, batch_size: int) -> Choice:
-    """What pays for so many training images.
-
-    A rule of thumb: for 900 images of CIFAR-10, enlarged to 128 pixels, its 15 epochs were better than the recipe's 6 by no more
-    than seeds differ (results/cpu/few-labels.json). Rates are those of the recipe, times the root of the batch size, as it
-    suits AdamW (S. Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, NeurIPS 2022).
-    """
-    epochs = min(max(round(EPOCHS_AT_ONE / math.sqrt(images)), MIN_EPOCHS), MAX_EPOCHS)
-    scale = math.sqrt(batch_size / RATED_BATCH)
-    return Choice(images >= MIN_UNFROZEN, epochs, float(f"{RATE * scale:.2g}"), float(f"{INPUT_RATE * scale:.2g}"))
 
 
 # ---- what is said of it before it begins

@@ -101,9 +101,9 @@ class Score(NamedTuple):
             fields = dict(saved or {})
             matrix = torch.as_tensor(fields["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
             per_class = torch.tensor(fields["per_class"], dtype=torch.float64).view(num_classes)
-            further = {str(name): float(value) for name, value in fields.get("further", {}).items()}
+            further = {str(name): float(value) for name, value in fields["further"].items()}
             accuracy, loss, counted = float(fields["accuracy"]), float(fields["loss"]), int(fields["images"])
-            top5 = None if fields.get("top5") is None else float(fields["top5"])
+            top5 = None if fields["top5"] is None else float(fields["top5"])
             return cls(accuracy, loss, counted, per_class.tolist(), matrix.tolist(), further, top5)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # a file may hold anything
             return None

@@ -23,7 +23,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Trains on a few images of CIFAR-10, as many of each class, drawn anew for each seed, and tests on the 10,000 test images: "
-    "the recipe finetune on images that are scaled up to 128 pixels, as it is, with --auto, and its last layer alone, and the "
+    "the recipe finetune on images that are scaled up to 128 pixels, as it is and its last layer alone, and the "
     "recipe folder, a small net from scratch, for as many epochs as make 600 steps. The validation images are some of the few. "
     "What is not listed here goes to all trainings."
 )
@@ -32,7 +32,6 @@ SCALED = ["--model.net_options={side: 128}"]
 WAYS = {
     "last layer": ("finetune", [*SCALED, "--model.unfreeze=false"]),
     "fine-tuned": ("finetune", SCALED),
-    "with --auto": ("finetune", [*SCALED, "--auto"]),
     "from scratch": ("folder", []),
 }
 SCRATCH_STEPS = 600

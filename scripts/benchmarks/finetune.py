@@ -24,7 +24,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.folder import draw_test, scan
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.compare import wilson_interval
+from cifar_lit.stats import wilson_interval
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 WHAT = (

@@ -14,7 +14,6 @@ from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
 from cifar_lit.bench.recipe import mean_text, process_age, run_once, texts_of
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.compare import mean_interval, t_quantile
 from cifar_lit.training.orderly_stop import Interrupted
 
 RUN: dict[str, Any] = {  # as `run_once` returns it
@@ -115,16 +114,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(line: str, answ
     with pytest.raises(UsageError, match=answer):
         bench(["recipe", *line.split()])
     assert [path.name for path in Path().iterdir()] == ["small.yaml"]
-
-
-def test_an_interval_is_mean_plus_and_minus_t_standard_errors() -> None:
-    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (9, 2.2622), (199, 1.9720)):  # of the tables
-        assert t_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
-    interval = mean_interval([0.90, 0.92, 0.94])
-    assert (interval["n"], interval["mean"], interval["std"]) == (3, pytest.approx(0.92), pytest.approx(0.02))
-    assert interval["high"] - interval["mean"] == pytest.approx(4.30265 * 0.02 / 3**0.5, rel=1e-5)
-    assert interval["mean"] - interval["low"] == pytest.approx(interval["high"] - interval["mean"])
-    assert mean_interval([0.9]) == {"n": 1, "mean": 0.9, "std": None, "low": None, "high": None}
 
 
 def test_accuracy_counts_all_runs_and_time_the_warm_ones() -> None:

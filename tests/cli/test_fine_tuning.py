@@ -11,7 +11,6 @@ from contract.command_line import SMALL, config_of, files_of, metrics_of, run_co
 
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.finetune import choose_training
 
 SHAPENET = (
     "--net",
@@ -59,26 +58,6 @@ def test_the_last_layer_alone_makes_a_run_too() -> None:
     scored = run_command("test", "--ckpt_path", f"{run}/checkpoints/best.ckpt")
     accuracy = next(line for line in answer.lines if line.startswith("test accuracy 0."))
     assert accuracy in scored.lines
-
-
-def test_auto_chooses_by_the_number_of_images_what_the_line_does_not_say() -> None:
-    choice = choose_training(160, 32)
-    answer = run_command(*SMALL, *SHAPENET[:-2], "--auto")
-    assert answer.code == 0, answer.err
-    assert any(line.startswith("--auto: 160 training images: the last layer, then ") for line in answer.lines)
-    config = config_of(Path("lightning_logs/small-1"))
-    assert config["trainer"]["max_epochs"] == choice.epochs == metrics_of(Path("lightning_logs/small-1"))["epochs"]
-    assert (config["model"]["lr"], config["model"]["input_lr"]) == (choice.lr, choice.input_lr)
-    answer = run_command(*SMALL, *SHAPENET, "--auto", "--epochs", "1")
-    assert answer.code == 0, answer.err
-    config = config_of(Path("lightning_logs/small-2"))
-    assert (config["trainer"]["max_epochs"], config["model"]["lr"]) == (1, 0.001)
-    answer = run_command(*SMALL, *SHAPENET[:-2], "--auto", "--auto-batch", "--epochs", "1", "--batch-size", "64")
-    assert answer.code == 0, answer.err
-    config = config_of(Path("lightning_logs/small-3"))
-    assert (config["data"]["batch_size"], config["model"]["lr"]) == (16, choose_training(160, 16).lr)
-    again = run_command(*SMALL, *SHAPENET, "--auto", "--resume", "lightning_logs/small-2")
-    assert again.code == 2 and "is finished" in again.err
 
 
 def test_a_fast_dev_run_leaves_nothing_behind() -> None:
@@ -141,7 +120,6 @@ def test_images_are_prepared_as_in_the_pretraining_unless_settings_say_otherwise
         (("--model.unfreeze", "false"), "set model.weights"),
         (("--model.frozen", "0.5"), "model.frozen keeps pretrained layers as they are: set model.weights"),
         (("--model.weights", "weights.pth", "--net", "shapenet", "--model.frozen", "1"), "model.frozen is a share"),
-        (("--auto",), "--auto is for pretrained nets: use --recipe finetune"),
         (("--net", "timm/no_such_net"), "timm has no net named 'no_such_net'"),
     ],
 )

@@ -59,8 +59,8 @@ def test_resume_takes_a_path_or_none(argv: str, resume: str | None) -> None:
 def test_other_words_are_switches_weights_to_score_or_left_to_the_parser() -> None:
     for name in ("validate", "test", "predict"):
         assert parse(name, ["--ckpt_path", "a.ckpt"]) == Command(name, flags=["--ckpt_path=a.ckpt"])
-    command = parse("fit", ["--trust", "--auto-batch", "--debug", "--auto-lr", "--auto"])
-    assert command == Command("fit", trust=True, auto={"batch", "lr", "training"})
+    command = parse("fit", ["--trust", "--auto-batch", "--debug", "--auto-lr"])
+    assert command == Command("fit", trust=True, auto={"batch", "lr"})
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--autos", "--trus"):
         assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
     assert all(parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"))

@@ -146,6 +146,6 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
     refuse(1, "bare/config.yaml has data settings of another version (")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}")
     refuse(1, "the data are images of 3×20×20, the net takes 3×16×16: name its own with --data-dir")
-    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images, chunk: 0}\n")  # as an older version's
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
     refuse(2, "images does not exist: --data-dir must name a folder with ")
     assert run_command("report", "bare", "--data-dir", "elsewhere").code == 0

@@ -29,11 +29,12 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import cifar_lit
 from cifar_lit.cli.run_report import small_set_text
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.inference.novelty import novelty
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.calibration import fit_temperature
-from cifar_lit.runs.compare import wilson_interval
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.runs.predictions import fingerprint, read_predictions
+from cifar_lit.stats import wilson_interval
 from cifar_lit.training.checkpoint import read_checkpoint
 
 OWN = Path("lightning_logs/small-1")  # the first run in a test's own folder
@@ -212,7 +213,8 @@ def test_the_loaded_net_is_the_checkpoints(run_dir: Path, data: ImageData) -> No
     mean, std = (torch.tensor(config_of(run_dir)["data"][name]).view(-1, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
-    assert loaded.card.novelty["images"] == [160, 40] and loaded.card.novelty["threshold"] > 0
+    scores = novelty(loaded(data.train_images.images[data.split[1]].permute(0, 3, 1, 2)))
+    assert scores.gt(loaded.card.novelty_threshold).sum() == 2  # 5 % of 40 validation images
 
 
 def test_the_temperature_is_that_of_the_validation_images_and_metrics_json_has_the_error_with_and_without(
@@ -238,9 +240,9 @@ def test_what_trains_on_all_images_has_no_temperature_and_calls_none_unlike(work
     calibration = metrics_of(OWN)["test"]["calibration"]
     assert (calibration["temperature"], calibration["tempered_error"]) == (None, None) and calibration["error"] > 0
     loaded = cifar_lit.load(OWN)
-    assert (loaded.card.temperature, loaded.card.novelty["threshold"]) == (None, None)
+    assert (loaded.card.temperature, loaded.card.novelty_threshold) == (None, None)
     (prediction,) = loaded.predict_batch(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
-    assert prediction.novelty is not None and prediction.unlike is None
+    assert prediction.unlike is None
     assert "No temperature was fitted" in (OWN / "report.html").read_text()
 
 

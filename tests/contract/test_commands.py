@@ -56,7 +56,6 @@ def test_help_names_every_command_and_short_flag() -> None:
         *("recipe", "devices", "accelerator", "nodes", "precision", "epochs", "logs", "checkpoint-every", "auto-batch"),
         *(
             "auto-lr",
-            "auto",
             "debug",
             "dataset",
             "data-dir",

@@ -132,14 +132,3 @@ def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrup
     after = contents_of(interrupted)
     assert [name for name, content in before.items() if after.get(name) != content] == []
     assert files_of(interrupted) == names  # but for a file of TensorBoard's, which is opened with the Trainer
-
-
-def test_a_run_of_an_older_version_with_data_chunk_is_tested_and_resumed(interrupted: Path) -> None:
-    config = interrupted / "config.yaml"
-    config.write_text(config.read_text().replace("data:\n", "data:\n  chunk: 0\n", 1))
-    assert_refused(run_command("--config", config), 2, "no setting is called data.chunk")
-    for words in (["test", "--ckpt_path", interrupted / "checkpoints/last.ckpt"], ["--resume", interrupted]):
-        answer = run_command(*words)
-        assert (answer.code, answer.err) == (0, "")
-    assert "chunk" not in config_of(interrupted)["data"]
-    assert metrics_of(interrupted)["test"]["images"] == 280

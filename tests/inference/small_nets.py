@@ -1,4 +1,4 @@
-"""Run folders with small nets: of random weights, with novelty data, and one that decides with confidence."""
+"""Run folders with small nets: of random weights, with a novelty threshold, and one that decides with confidence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.load import load
-from cifar_lit.inference.novelty import learn_novelty
+from cifar_lit.inference.novelty import novelty_threshold
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, save_weights
 
@@ -33,13 +33,11 @@ def write_net(
 
 
 def write_novelty_net(folder: Path) -> Path:
-    """The same with novelty data of 200 images of noise."""
+    """A run folder whose novelty threshold is that of images of noise; they have larger logits than drawn pictures."""
     net = load_model_file(write_net(folder))
-    images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8)
-    logits, embeddings = load(folder).logits_and_embeddings(images)
-    learned = learn_novelty(embeddings[:100], embeddings[100:], logits[100:])
-    assert learned is not None
-    save_weights(folder / "model.safetensors", net.net.state_dict(), replace(net.card, novelty=learned[1]), learned[0])
+    noise = torch.randint(0, 256, (100, 3, 32, 32), dtype=torch.uint8)
+    card = replace(net.card, novelty_threshold=novelty_threshold(load(folder)(noise)))
+    save_weights(folder / "model.safetensors", net.net.state_dict(), card)
     return folder
 
 

@@ -56,7 +56,8 @@ def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys
     for row, prediction in zip(rows(out), cifar_lit.load(run).predict(paths(out)), strict=True):
         best = [(row["label"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
         assert best == [(name, f"{probability:.6f}") for name, probability in prediction.top]
-        assert row["novelty"] == row["unlike"] == row["error"] == ""
+        assert row["novelty"] == f"{prediction.novelty:.6f}"
+        assert row["unlike"] == row["error"] == ""
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1

@@ -51,13 +51,6 @@ def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(run: Pa
         export([str(run), "--to", "onnx", "--quantize", "int8"])
 
 
-def test_a_copy_tells_pictures_unlike_the_training_too(novelty_run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.safetensors"
-    export([str(novelty_run), "--to", "safetensors", "--out", str(copy), "--images", "8"])
-    novelty, copied = (load_model_file(path).novelty for path in (novelty_run, copy))
-    assert novelty and novelty.keys() == copied.keys()
-
-
 def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"data": {"dataset": "folder", "root": "gone"}}))
     net = load_model_file(run)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,9 @@ from cifar_lit.runs.compare import (
     differing,
     find_runs,
     groups,
-    mcnemar,
     pairs,
     plot_curves,
     read_run,
-    wilson_interval,
 )
 from cifar_lit.runs.predictions import write_predictions
 
@@ -146,41 +141,6 @@ def test_many_runs_are_each_tested_against_the_best() -> None:
     best_of_others = made_run("other", [True] * 10, fingerprint="f2")
     with_others, lines = pairs([*runs, best_of_others])
     assert with_others == tests and lines[1:] == [line] and "different test images" in lines[0]
-
-
-# ---- intervals and tests, against values worked by hand or counted out
-
-
-@pytest.mark.parametrize(
-    ("right", "count", "interval"),
-    [
-        (5, 10, (0.23659, 0.76341)),  # middle 0.5, half 1.96 · sqrt(0.025 + 0.0096036) / 1.384146 = 0.26341
-        (0, 10, (0.0, 0.27753)),  # from 0 to z² / (n + z²) = 3.8415 / 13.8415
-        (10, 10, (0.72247, 1.0)),
-        (9400, 10000, (0.93518, 0.94449)),  # for many images nearly the normal's: 0.94 ± 1.96 · 0.0023749
-    ],
-)
-def test_wilsons_interval_is_that_of_worked_examples(right: int, count: int, interval: tuple[float, float]) -> None:
-    assert wilson_interval(right, count) == pytest.approx(interval, abs=1e-4)
-
-
-@pytest.mark.parametrize(("first", "second"), [(1, 0), (3, 3), (2, 7), (9, 1), (5, 6)])
-def test_mcnemars_p_is_the_share_of_all_ways_to_split(first: int, second: int) -> None:
-    """Every way in which the images could have fallen to the one or the other, counted."""
-    splits = [sum(way) for way in product((0, 1), repeat=first + second)]
-    as_much = sum(abs(2 * split - first - second) >= abs(first - second) for split in splits) / len(splits)
-    itself = sum(split in (first, second) for split in splits) / len(splits)
-    assert mcnemar(first, second)[2:] == mcnemar(second, first)[2:] == pytest.approx((as_much, as_much - itself / 2))
-
-
-def test_mcnemar_holds_for_no_images_and_for_many() -> None:
-    assert mcnemar(0, 0) == (0, 0, 1.0, 1.0)
-    assert mcnemar(2600, 2400).mid == pytest.approx(0.00468, abs=2e-4)  # the normal's: z = 200 / sqrt(5000) = 2.828
-    assert 0 < mcnemar(500, 100).exact < 1e-50
-    began = time.process_time()
-    # The probability of an even split of 2n images is 1 / sqrt(πn), by Stirling's formula.
-    assert 1 - mcnemar(200_000, 200_000).mid == pytest.approx(0.5 / math.sqrt(math.pi * 200_000), rel=1e-5)
-    assert time.process_time() - began < 0.1
 
 
 # ---- the picture of several runs' curves

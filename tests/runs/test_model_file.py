@@ -17,23 +17,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import cifar_lit
-from cifar_lit.errors import Failure, InvalidFileError, UsageError
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.plugins import all_imports_allowed
 from cifar_lit.runs.model_file import (
     FORMAT,
-    MAX_EXTRA,
     MAX_HEADER,
     ModelCard,
     check_card,
-    check_tensors,
     load_model_file,
     save_weights,
 )
 
 CARD = ModelCard("lenet", 1.0, [3, 20, 24], ["cat", "dog", "œuf"], [0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
 CARD_VALUES = asdict(CARD)
-NOVEL = {"known": torch.arange(24.0).view(4, 6).half()}
 
 
 def net_of(card: ModelCard) -> torch.nn.Module:
@@ -47,8 +44,7 @@ def net_of(card: ModelCard) -> torch.nn.Module:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model file, with novelty."""
-    save_weights(tmp_path / "model.safetensors", net_of(CARD).state_dict(), CARD, NOVEL)
+    save_weights(tmp_path / "model.safetensors", net_of(CARD).state_dict(), CARD)
     return tmp_path / "model.safetensors"
 
 
@@ -76,11 +72,10 @@ def test_a_loaded_net_gives_the_logits_of_the_saved_one_on_plain_images(tmp_path
 def test_the_metadata_hold_all_that_a_use_of_the_weights_needs_and_any_program_reads_them(path: Path) -> None:
     net = net_of(CARD)
     with safe_open(path, framework="pt") as opened:
-        assert set(opened.keys()) == {*net.state_dict(), "novelty.known"}
+        assert set(opened.keys()) == {*net.state_dict()}
         assert opened.metadata()["format"] == FORMAT
         assert json.loads(opened.metadata()["card"]) == CARD_VALUES
     loaded = load_model_file(path)
-    assert torch.equal(loaded.novelty["known"], NOVEL["known"])
     assert CARD.net_settings["image_size"] == (20, 24)  # height, width
     for images in (torch.zeros(1, 3, 24, 20).byte(), torch.zeros(3, 20, 24).byte(), torch.zeros(1, 3, 20, 24)):
         with pytest.raises(ValueError, match=r"images must be uint8 of \(batch, 3 × 20 × 24\), not torch"):
@@ -91,16 +86,13 @@ def test_the_same_values_give_the_same_bytes_with_the_mode_of_other_files(path: 
     again, plain = path.with_name("again"), path.with_name("plain")
     plain.touch()
     for _ in range(5):  # safetensors' own order of the metadata changes from one time to the next
-        save_weights(again, net_of(CARD).state_dict(), CARD, NOVEL)
+        save_weights(again, net_of(CARD).state_dict(), CARD)
         assert again.read_bytes() == path.read_bytes()
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # so that the tensors can be mapped
     assert again.stat().st_mode == plain.stat().st_mode
 
 
-def test_files_of_before_options_novelty_ways_of_resizing_and_checksums_still_load_and_a_missing_one_is_named(path: Path) -> None:
-    card = {name: value for name, value in CARD_VALUES.items() if name not in ("options", "novelty", "temperature", "resize")}
-    save_file(net_of(CARD).state_dict(), path, metadata={"format": FORMAT, "card": json.dumps(card)})
-    assert load_model_file(path).card == CARD
+def test_a_missing_file_is_named(path: Path) -> None:
     path.unlink()
     for place, name in ((path.parent, r"model\.safetensors"), (path.with_name("typo"), "typo")):
         with pytest.raises(UsageError, match=f"there is no .*{name}"):
@@ -147,13 +139,13 @@ def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) 
 
 
 SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))
-HEADERS = ({"__metadata__": {"card": SWAPPED}}, {"novelty.known": {"shape": [6, 4]}}, {"novelty.known": {"dtype": "BF16"}})
+UNCHECKED = {"sha256": "0" * 64}
 
 
-@pytest.mark.parametrize("change", [-1, -1000, -20_000, *HEADERS])
-def test_a_flipped_bit_and_another_card_shape_or_dtype_break_the_checksum(path: Path, change: Any) -> None:
+@pytest.mark.parametrize("change", [-1, -1000, -20_000, {"card": SWAPPED}, UNCHECKED])
+def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, change: Any) -> None:
     if isinstance(change, dict):
-        rewrite_header(path, change)
+        rewrite_header(path, {"__metadata__": change})
     else:
         content = bytearray(path.read_bytes())
         content[change] ^= 1
@@ -168,7 +160,8 @@ def test_a_flipped_bit_and_another_card_shape_or_dtype_break_the_checksum(path: 
         {"input_shape": [65, 20, 24]}, {"input_shape": [3, 20, 2049]}, {"input_shape": [3, 20]}, {"classes": []},
         {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
         {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]}, {"classes": ["a\tb"]},
-        {"novelty": {"threshold": "x"}}, {"temperature": 0}, {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
+        {"novelty_threshold": "x"}, {"novelty_threshold": float("inf")}, {"temperature": 0},
+        {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
         {"resize": "stretch"}, {"resize": ["crop"]},
     ],
 )  # fmt: skip
@@ -192,32 +185,17 @@ def test_a_net_whose_file_could_not_be_written_or_read_is_not_trained(values: di
     check_card(replace(CARD, classes=[f"class {number}" for number in range(100_000)]))
 
 
-def test_tensors_that_are_not_finite_not_the_nets_or_too_many_beside_it_are_refused(path: Path) -> None:
+def test_tensors_that_are_not_finite_or_not_the_nets_are_refused(path: Path) -> None:
     other = "its weights are not those of the net lenet that it names"
     weights = net_of(CARD).state_dict()
     save_weights(path, {**weights, "further": torch.zeros(1)}, CARD)
     refused(path, other)
     save_weights(path, net_of(replace(CARD, width=2.0)).state_dict(), CARD)
     refused(path, other)
-    claims = {name: ("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
-    check_tensors({**claims, "novelty.known": ("F16", (MAX_EXTRA,))}, CARD)
-    with pytest.raises(InvalidFileError, match="beside the net it has more than 134,217,728 values"):
-        check_tensors({**claims, "novelty.known": ("F16", (MAX_EXTRA,)), "novelty.more": ("BOOL", (1,))}, CARD)
     for value in (torch.nan, torch.inf):
         next(iter(weights.values())).view(-1)[0] = value
         save_weights(path, weights, CARD)
         refused(path, "its weights are not finite numbers: the training diverged")
-
-
-@pytest.mark.parametrize(("neighbour", "fits"), [(1, True), (4, True), (5, False), (0, False), (2.0, False), (None, False)])
-def test_a_neighbour_that_the_sample_of_the_training_images_does_not_have_is_refused(
-    path: Path, neighbour: Any, fits: bool
-) -> None:
-    save_weights(path, net_of(CARD).state_dict(), replace(CARD, novelty={"neighbour": neighbour}), NOVEL)
-    if fits:
-        load_model_file(path)
-    else:
-        refused(path, "its embeddings are not a sample of its training images")
 
 
 def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +215,7 @@ def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(path: Path
         ({"format": FORMAT}, "does not say how to build"),
         ({"format": FORMAT, "card": "{"}, "does not say how to build"),
         ({"format": FORMAT, "card": '{"net": "lenet"}'}, "does not say how to build"),
+        ({"format": FORMAT, "card": json.dumps({**CARD_VALUES, "depth": 3})}, "does not say how to build"),
         ({"format": FORMAT, "card": json.dumps(CARD_VALUES)}, "are not those of the net lenet"),
     ],
 )

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from security.attack import Attack
 from security.hostile_models import Maker
 
 from cifar_lit.cli import main
+from cifar_lit.runs.model_file import load_model_file, save_weights
 
 CLEAR = "\x1b[2J\x1b]0;gone\x07"
 TRAIN = ["train", "--recipe", "small.yaml", "--logs", "runs"]
@@ -181,14 +183,8 @@ def card(**values: Any) -> Maker:
     """The run's model.safetensors with other values on its card, and a picture."""
 
     def prepare(folder: Path) -> None:
-        path = folder / "run/model.safetensors"
-        data = path.read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:end])
-        known = header.pop("__metadata__")  # its checksum is left out, as in files of before
-        text = json.dumps(json.loads(known["card"]) | values)
-        content = json.dumps({"__metadata__": {"format": known["format"], "card": text}, **header}).encode()
-        path.write_bytes(len(content).to_bytes(8, "little") + content + data[end:])
+        net = load_model_file(folder / "run")
+        save_weights(folder / "run/model.safetensors", net.net.state_dict(), replace(net.card, **values))
         picture("a.png")(folder)
 
     return prepare
@@ -278,7 +274,9 @@ ATTACKS: dict[str, Attack] = {
     # its net
     "class names that turn the line round": harmless(card(classes=["\u202egnp", *"bcd"]), [*CLASSIFY, "--top=4"], r"\u202egnp"),
     "class names that a spreadsheet would run": harmless(card(classes=["=1+1", *"bcd"]), [*CLASSIFY, "--top=4"], "'=1+1"),
-    "a threshold of unlike pictures that is text": Attack(card(novelty={"threshold": "x"}), CLASSIFY, says="its novelty cannot"),
+    "a threshold of unlike pictures that is text": Attack(
+        card(novelty_threshold="x"), CLASSIFY, says="its novelty_threshold cannot"
+    ),
     # images
     "a picture's name that clears the terminal": harmless(
         picture(f"p/{CLEAR}.png"), ["classify", "run", "p", "--csv"], r"p/\x1b[2J"

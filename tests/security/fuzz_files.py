@@ -9,6 +9,7 @@ import shutil
 import struct
 import zlib
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,18 @@ from cifar_lit.data.folder import folder
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.model_file import FORMAT, load_model_file
+from cifar_lit.runs.model_file import CHECKSUM, FORMAT, ModelCard, checksum, load_model_file
 from cifar_lit.training.checkpoint import describe_net, read_checkpoint
 
 # ---- Nets and settings.
 
 NET = build_net("lenet", channels=1, image_size=16, num_classes=2, width=0.5)
-CARD = {"net": "lenet", "width": 0.5, "input_shape": [1, 16, 16], "classes": ["a", "b"], "mean": [0.5], "std": [0.5]}
+CARD = asdict(ModelCard("lenet", 0.5, [1, 16, 16], ["a", "b"], [0.5], [0.5]))
 
 
 def model_file(card: Any) -> bytes:
-    return save(NET.state_dict(), {"format": FORMAT, "card": json.dumps(card)})
+    text = json.dumps(card)
+    return save(NET.state_dict(), {"format": FORMAT, "card": text, CHECKSUM: checksum(text, NET.state_dict())})
 
 
 MODEL = model_file(CARD)
@@ -281,7 +283,7 @@ READERS = {
         damaged(MODEL)
         | damaged(MODEL[8:HEADER]).map(with_header)
         | changed(json.loads(MODEL[8:HEADER])).map(as_json).map(with_header)
-        | changed({**CARD, "options": {}, "novelty": {}}).map(model_file),
+        | changed(CARD).map(model_file),
         read_model,
     ),
     "a checkpoint": Reader(

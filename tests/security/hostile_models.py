@@ -13,10 +13,13 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from cifar_lit.runs.model_file import ModelCard
 
 Maker = Callable[[Path], object]  # puts a hostile file in the place of the genuine one
 
@@ -215,9 +218,7 @@ def _metadata(card: dict[str, Any] | str) -> dict[str, Any]:
     return {"__metadata__": {"format": "cifar-lit 1", "card": card if isinstance(card, str) else json.dumps(card)}}
 
 
-CARD: dict[str, Any] = {
-    "net": "lenet", "width": 1.0, "input_shape": [3, 32, 32], "classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3,
-}  # fmt: skip
+CARD = asdict(ModelCard("lenet", 1.0, [3, 32, 32], ["a", "b"], [0.5] * 3, [0.5] * 3))
 
 
 def _card(**values: Any) -> Maker:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.files import PART
-from cifar_lit.runs.model_file import NOVELTY
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"
@@ -85,9 +84,8 @@ def only_run(folder: Path) -> Path:
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """What was tested and kept."""
-    kept = load_file(only_run(folder) / "model.safetensors")
-    return {name: tensor for name, tensor in kept.items() if not name.startswith(NOVELTY)}
+    """Return the tested weights of the only run."""
+    return load_file(only_run(folder) / "model.safetensors")
 
 
 def metrics(folder: Path) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from small_runs import At, best_and_last, fitted, same, shapes_data, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import choose_training, fit_head, load_into, load_pretrained, net_head
+from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
@@ -193,19 +192,6 @@ def test_rare_classes_have_their_share_by_class_weights() -> None:
     plain, weighted = (fit_head(features, labels, 2, 1, given) for given in (None, torch.tensor([0.5, 15.0])))
     rare = [((features @ head.weight.T + head.bias).argmax(1) == 1).sum() for head in (plain, weighted)]
     assert rare[0] < 10 < rare[1]
-
-
-# ---- --auto
-
-
-def test_more_images_are_trained_on_for_fewer_epochs_and_very_few_on_the_last_layer_alone() -> None:
-    choices = [choose_training(images, 32) for images in (20, 90, 900, 3000, 50_000, 1_000_000)]
-    assert [choice.epochs for choice in choices[1:]] == [20, 15, 8, 2, 2]
-    assert [choice.unfreeze for choice in choices] == [False, True, True, True, True, True]
-    recipe: dict[str, Any] = recipe_settings(recipe_path("finetune"))
-    small, large = (choose_training(900, batch) for batch in (recipe["data"]["batch_size"], 128))
-    assert (small.lr, small.input_lr) == (recipe["model"]["lr"], recipe["model"]["input_lr"]) == (7e-4, 2e-4)
-    assert (large.lr, large.input_lr) == (1.4e-3, 4e-4)
 
 
 # ---- in a fit

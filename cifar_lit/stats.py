@@ -1,0 +1,115 @@
+"""Confidence intervals of means and fractions, and the paired test of two classifiers on the same images."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Z95 = 1.959964  # a standard normal variable lies within ± this value with probability 0.95
+
+
+def t_quantile(freedom: int, confidence: float = 0.95) -> float:
+    """Return the t for which Student's t lies in -t … t with probability `confidence`.
+
+    For integer degrees of freedom that probability is a finite sum over the angle atan(t / sqrt(freedom)): M. Abramowitz
+    and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by bisection.
+
+    Args:
+        freedom: degrees of freedom, at least 1.
+        confidence: two-sided probability, between 0 and 1.
+    """
+    odd = freedom % 2
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        term, total = math.cos(angle) if odd else 1.0, 0.0
+        for power in range(2 + odd, freedom + 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (power - 1) / power
+        within = math.sin(angle) * total
+        within = 2 / math.pi * (angle + within) if odd else within
+        low, high = (angle, high) if within < confidence else (low, angle)
+    return math.tan(high) * math.sqrt(freedom)
+
+
+def mean_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of a sample with its 95 % interval by Student's t (The Probable Error of a Mean, 1908).
+
+    Args:
+        values: at least one.
+
+    Returns:
+        `n`, `mean`, `std` (of the sample), `low` and `high`. The last three are None for a single value.
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return {"n": len(values), "mean": mean, "std": None, "low": None, "high": None}
+    std = statistics.stdev(values)
+    half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
+    return {"n": len(values), "mean": mean, "std": std, "low": mean - half, "high": mean + half}
+
+
+def wilson_interval(right: int, count: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a fraction (E. B. Wilson, Probable Inference, the Law of Succession, 1927).
+
+    Args:
+        right: number of correct images.
+        count: number of independent images, at least one.
+    """
+    share, square = right / count, Z95**2 / count
+    middle = (share + square / 2) / (1 + square)
+    half = Z95 * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
+    """Return the difference that two equally good classifiers stay below with probability 0.95 on separate test sets.
+
+    This is half the width of the interval of the difference between two equal fractions: R. Newcombe, Interval Estimation
+    for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10.
+
+    Args:
+        share: the fraction of correct images that both classifiers have.
+        interval: its Wilson interval, the same for both as their test sets have the same size.
+    """
+    low, high = interval
+    return math.hypot(share - low, high - share)
+
+
+class McNemar(NamedTuple):
+    """Result of `mcnemar`: images that only the first or only the second classifier has right, and two p values."""
+
+    first: int
+    second: int
+    exact: float
+    mid: float
+
+
+def mcnemar(first: int, second: int) -> McNemar:
+    """Test whether two classifiers err equally often on the same images (Q. McNemar, Psychometrika 12, 1947).
+
+    Args:
+        first: images that only the first classifier has right.
+        second: images that only the second classifier has right.
+
+    Returns:
+        exact: the two-sided probability of a split at least as uneven, if each of these images fell to either classifier
+        with probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself. It is less
+        conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC Medical Research
+        Methodology 13:91, 2013).
+    """
+    count, least = first + second, min(first, second)
+    if not count:
+        return McNemar(0, 0, 1.0, 1.0)
+    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
+    itself = math.exp(log_ways - count * math.log(2))
+    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
+    for place in range(least, 0, -1):
+        term *= place / (count - place + 1)
+        total += term
+        if term < 1e-17 * total:
+            break
+    exact = min(1.0, 2 * total * itself)
+    return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
