@@ -32,7 +32,7 @@ commands
   compare    runs beside each other: the settings that differ, accuracies, a test of their difference
   export     a run's net as ONNX, torch-export or safetensors, checked after writing
   serve      a run's net as an HTTP service with a page for trying it
-  bench      measurements, such as `bench step`; `bench --help` lists them
+  bench      measure recipes over seeds, or the devices of this machine
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
