@@ -25,7 +25,7 @@ commands
   test       score a checkpoint on the test images
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
-  devices    what this machine has; `--check` tries it out, `--net NAME` lists a net's parameters
+  devices    devices of this machine; `--check` trains on each, `--net NAME` lists a net's parameters
   preview    a sheet of one's own images, as a recipe's augmentation would show them in training
   classify   name what is on pictures, with a run's net; scripts/predict.py is the same
   report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
