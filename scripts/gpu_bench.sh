@@ -7,8 +7,9 @@
 # PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, airbench, variants, rest, fast100 (with
 # DATA100), long; all if none is named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
 # FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD count their trainings, EPOCHS_BASELINE and
-# EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `bench step`, INPUT, PROFILE and
-# DEVICES those of these measurements. AIRBENCH names airbench94_muon.py, to be measured beside ours. TINY=1 tries it all on a CPU.
+# EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `step.py`, INPUT and PROFILE those of
+# `input.py` and `profile_step.py`, DEVICES those of `bench devices`. AIRBENCH names airbench94_muon.py, to be measured beside
+# ours. TINY=1 tries it all on a CPU.
 set -uo pipefail
 data=$(realpath "$1")
 data100=${DATA100:+$(realpath "$DATA100")}
@@ -20,7 +21,7 @@ if [ -n "${TINY:-}" ]; then
     : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
     : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
     : "${INPUT:=--batch-size 50 --batches 2 --rounds 2}" "${PROFILE:=--warmup 2 --steps 3}"
-    : "${PADDED=}" "${DEVICES:=--batch-sizes 4 --widths 1 --warmup 2 --steps 3 --rounds 2}"
+    : "${PADDED=}" "${DEVICES:=--epochs 1}"
     : "${EXTRA:=--epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1}"
 fi
 accelerator=${ACCELERATOR:-gpu} limit=${LIMIT:-500}
@@ -62,7 +63,7 @@ for part in "${parts[@]}"; do
             ;;
         step)
             script profile profile_step.py --recipe "$fast" "${images[@]}" ${PROFILE:-}
-            bench step step --recipe "$fast" "${images[@]}" ${TURNS:-}
+            script step step.py --recipe "$fast" "${images[@]}" ${TURNS:-}
             ;;
         fast94) seeds "$fast" "$fast" "${RUNS:-40}" ;;
         airbench) if [ -n "${AIRBENCH:-}" ]; then run airbench python3 "$AIRBENCH"; fi ;;
@@ -77,8 +78,8 @@ for part in "${parts[@]}"; do
             for recipe in $faster; do seeds "$recipe" "$recipe" "${RUNS_FASTER:-3}"; done
             seeds tutorial "$tutorial" 3 --epochs "${EPOCHS_TUTORIAL:-10}"
             script cold cold.py --runs "${RUNS_COLD:-2}" --recipe "$fast" "${images[@]}" --devices 1 ${EXTRA:-}
-            bench input input "${images[@]}" ${INPUT:-}
-            bench devices devices "${images[@]}" --accelerator auto ${DEVICES:-}
+            script input input.py "${images[@]}" ${INPUT:-}
+            bench devices devices ${DEVICES:-}
             ;;
         fast100) if [ -n "$data100" ]; then seeds fast100 fast100 "${RUNS_FASTER:-3}" --data-dir "$data100"; fi ;;
         long) seeds "$baseline" "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;

@@ -1,5 +1,5 @@
-"""Measurements against plain PyTorch loops: interleaved in one process, as medians and ratios."""
+"""Measurements for users (`cifar-lit bench`), and the reporting that scripts/benchmarks shares with them."""
 
 from cifar_lit.plugins import guard_packages
 
-guard_packages()  # also in processes that a benchmark spawns, which do not import cifar_lit.cli
+guard_packages()  # Processes spawned by a benchmark do not import cifar_lit.cli.

@@ -1,7 +1,6 @@
-"""`cifar-lit bench NAME`: the measurements, each a module of this folder that is imported when it is asked for.
+"""`cifar-lit bench NAME`: each measurement is a module of this folder, imported on demand.
 
-A module has `WHAT` (what is measured), `add_arguments(parser)` and `run(settings)`, which says how long it will take. When it is
-interrupted it shows what it has by then, if anything, with the number of values beside each.
+A module has `WHAT` (the description), `add_arguments(parser)` and `run(settings)`. When interrupted, it shows the results so far.
 """
 
 from __future__ import annotations
@@ -17,19 +16,15 @@ from cifar_lit.text import say
 
 BENCHES = {
     "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory",
-    "step": "what the Trainer adds to a recipe's steps: ours against a bare loop that does the same work",
-    "tutorial": "a tutorial's recipe against its hand-written loop, by steps or by whole epochs with validation",
-    "input": "our batches against torchvision transforms in a DataLoader with 0 and with 2 workers",
-    "devices": "the CPU against each GPU over batch sizes and widths: time an epoch, speed-up",
-    "scaling": "one recipe and global batch on 1, 2, … devices: time, speed-up, accuracy",
+    "devices": "one recipe on the CPU and each GPU, or on 1, 2, … devices: time, speed-up, accuracy",
 }
 
 
 def bench(argv: list[str]) -> None:
-    """Runs the measurement that is named first in `argv`; raises UsageError for what is none, or cannot be measured."""
+    """Run the measurement named first in `argv`; raise UsageError for an unknown name or invalid flags."""
     if not argv or argv[0] in ("-h", "--help"):
         say("usage: cifar-lit bench NAME [flags]", "", *(f"  {name:<10} {what}" for name, what in BENCHES.items()), "")
-        say("Each prints a table; --json FILE writes its figures too. `cifar-lit bench NAME --help` lists its flags.")
+        say("Each prints a table; --json FILE also writes its figures. `cifar-lit bench NAME --help` lists its flags.")
         return
     name, *rest = argv
     if name not in BENCHES:
@@ -41,21 +36,21 @@ def bench(argv: list[str]) -> None:
 
 
 class BenchParser(argparse.ArgumentParser):
-    """argparse's, as jsonargparse's parser cannot leave flags over for the trainings."""
+    """argparse's parser, because jsonargparse's cannot leave unknown flags for the trainings."""
 
     def error(self, message: str) -> NoReturn:
-        """One line in place of the usage screen."""
+        """Raise UsageError instead of printing the usage."""
         raise UsageError(f"{self.prog.removeprefix('cifar-lit ')}: {message}")
 
 
 def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
-    """Reads the flags of a measurement, and runs it.
+    """Parse the flags of a measurement and run it.
 
-    What the module does not know goes to its trainings, if it has them: as `flags` of its settings, for which it sets a default.
+    Unknown flags go to its trainings as `settings.flags`, if the module sets a default for these.
     """
     help_format = argparse.ArgumentDefaultsHelpFormatter
     parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=help_format)
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file too")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     module.add_arguments(parser)
     settings, rest = parser.parse_known_args(argv)
     settings.line = argv
@@ -67,10 +62,6 @@ def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
     from cifar_lit.bench.report import make_parent
 
     if settings.json:
-        make_parent(Path(settings.json))  # rather now than when all is measured
-    if getattr(settings, "threads", None):
-        import torch
-
-        torch.set_num_threads(settings.threads)
+        make_parent(Path(settings.json))  # fail before the measurement, not after it
     with ends_at_once():
         module.run(settings)

@@ -1,103 +1,113 @@
-"""`cifar-lit bench devices`: what a GPU is good for, over batch sizes and widths."""
+"""`cifar-lit bench devices`: one recipe on each device of this machine, or on several devices together."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import suppress
 from itertools import product
 from typing import Any
 
+from cifar_lit.bench.process import train, without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.bench.training import MAX_STEPS, Stopwatch, Subject, add_data_arguments, build, fit
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import Machine, choose_precision, detect_machine
+from cifar_lit.hardware import Machine, detect_machine
+from cifar_lit.text import note
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "The same training steps under the Trainer on the CPU and on each GPU, over batch sizes and widths of a net: seconds that an "
-    "epoch of 50,000 images takes, from the images/s of some steps after a warm-up, and how many times as fast as the CPU each "
-    "GPU is."
+    "Train one recipe on the CPU and on each GPU or, with --devices 1,2, on one and on two devices with the same global batch. "
+    "Every training runs in a new process. The table has seconds, images/s, speed-up over the first row and test accuracy. "
+    "Unlisted flags go to the trainings: --recipe (quickstart if not given), --batch-size 512, --model.width 4, --epochs 1."
 )
-EPOCH = 50_000  # images, as CIFAR-10 has
-SECONDS = 8.0  # of each training
+EPOCH = re.compile(r"epoch +(\d+)/(\d+) ")  # the line printed after each epoch
+Metrics = dict[str, Any]  # metrics.json of a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    add_data_arguments(parser, dataset="shapes")
-    parser.add_argument("--net", default="lenet", help="a net of ours, which has widths")
-    parser.add_argument("--batch-sizes", default="4,64,512", help="images a step, with commas")
-    parser.add_argument("--widths", default="1,4", help="multipliers of the net's hidden widths, with commas")
-    parser.add_argument("--precision", help="each device's best if not given")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts")
-    text = f"in a round; if not given, what takes {SECONDS:g} s for all rounds, at most {MAX_STEPS}"
-    parser.add_argument("--steps", type=int, help=text)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted")
+    """Add the flags of this measurement."""
+    parser.set_defaults(flags=[])
+    parser.add_argument("--devices", metavar="1,2", help="numbers of devices to compare; the CPU and each GPU if not given")
+    parser.add_argument("--runs", type=int, default=1, help="trainings of each row")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run; each further run adds one")
 
 
-def devices_of(machine: Machine) -> dict[str, dict[str, Any]]:
-    """The CPU, then every GPU by itself: the Trainer's settings by name."""
-    gpus = {f"gpu {number}, {name}": {"accelerator": "gpu", "devices": [number]} for number, (name, _) in enumerate(machine.gpus)}
-    mps = {"mps": {"accelerator": "mps", "devices": 1}} if machine.mps else {}
-    return {"cpu": {"accelerator": "cpu", "devices": 1}, **gpus, **mps}
+def each_device(machine: Machine) -> dict[str, list[str]]:
+    """Return the flags that select the CPU and every GPU alone, by the device's name."""
+    flags = {"cpu": ["--accelerator", "cpu", "--devices", "1"]}
+    for number, (name, _) in enumerate(machine.gpus):
+        flags[f"gpu {number}, {name}"] = ["--accelerator", "gpu", "--devices", f"[{number}]"]
+    if machine.mps:
+        flags["mps"] = ["--accelerator", "mps", "--devices", "1"]
+    return flags
+
+
+def each_count(text: str) -> dict[str, list[str]]:
+    """Return the flags that select each number of devices in `text`, such as "1,2"; raise UsageError for anything else."""
+    counts = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    if min(counts) < 1 or len(set(counts)) < len(counts):
+        raise UsageError(f"--devices {text}: give different numbers of devices, such as --devices 1,2")
+    return {f"{count} device{'s' * (count > 1)}": ["--devices", str(count)] for count in counts}
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
-    try:
-        batch_sizes = [int(text) for text in settings.batch_sizes.split(",")]
-        widths = [float(text) for text in settings.widths.split(",")]
-    except ValueError:
-        raise UsageError("--batch-sizes and --widths take numbers with commas, such as 4,64") from None
-    if settings.rounds < 1 or (settings.steps or 1) < 1 or settings.warmup < 1 or min(batch_sizes) < 1:
-        raise UsageError("a measurement takes at least --warmup 1, --rounds 1 of --steps 1, and batches of 1")
+    """Measure and report; raise a training's UsageError or Failure with its last line."""
+    names = {flag.partition("=")[0] for flag in settings.flags}
+    if settings.runs < 1:
+        raise UsageError(f"--runs must be at least 1, not {settings.runs}")
+    if not settings.devices and names & {"--accelerator", "--trainer.accelerator", "--trainer.devices"}:
+        raise UsageError("without --devices 1,2 the CPU and each GPU are measured: leave --accelerator out")
+    if not names & {"--recipe", "--config"}:
+        settings.flags = ["--recipe", "quickstart", *settings.flags]
     machine = detect_machine()
-    every = devices_of(machine)
-    kind = machine.kind(settings.accelerator)
-    devices = {name: one for name, one in every.items() if settings.accelerator == "auto" or one["accelerator"] == kind}
-    if not devices:
-        raise UsageError(f"this machine has {machine}: leave --accelerator out")
-    cells = list(product(batch_sizes, widths))
-    trainings = len(cells) * len(devices)
-    progress = Progress(trainings, "training")
-    if settings.steps is None:
-        progress.announce(trainings * SECONDS, f"at most, {trainings} trainings of some steps")
-    rows: list[Row] = []
+    places = each_count(settings.devices) if settings.devices else each_device(machine)
+    runs: dict[str, list[Metrics]] = {place: [] for place in places}
+    progress = Progress(len(places) * settings.runs, "training")
+    note(f"{progress.total} trainings, one after the other; the remaining time is shown after the first epoch")
     with suppress(Interrupted):
-        for number, (batch_size, width) in enumerate(cells):
-            cpu_speeds: list[float] = []
-            for place, (name, trainer) in enumerate(devices.items()):
-                precision = settings.precision or choose_precision(machine, trainer["accelerator"])[0]
-                speeds, precision = images_per_second(settings, batch_size, width, {**trainer, "precision": precision})
-                where = f"{name}, batch {batch_size}, width {width:g}"
-                rows.append((f"{where}, {precision}", spread(EPOCH / speed for speed in speeds), "s an epoch"))
-                if name == "cpu":
-                    cpu_speeds = speeds
-                elif cpu_speeds:
-                    pairs = zip(speeds, cpu_speeds, strict=False)  # slow devices have fewer rounds
-                    ratio = spread(speed / cpu for speed, cpu in pairs)
-                    rows.append((f"{where}, against the CPU", ratio, "× as fast"))
-                progress.advance(number * len(devices) + place + 1, where)
-    if not rows:
+        # All places take turns, so that other load on the machine affects all of them.
+        for done, (number, place) in enumerate(product(range(settings.runs), places)):
+
+            def on_line(line: str, done: int = done) -> None:
+                if epoch := EPOCH.match(line):
+                    progress.advance(done + int(epoch[1]) / int(epoch[2]), line.split(" · ")[0])
+
+            metrics = train([*settings.flags, *places[place], "--seed", str(settings.seed + number)], on_line).metrics
+            runs[place].append(metrics)
+            seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
+            note(f"{place}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
+    runs = {place: same for place, same in runs.items() if same}
+    if not runs:
         return
+    first, last = (list(runs.values())[place][0] for place in (0, -1))
+    shared = {name: first[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs")}
+    precisions = ", ".join(f"{place} in {same[0]['precision']}" for place, same in runs.items())
+    count, epochs = len(next(iter(runs.values()))), shared["epochs"]
+    lines = [f"{count} run{'s' * (count > 1)} of {epochs} epoch{'s' * (epochs > 1)} each: {precisions}"]
+    if last["accelerator"] == "cpu" and last["devices"] > 1:
+        lines.append(f"All processes share the {machine.threads} cores that one process already uses: expect no speed-up.")
+    elif len(places) == 1:
+        lines.append("This machine has no GPU.")
     publish(
         "devices",
-        vars(settings),
-        f"{settings.net} · {settings.dataset}",
-        rows,
-        f"of {settings.rounds} rounds, scaled to an epoch of {EPOCH:,} images",
-        *(() if len(every) > 1 else ("no GPU was found: the CPU stands alone",)),
+        {**vars(settings), "devices": list(runs), "flags": without_places(settings.flags), **shared},
+        "{recipe} · {dataset} · global batch {batch_size}".format(**shared),
+        rows_of(runs),
+        *lines,
+        accelerator=last["accelerator"],
     )
 
 
-def images_per_second(
-    settings: argparse.Namespace, batch_size: int, width: float, trainer: dict[str, Any]
-) -> tuple[list[float], str]:
-    """The speed in each round, and the precision that was computed in."""
-    images = {"dataset": settings.dataset, "root": settings.root, "batch_size": batch_size, "count": settings.count}
-    # a rate at which nothing learns much and nothing diverges, at any width
-    data, model = build({"net": settings.net, "width": width, "lr": 1e-4}, {**images, "mean": 0.5, "std": 0.5})
-    watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, seconds=SECONDS)
-    precision = fit(Subject(model, data, trainer), watch, max_epochs=100_000)
-    return [turn.images / turn.ours for turn in watch.rounds], precision
+def rows_of(runs: dict[str, list[Metrics]]) -> list[Row]:
+    """Return the rows of each place; speed-ups compare runs of the same seed with the first place."""
+    rows: list[Row] = []
+    first = next(iter(runs.values()))
+    for place, same in runs.items():
+        rows.append((place, spread(run["train_seconds"] for run in same), "s"))
+        rows.append((f"{place}, speed", spread(run["images_per_second"] or 0.0 for run in same), "images/s"))
+        if same is not first:
+            ratios = (one["train_seconds"] / run["train_seconds"] for one, run in zip(first, same, strict=False))
+            rows.append((f"{place}, speed-up", spread(ratios), "×"))
+        rows.append((f"{place}, test accuracy", spread(100 * run["test"]["accuracy"] for run in same), "%"))
+    return rows

@@ -1,4 +1,4 @@
-"""`cifar-lit devices`: what this machine has, every parameter of a net, or a trial of all devices."""
+"""`cifar-lit devices`: list the devices of this machine or the parameters of a net, or check all devices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import parsed
 from cifar_lit.errors import UsageError
 
-MAX_SILENCE = 30.0  # seconds
-
 
 def list_devices(argv: list[str]) -> None:
-    """Prints the machine's accelerators with the flags that use them; with --net, every parameter of a net; tries them."""
+    """List the devices with their flags; with --net, the parameters of a net; with --check, train on each device."""
     parser = ArgumentParser(
         prog="cifar-lit devices",
-        description="What this machine has, and how to use it. With --net, every parameter of a net. With --check, each device "
-        "and the paths between processes are tried out; under torchrun, those of all its machines.",
+        description="List the devices of this machine with the flags that select them. With --net, list the parameters of a net. "
+        "With --check, train a small net on each device.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -28,21 +26,15 @@ def list_devices(argv: list[str]) -> None:
     parser.add_argument("--channels", type=int, default=3, help="channels of its images")
     parser.add_argument("--image_size", type=int, default=32, help="height and width of its images")
     parser.add_argument("--num_classes", type=int, default=10, help="number of classes")
-    parser.add_argument("--accelerator", type=str, default="auto", help="where the Trainer would put it")
-    parser.add_argument("--check", action="store_true", help="try out every device, and processes together")
-    parser.add_argument("--limit", type=float, default=MAX_SILENCE, help="with --check: seconds to wait for a word from a device")
-    parser.add_argument("--devices", type=str | None, default=None, help="with --check: how many, or which, as in fit")
+    parser.add_argument("--accelerator", type=str, default="auto", help="with --net or --check: auto, cpu, gpu or mps")
+    parser.add_argument("--check", action="store_true", help="train a small net on each device")
     settings = parsed(parser, argv)
     if settings.check and settings.net:
         raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
-    if not 0 < settings.limit < 1e6:
-        raise UsageError(f"--limit must be more than 0 seconds, not {settings.limit:g}")
     if settings.check:
         from cifar_lit.cli.check import check
 
-        check(settings.accelerator, settings.devices, settings.limit)
-    elif settings.devices or settings.limit != MAX_SILENCE:
-        raise UsageError(f"--{'devices' if settings.devices else 'limit'} goes with --check")
+        check(settings.accelerator)
     elif settings.net:
         _list_parameters(settings)
     else:
@@ -70,7 +62,7 @@ def _list_machine() -> None:
         reason = "none is visible to it" if machine.cuda_build else "this torch is a build for CPUs only"
         console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.")
     console.print(" · ".join(f"{name} {number}" for name, number in versions().items()))
-    console.print("try them out, alone and together:  cifar-lit devices --check")
+    console.print("Try each of them: cifar-lit devices --check")
 
 
 def _list_parameters(settings: Namespace) -> None:

@@ -25,14 +25,14 @@ commands
   test       score a checkpoint on the test images
   predict    write a checkpoint's predictions for the test images
   recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
-  devices    what this machine has; `--check` tries it out, `--net NAME` lists a net's parameters
+  devices    devices of this machine; `--check` trains on each, `--net NAME` lists a net's parameters
   preview    a sheet of one's own images, as a recipe's augmentation would show them in training
   classify   name what is on pictures, with a run's net; scripts/predict.py is the same
   report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
   compare    runs beside each other: the settings that differ, accuracies, a test of their difference
   export     a run's net as ONNX, torch-export or safetensors, checked after writing
   serve      a run's net as an HTTP service with a page for trying it
-  bench      measurements, such as `bench step`; `bench --help` lists them
+  bench      measure recipes over seeds, or the devices of this machine
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own

@@ -10,12 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from script import run_script
+from input import TensorImages, images_per_second
+from loops import leave_signals
+from script import run_script, set_threads
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.transforms import v2
 
-from cifar_lit.bench.input import TensorImages, images_per_second, leave_signals
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=6, help="of each in a round, that are counted")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, after one to warm up")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, gpu or mps")
-    parser.add_argument("--threads", type=int, help="of torch; as many as it takes if not given")
+    parser.add_argument("--threads", type=set_threads, help="torch's threads")
 
 
 def run(settings: argparse.Namespace) -> None:

@@ -9,14 +9,14 @@ from itertools import islice
 from typing import Any
 
 import torch
+from loops import TutorialLoop, lay_out_plainly
 from script import run_script
+from timed_fit import build
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cifar_lit.bench.plain import TutorialLoop, lay_out_plainly
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.bench.training import build
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError

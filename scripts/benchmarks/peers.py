@@ -21,19 +21,18 @@ import torch
 import torch.multiprocessing as mp
 from curves import accuracy_of, plot, undisturbed
 from lightning.pytorch.callbacks import Callback
+from loops import ArrayImages, TutorialLoop, lay_out_plainly, leave_signals
 from PIL import Image
 from script import run_script
+from timed_fit import Subject, build, fit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.models import resnet18
 from torchvision.transforms import Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
-from cifar_lit.bench.input import leave_signals
-from cifar_lit.bench.plain import ArrayImages, TutorialLoop, lay_out_plainly
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, make_parent, publish, spread
-from cifar_lit.bench.training import Subject, build, fit
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.cli.quiet import quieten
 from cifar_lit.data.datamodule import ImageData

@@ -1,9 +1,11 @@
-"""Runs a measurement of this folder as a program: its flags, and what goes wrong as one line with an exit code."""
+"""Run a measurement of this folder as a program."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+import torch
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.cli.errors import explain_error
@@ -11,8 +13,14 @@ from cifar_lit.cli.quiet import quieten
 from cifar_lit.training.orderly_stop import Interrupted
 
 
+def set_threads(text: str) -> int:
+    """Set the number of torch's threads; the type of a flag."""
+    torch.set_num_threads(int(text))
+    return int(text)
+
+
 def run_script() -> int:
-    """Runs the program, which is a module as of `cifar_lit.bench.commands`; the exit code."""
+    """Run the main module, a measurement as defined in `cifar_lit.bench.commands`; return the exit code."""
     quieten()
     try:
         run_module(f"python scripts/benchmarks/{Path(sys.argv[0]).name}", sys.modules["__main__"], sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Trainings of a few steps on drawn images, for measurements to measure; scripts/benchmarks can be imported."""
+"""Short trainings on drawn images for the tests of measurements; makes scripts/benchmarks importable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.bench.training import Subject, build
 from cifar_lit.data.sources import SOURCES
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmarks"))
+from timed_fit import Subject, build
+
 RECIPE = """trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
 model: {net: lenet, lr: 0.05, momentum: 0.9}
 data: {dataset: shapes, image_size: 16, num_classes: 4, count: 100, val_size: 20, batch_size: 32}
@@ -23,7 +24,7 @@ data: {dataset: shapes, image_size: 16, num_classes: 4, count: 100, val_size: 20
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working folder with the recipe small.yaml; what a measurement sets for its process is put back."""
+    """An empty working folder with the recipe small.yaml; restores the settings of the process."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     precision, threads, sources = torch.get_float32_matmul_precision(), torch.get_num_threads(), dict(SOURCES)
@@ -39,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def small_subject() -> Callable[..., Subject]:
-    """Makes LeNet on 100 images of 16 pixels, in steps of 16 with a rest of 4."""
+    """LeNet on 100 images of 16 pixels: six batches of 16 and one of 4."""
 
     def make(precision: str = "32-true", batch_size: int = 16, **model: Any) -> Subject:
         images: dict[str, Any] = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,28 +16,12 @@ import pytest
 import torch
 
 from cifar_lit.bench.commands import BENCHES, bench
-from cifar_lit.bench.devices import devices_of
+from cifar_lit.bench.devices import each_device, rows_of
 from cifar_lit.bench.process import child_environment, train, without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import spread, spread_text, write_figures
-from cifar_lit.bench.scaling import rows_of
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
-
-# images that are drawn at once, a batch that leaves a rest
-IMAGES = ["--dataset", "shapes", "--data.count", "90"]
-SMALL = [*IMAGES, "--batch-size", "16"]
-TURNS = ["--steps", "2", "--rounds", "3"]
-LINES = {  # with the labels of what is measured
-    "step in its own time": (["step", *SMALL, "--rounds", "3"], {"ours", "bare loop", "ours / bare loop"}),
-    "step of a recipe": (["step", "--recipe", "folder", *SMALL, *TURNS], {"ours", "bare loop, a step"}),
-    "tutorial": (["tutorial", *SMALL, "--epochs", "2"], {"ours", "the tutorial's loop, float32"}),
-    "input": (
-        ["input", *SMALL, "--batches", "2", "--rounds", "2"],
-        {"ours", "ours / the strongest rival", "ours / PIL, 2 workers"},
-    ),
-    "devices": (["devices", *IMAGES, *TURNS, "--batch-sizes", "4,8", "--widths", "0.5", "--warmup", "1"], set()),
-}
 
 
 def measured(argv: list[str]) -> dict[str, Any]:
@@ -53,44 +36,28 @@ def measured(argv: list[str]) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.parametrize("what", LINES)
-def test_a_measurement_prints_its_table_and_writes_its_figures(
-    what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv, labels = LINES[what]
-    monkeypatch.setattr("cifar_lit.bench.step.SECONDS", 1e-6)  # for rounds of a step
-    figures = measured([*argv, "--accelerator", "cpu"])
-    said, settings = capsys.readouterr(), figures["settings"]
-    assert said.out.startswith(f"{argv[0]} · ") and f"torch {figures['environment']['versions']['torch']}" in said.out
-    assert figures["headline"].keys() >= labels and all(label in said.out for label in figures["headline"])
-    assert "epoch 1/" not in said.out  # the training that is measured is not shown
-    if argv[0] == "step":
-        assert figures["rounds"] == 3 == figures["headline"]["ours"]["n"]
-        assert re.search(rf"this takes about \d+ s: 3 rounds of {settings['steps']} step", said.err)
-    if what == "step of a recipe":
-        assert (settings["net"], settings["lr"], settings["batch_size"], settings["steps"]) == ("shapenet", 0.01, 16, 2)
-    if what == "tutorial":
-        assert figures["rounds"] == 2
-    if what == "input":
-        assert f"the strongest rival is {figures['strongest']}" in said.out
-    if what == "devices":
-        assert [label[:9] for label in figures["headline"]] == ["cpu, batc"] * 2
+def test_one_device_is_measured_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = measured(["devices", "--devices", "1", "--recipe", "small.yaml", "--accelerator", "cpu"])
+    said = capsys.readouterr()
+    assert set(figures["headline"]) == {"1 device", "1 device, speed", "1 device, test accuracy"}
+    assert (figures["settings"]["recipe"], figures["accelerator"]) == ("small", "cpu")
+    assert said.out.startswith("devices · small · shapes · global batch 32") and "1 device in 32-true" in said.out
+    assert "1 device, run 1 of 1: " in said.err
+    assert "epoch 1/" not in said.out  # output of the training is hidden
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-@pytest.mark.parametrize("what", LINES)
-def test_a_gpu_is_measured_too(what: str) -> None:
-    figures = measured([*LINES[what][0], "--accelerator", "auto"])
-    assert figures["environment"]["gpu"]
-    assert figures.get("device", "cuda") == "cuda"
-    assert what != "devices" or any("against the CPU" in label for label in figures["headline"])
+def test_a_gpu_is_compared_with_the_cpu() -> None:
+    figures = measured(["devices", "--recipe", "quickstart", "--epochs", "1"])
+    assert figures["environment"]["gpu"] and figures["accelerator"] == "gpu"
+    assert any(label.startswith("gpu 0, ") and label.endswith("speed-up") for label in figures["headline"])
 
 
 def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str]) -> None:
     bench(["--help"])
     listed = capsys.readouterr().out
-    assert list(BENCHES) == ["recipe", "step", "tutorial", "input", "devices", "scaling"]
+    assert list(BENCHES) == ["recipe", "devices"]
     for name in BENCHES:
         assert f"  {name} " in listed
         with pytest.raises(SystemExit):
@@ -101,39 +68,18 @@ def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("stpe", "Did you mean step"),
-        ("step --rounds 1", "--rounds 2"),
-        ("step --stepz 3", "Did you mean --steps"),
-        ("step --recipe tudoi", "Did you mean tudui"),
-        ("step --recipe odd.yaml --count 60", "rate"),
-        ("step --dataset shapes --count 90 --precision 64-true --accelerator cpu", "set --precision"),
-        ("tutorial --epochs -1", "--epochs 1"),
-        ("tutorial --recipe laptop", "does not know optimizer 'muon'"),
-        ("step --recipe weighted.yaml --count 90 --accelerator cpu", "without model.class_weights"),
-        ("step --recipe broken.yaml", "not valid YAML at line 2"),
-        ("input --dataset shapes --count 90 --batches 50", "lower --batches"),
-        ("input --dataset shapes --batch-size 0", "--batch-size 1"),
+        ("devises", "Did you mean devices"),
+        ("devices --runs some", "invalid int value"),
+        ("devices --runs 0", "--runs must be at least 1"),
+        ("devices --devices 1,1", "give different numbers of devices"),
+        ("devices --accelerator cpu", "leave --accelerator out"),
+        ("devices --devices 1 --logs here", "leave --logs out"),
         ("recipe quickstart --folds 5", "takes no --folds"),
-        ("devices --batch-sizes 4;8", "numbers with commas"),
-        ("devices --warmup 0", "--warmup 1"),
-        ("scaling --devices 1,1", "different numbers"),
-        ("scaling --logs here", "leave --logs out"),
-        ("scaling --runs some", "invalid int value"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(line: str, answer: str) -> None:
-    Path("odd.yaml").write_text("data: {dataset: shapes, count: 60}\nmodel: {net: lenet, rate: 1}\n")
-    Path("weighted.yaml").write_text("data: {dataset: shapes}\nmodel: {net: lenet, class_weights: balanced}\n")
-    Path("broken.yaml").write_text("model: [1\n")
     with pytest.raises(UsageError, match=answer):
         bench(line.split())
-
-
-def test_a_step_is_measured_without_the_metrics_of_a_recipe() -> None:
-    metric = "{class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 10}}"
-    model = f"{{net: lenet, metrics: {{recall: {metric}}}, monitor: recall}}"
-    Path("own.yaml").write_text(f"model: {model}\ndata: {{dataset: shapes}}\n")
-    assert measured(["step", "--recipe", "own.yaml", "--data.count", "90", "--accelerator", "cpu", *TURNS])
 
 
 # ---- what measurements make of their numbers
@@ -159,7 +105,7 @@ def test_figures_are_written_whole_or_not_at_all(here: Path) -> None:
 
 def test_every_gpu_is_measured_by_itself() -> None:
     machine = Machine("c", 4, True, gpus=(("A", 1), ("B", 1)))
-    assert {name: one["devices"] for name, one in devices_of(machine).items()} == {"cpu": 1, "gpu 0, A": [0], "gpu 1, B": [1]}
+    assert {name: flags[-1] for name, flags in each_device(machine).items()} == {"cpu": "1", "gpu 0, A": "[0]", "gpu 1, B": "[1]"}
 
 
 # ---- trainings in processes of their own
@@ -170,19 +116,14 @@ def test_flags_are_told_without_the_places_of_files() -> None:
     assert without_places(argv) == ["--epochs", "2", "--lr=1"]
 
 
-def test_scaling_compares_runs_of_the_same_seed_with_the_first_number_of_devices() -> None:
+def test_speed_ups_compare_runs_of_the_same_seed_with_the_first_row() -> None:
     shared: dict[str, Any] = {"images_per_second": 1.0, "test": {"accuracy": 0.5}}
-    runs = {devices: [{**shared, "train_seconds": seconds * run} for run in (1, 2)] for devices, seconds in ((1, 8.0), (2, 4.0))}
+    places = {"1 device": 8.0, "2 devices": 4.0}
+    runs = {place: [{**shared, "train_seconds": seconds * run} for run in (1, 2)] for place, seconds in places.items()}
     values = {label: value for label, value, _ in rows_of(runs)}
     assert values["2 devices"] == {"n": 2, "median": 6.0, "low": 4.0, "high": 8.0}
     assert values["2 devices, speed-up"] == {"n": 2, "median": 2.0, "low": 2.0, "high": 2.0}
     assert "1 device, speed-up" not in values
-
-
-def test_scaling_trains_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = measured(["scaling", "--devices", "1", "--recipe", "small.yaml"])
-    assert (figures["settings"]["recipe"], figures["settings"]["flags"]) == ("small", ["--recipe", "small.yaml"])
-    assert "run 1 of 1: " in capsys.readouterr().err
 
 
 def test_a_training_in_its_own_process_that_fails_says_why() -> None:
@@ -209,12 +150,12 @@ def test_progress_says_what_is_done_and_how_long_all_takes(
     ]
 
 
-ENDLESS = ["--rounds", "100000"]
-STOPPED = {  # the line after which the signal comes
-    "step": (["step", *SMALL, *ENDLESS], signal.SIGINT, "this takes"),
-    "tutorial": (["tutorial", *SMALL, "--steps", "1", *ENDLESS], signal.SIGINT, "this takes"),
-    "input": (["input", *SMALL, "--batches", "1", *ENDLESS], signal.SIGINT, "this takes"),
-    "scaling": (["scaling", "--recipe", "small.yaml", "--epochs", "100000"], signal.SIGTERM, "training 1 of 2"),
+STOPPED = {  # arguments, signal, and the line that it follows
+    "devices": (
+        ["devices", "--devices", "1,2", "--recipe", "small.yaml", "--epochs", "100000"],
+        signal.SIGINT,
+        "training 1 of 2",
+    ),
     "recipe": (["recipe", "small.yaml", "--epochs", "100000"], signal.SIGHUP, "training 1 of 3"),
 }
 
@@ -227,16 +168,12 @@ def test_a_signal_ends_a_measurement_with_what_it_has_and_no_process_left(what: 
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(), start_new_session=True
     )
     assert process.stderr and any(line.startswith(running) for line in process.stderr)
-    time.sleep(2)  # some rounds
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # typed, it reaches the group
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     said = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]
     assert said[0].startswith("cifar-lit: stopped") and len(said) <= 2  # how to go on
-    if what in ("scaling", "recipe"):
-        assert not Path("f.json").exists()  # nothing was finished
-    else:
-        assert "ours / " in out and json.loads(Path("f.json").read_text())["headline"]["ours"]["n"] < 100000
+    assert not out.count("┃") and not Path("f.json").exists()  # no training was finished
     time.sleep(0.5)
     assert living_processes(process.pid) == []
 

@@ -9,18 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import imbalance
+import input as input_script
 import pytest
+import step
 import table
 import torch
+import tutorial
 import variants
 from cold import seconds_of
 from curves import VARIABLE, AccuracyCurve, first_pass, line_of, undisturbed
 from lightning.pytorch.callbacks import Callback
+from loops import BareLoop
 from profile_step import covered
+from timed_fit import Stopwatch, fit
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.bench.process import FinishedTraining
-from cifar_lit.bench.training import fit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.errors import Failure, UsageError
@@ -101,7 +105,7 @@ def test_every_figure_is_written_in_its_place_and_checked_there(results: Path, c
     accuracy, training = "91.00 ± 1.41 % (n = 2)", "12.5 s (n = 1)"
     assert rows[2] == [laptop, "cifar10", "a CPU, 2 threads, 32-true", accuracy, "–", training, "20 s (n = 1)", "800 MB", link]
     assert rows[3][:6] == ["`tudui`", "folder", "1 × cpu", "53.68 % (n = 1)", "55.00 % (n = 1), mirror", "134.6 s (n = 1)"]
-    assert rows[6][:4] == ["`bench input` (batch size 64)", "a CPU, 2 threads", "ours / plain", "2.5 × (2.25 … 2.75, n = 9)"]
+    assert rows[6][:4] == ["`input` (batch size 64)", "a CPU, 2 threads", "ours / plain", "2.5 × (2.25 … 2.75, n = 9)"]
     assert rows[7][2:4] == ["ours", "12,346 images/s"]
     assert recipe.read_text().splitlines()[1:5] == [
         "# Score:    91.00 ± 1.41 % (n = 2); cifar10",
@@ -131,6 +135,37 @@ def test_what_is_no_result_is_named(results: Path) -> None:
 
 
 # ---- measurements
+
+SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
+SCRIPTS = {
+    "step": (step, "--batch-size 16 --steps 2 --rounds 2", "ours / bare loop"),
+    "step of a recipe": (step, "--recipe folder --batch-size 16 --steps 2 --rounds 2", "bare loop, a step"),
+    "tutorial": (tutorial, "--epochs 2", "ours / the tutorial's loop, float32"),
+    "input": (input_script, "--batch-size 16 --batches 2 --rounds 2", "ours / the strongest rival"),
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_loop_beside_ours_is_measured_in_turn_with_it(what: str) -> None:
+    module, line, label = SCRIPTS[what]
+    run_module("script.py", module, f"{line} {SMALL}".split())
+    assert json.loads(Path("f.json").read_text())["headline"][label]["n"] == 2
+
+
+@pytest.mark.parametrize("model", [{"momentum": 0.9, "schedule": "one_cycle"}, {"optimizer": "adamw", "ema_decay": 0.5}])
+def test_the_bare_loop_computes_the_weights_of_the_trainer(model: dict[str, Any], small_subject: Any) -> None:
+    subject, loops = small_subject(**model), list[BareLoop]()
+
+    def start(trainer: Any, classifier: Any) -> Any:
+        loops.append(BareLoop(trainer, classifier, subject.data))
+        return loops[0].take
+
+    watch = Stopwatch(4, 3, 2, start)
+    fit(subject, watch, max_epochs=4)
+    assert [(turn.steps, turn.images) for turn in watch.rounds] == [(4, 64), (4, 52), (4, 52)]  # the seventh batch has 4 images
+    net = loops[0].average.module if loops[0].average else loops[0].net  # the Trainer leaves its average in the model
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-5)
 
 
 def test_a_cold_run_is_cut_at_its_first_step() -> None:

@@ -1,7 +1,8 @@
-"""The loops that people write by hand, which ours is compared with. Each yields after every step, or every epoch."""
+"""Hand-written loops that ours is compared with. Each yields after every step or epoch."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -21,13 +22,21 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.training.classifier import ImageClassifier
 
-AUTOCAST = {"32-true": False, "bf16-mixed": True}  # the precisions that the bare loop knows
+AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop
+
+
+def leave_signals(worker: int) -> None:
+    """Ignore Ctrl-C and a closed terminal, which also reach workers: the main process ends them."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class ArrayImages(Dataset[tuple[Tensor, int]]):
-    """Images as torchvision's data sets give them: at each access an array (H, W, C), or (H, W) of one channel, transformed."""
+    """Images as torchvision's data sets return them: an array (H, W, C), or (H, W) for one channel, transformed on access."""
 
     def __init__(self, images: ImageSet, transforms: Sequence[Callable[[Any], Any]]) -> None:
         arrays = images.images.numpy()
@@ -42,7 +51,7 @@ class ArrayImages(Dataset[tuple[Tensor, int]]):
 
 
 def lay_out_plainly(net: nn.Module) -> None:
-    """Puts a net's weights into the memory order that they come in, as the tutorials leave it."""
+    """Restore the default memory format of a net's weights, as the tutorials have it."""
     for parameter in net.parameters():
         parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
 
@@ -51,7 +60,9 @@ def lay_out_plainly(net: nn.Module) -> None:
 class TutorialLoop:
     """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.
 
-    split: rows of `images` to train and to evaluate on. mean, std: of the channels, for normalisation after ToTensor.
+    Attributes:
+        split: rows of `images` for training and for evaluation.
+        mean, std: statistics per channel for normalisation after ToTensor.
     """
 
     images: ImageSet
@@ -70,7 +81,7 @@ class TutorialLoop:
         return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle)
 
     def steps(self, device: torch.device) -> Iterator[int]:
-        """Trains, and yields after each step with the number of its images."""
+        """Train; yield the number of images after each step."""
         loader, net = self._loader(self.split[0], True), self.net.to(device)
         optimizer = torch.optim.SGD(net.parameters(), lr=self.lr, momentum=self.momentum)
         while True:
@@ -84,7 +95,7 @@ class TutorialLoop:
                 yield len(labels)
 
     def epochs(self, device: torch.device) -> Iterator[int]:
-        """Trains, and yields after each epoch and the evaluation that ends it with the number of training images."""
+        """Train and evaluate; yield the number of training images after each epoch."""
         steps, held_out = self.steps(device), self._loader(self.split[1], False)
         while True:
             trained = sum(islice(steps, -(-len(self.split[0]) // self.batch_size)))
@@ -99,8 +110,8 @@ class TutorialLoop:
 
 
 def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
-    """Epoch after epoch, each as its batches on the device, normalised, as the Trainer feeds them to the model."""
-    data = copy(data)  # with a loader of its own, over the same images
+    """Yield epochs of normalised batches on the device, as the Trainer passes them to the model."""
+    data = copy(data)  # the copy makes its own loader of the same images
     loader: Any = data.train_dataloader()
     for epoch in count():
         loader.set_epoch(epoch)
@@ -108,26 +119,29 @@ def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterato
 
 
 class BareLoop:
-    """The shortest loop that does what a model's training steps do: what a Trainer adds is added to this.
+    """The shortest loop that computes a model's training steps: the baseline for the overhead of the Trainer.
 
-    Net, batches, precision, optimizer, schedule and average are those of `model`, from its weights of this moment on,
-    in copies of their own. net: the copy that is trained. average: of its weights, where the model's settings ask for one.
+    Net, batches, precision, optimizer, schedule and weight average are copies of the model's at the time of construction.
+
+    Attributes:
+        net: the copy that is trained.
+        average: average of its weights, if the model's settings ask for one.
 
     Raises:
-        UsageError: a precision that it does not know, or weights of classes.
+        UsageError: if the precision is unsupported or the model has class weights.
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
         if model.hparams["class_weights"] != "none":
-            raise UsageError("the bare loop weighs all images alike: set --recipe to one without model.class_weights")
+            raise UsageError("the bare loop has no class weights: choose a --recipe without model.class_weights")
         if trainer.precision not in AUTOCAST:
-            raise UsageError(f"the bare loop computes in {' or '.join(AUTOCAST)}, not in {trainer.precision}: set --precision")
+            raise UsageError(f"the bare loop has no precision {trainer.precision}: set --precision to {' or '.join(AUTOCAST)}")
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net)
         twin.train()
         if model.hparams["compile"]:
             self.net.compile(dynamic=False)
-        twin.trainer = trainer  # which tells the schedule how long the training is
+        twin.trainer = trainer  # gives the schedule the length of the training
         configured: Any = twin.configure_optimizers()
         if not isinstance(configured, dict):  # a constant rate
             configured = {"optimizer": configured, "lr_scheduler": {"scheduler": None, "interval": ""}}
@@ -138,17 +152,19 @@ class BareLoop:
         self._running = self._steps(epochs, AUTOCAST[trainer.precision], model.hparams["label_smoothing"])
 
     def take(self, count: int) -> int:
-        """Makes that many steps, and returns the images of all of them."""
+        """Train that many steps; return the number of images."""
         return sum(islice(self._running, count))
 
     def _steps(self, epochs: Iterator[Iterator[Batch]], autocast: bool, smoothing: float) -> Iterator[int]:
         net, optimizer, average = self.net, self.optimizer, self.average
         scheduler, interval = self.schedule["scheduler"], self.schedule["interval"]
         for epoch in epochs:
-            for images, labels, *_, targets in epoch:
+            for batch in epoch:
+                images, labels = batch
+                targets = labels if batch.targets is None else batch.targets
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
-                    loss = F.cross_entropy(net(images), labels if targets is None else targets, label_smoothing=smoothing)
+                    loss = F.cross_entropy(net(images), targets, label_smoothing=smoothing)
                 loss.backward()
                 optimizer.step()
                 if interval == "step":
@@ -158,5 +174,5 @@ class BareLoop:
                 yield len(labels)
             if interval == "epoch":
                 scheduler.step()
-            if interval:  # which changes nothing but for nets that whiten
+            if interval:  # only nets with whitening read the attribute
                 net.bias_is_final = scheduler.whitening_ended

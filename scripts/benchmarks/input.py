@@ -1,9 +1,8 @@
-"""`cifar-lit bench input`: our batches against torchvision's transforms, as tutorials use them and at their fastest."""
+"""Our batches beside torchvision's transforms in a DataLoader: python scripts/benchmarks/input.py --dataset cifar10."""
 
 from __future__ import annotations
 
 import argparse
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -11,66 +10,58 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from loops import ArrayImages, batches_on_device, leave_signals
 from PIL import Image
+from script import run_script
+from timed_fit import add_data_arguments, read_clock
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor, v2
 
-from cifar_lit.bench.plain import ArrayImages, batches_on_device
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.bench.training import SECONDS, add_data_arguments, read_clock
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine
-from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Training images a second, cropped out of 4 pixels of padding, flipped, normalised and on the device that the Trainer "
-    "chooses: ours, against torchvision's transforms as tutorials have them (zero padding, PIL, a DataLoader with 0 and with 2 "
-    "workers), its v2 transforms on tensors in such a DataLoader, and on whole batches. All take turns in one process; each "
-    "turn's first batch is off the clock, as is the workers' start."
+    "Compare training images/s, cropped out of 4 pixels of padding, flipped, normalised and on the device: ours, torchvision's "
+    "transforms as in tutorials (zero padding, PIL, a DataLoader with 0 and with 2 workers), its v2 transforms on tensors in "
+    "such a DataLoader, and on whole batches. All take turns in one process; the first batch of a turn is not timed."
 )
-PADDING, MAX_BATCHES = 4, 20
+PADDING = 4
 OURS, WHOLE = "ours", "v2 on whole batches"
 Stream = Iterator[tuple[Tensor, Tensor]]  # of images and labels on the device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     add_data_arguments(parser, dataset="shapes")
-    parser.add_argument("--batch-size", type=int, default=500, help="images a batch")
-    text = f"of each in a round, that are counted; if not given, what takes about {SECONDS:.0f} s in all, at most {MAX_BATCHES}"
-    parser.add_argument("--batches", type=int, help=text)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds, after one to warm up")
+    parser.add_argument("--batch-size", type=int, default=500, help="images in a batch")
+    parser.add_argument("--batches", type=int, default=10, help="timed batches in a round")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds, after one that warms up")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     size = settings.batch_size
-    if settings.rounds < 2 or size < 1 or (settings.batches is not None and settings.batches < 1):
-        raise UsageError("a measurement takes at least --rounds 2 of --batches 1 and --batch-size 1")
+    if min(settings.rounds, settings.batches, size) < 1:
+        raise UsageError("--rounds, --batches and --batch-size must be at least 1")
     own = {"batch_size": size, "val_size": 0, "crop": PADDING, "flip": "random", "count": settings.count}
     data = ImageData(settings.dataset, root=settings.root, **own)
-    most = len(data.train_images) // size - 1
-    if most < (settings.batches or 1):
-        raise UsageError(f"{len(data.train_images):,} images are less than a round: lower --batches or --batch-size")
+    if len(data.train_images) < (settings.batches + 1) * size:
+        raise UsageError(f"{len(data.train_images):,} images are too few for a round: lower --batches or --batch-size")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
-    seconds = sum(size / images_per_second(start(), 1, device) for start in sides(data, 1, device).values())
-    if settings.batches is None:
-        settings.batches = max(1, min(MAX_BATCHES, most, int(SECONDS / seconds / (settings.rounds + 1))))
     progress = Progress(settings.rounds + 1, "round")
-    plan = f"{settings.rounds} rounds of {settings.batches} batches of each, after one to warm up"
-    progress.announce(seconds * settings.batches * (settings.rounds + 1), plan)
     turns = sides(data, settings.batches, device)
     rounds: list[dict[str, float]] = []
     with suppress(Interrupted):
         for number in range(settings.rounds + 1):
             speeds = {name: images_per_second(start(), settings.batches, device) for name, start in turns.items()}
-            if number:  # the first warms up
+            if number:  # the first round warms up
                 rounds.append(speeds)
             progress.advance(number + 1)
     if not rounds:
@@ -86,15 +77,15 @@ def run(settings: argparse.Namespace) -> None:
         vars(settings),
         f"{settings.dataset} {'×'.join(map(str, data.input_shape))} · batch {size} · on {device.type}",
         rows,
-        f"of {len(rounds)} rounds of {settings.batches} batches each, in turn",
-        f"the strongest rival is {rivals[0]}; {WHOLE} is none, as it moves all images of a batch alike",
+        f"{len(rounds)} rounds of {settings.batches} batches each, in turn",
+        f"the strongest rival is {rivals[0]}; {WHOLE} does not count, because it moves all images of a batch alike",
         device=device.type,
         strongest=rivals[0],
     )
 
 
 def images_per_second(stream: Stream, batches: int, device: torch.device) -> float:
-    """The speed of a turn, of which the first batch is not counted."""
+    """Return the speed of a turn without its first batch."""
     next(stream)
     started = read_clock(device)
     images = sum(len(labels) for _, labels in islice(stream, batches))
@@ -102,7 +93,7 @@ def images_per_second(stream: Stream, batches: int, device: torch.device) -> flo
 
 
 class TensorImages(ArrayImages):
-    """The same as uint8 tensors (C, H, W), made once."""
+    """The same images as uint8 tensors (C, H, W)."""
 
     def __init__(self, images: ImageSet, transforms: Sequence[Callable[[Any], Any]]) -> None:
         super().__init__(images, transforms)
@@ -110,7 +101,7 @@ class TensorImages(ArrayImages):
 
 
 def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Callable[[], Stream]]:
-    """What is compared, by name; each starts a turn. A rival's ends by itself after one batch more than `batches`."""
+    """Return the functions that start a turn, by name. A rival's turn ends after `batches` + 1 batches."""
     size, count = data.batch_size, (batches + 1) * data.batch_size
     crop: dict[str, Any] = {"size": data.input_shape[1:], "padding": PADDING}
     pil = ArrayImages(
@@ -140,7 +131,7 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Call
 
     ours = ((batch.images, batch.labels) for epoch in batches_on_device(data, device) for batch in epoch)
     return {
-        OURS: lambda: ours,  # goes on where it was
+        OURS: lambda: ours,  # one stream for all turns
         "PIL, 2 workers": loading(pil, 2),
         "PIL, no worker": loading(pil, 0),
         "v2 on tensors, 2 workers": loading(tensors, 2),
@@ -148,8 +139,5 @@ def sides(data: ImageData, batches: int, device: torch.device) -> dict[str, Call
     }
 
 
-def leave_signals(worker: int) -> None:
-    """Ignore Ctrl-C and a closed terminal, which reach the workers too: the main process ends them."""
-    for number in STOP_SIGNALS:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
+if __name__ == "__main__":
+    raise SystemExit(run_script())

@@ -1,0 +1,84 @@
+"""Overhead of the Trainer in a recipe's training steps: python scripts/benchmarks/step.py --recipe laptop."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+
+from loops import BareLoop
+from script import run_script
+from timed_fit import LINEAR, Round, Stopwatch, add_training_arguments, fit, subject_from
+
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import publish, spread
+from cifar_lit.errors import UsageError
+from cifar_lit.training.orderly_stop import Interrupted
+
+WHAT = (
+    "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare PyTorch loop "
+    "that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one process. Without "
+    "--recipe the net is a single layer, which isolates the overhead of the Trainer."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this measurement."""
+    add_training_arguments(parser, recipe=None)
+    parser.add_argument("--steps", type=int, default=10, help="steps of each loop in a round")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds, after one that warms up")
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measure and report."""
+    if min(settings.steps, settings.rounds) < 1:
+        raise UsageError("--steps and --rounds must be at least 1")
+    if not settings.recipe and not settings.net:
+        settings.net = LINEAR
+    subject = subject_from(settings)
+    watch = Stopwatch(
+        settings.steps,
+        settings.rounds,
+        settings.steps,
+        lambda trainer, model: BareLoop(trainer, model, subject.data).take,
+        Progress(settings.rounds, "round"),
+    )
+    with suppress(Interrupted):
+        settings.precision = fit(subject, watch, max_epochs=100_000)
+    report("step", settings, watch.rounds, "bare loop", f"{settings.steps} steps of each")
+
+
+def report(name: str, settings: argparse.Namespace, rounds: Sequence[Round], other: str, turns: str) -> None:
+    """Publish the speed of both loops and their ratio in each round, if a round is complete.
+
+    Args:
+        name: name of the measurement.
+        settings: settings of the measurement.
+        rounds: times of both loops.
+        other: name of the other loop.
+        turns: content of a round.
+    """
+    if not rounds:
+        return
+    speeds = [
+        ("ours", spread(turn.images / turn.ours for turn in rounds), "images/s"),
+        (other, spread(turn.images / turn.other for turn in rounds), "images/s"),
+    ]
+    times = [
+        ("ours, a step", spread(1e3 * turn.ours / turn.steps for turn in rounds), "ms"),
+        (f"{other}, a step", spread(1e3 * turn.other / turn.steps for turn in rounds), "ms"),
+    ]
+    ratio = (f"ours / {other}", spread(turn.other / turn.ours for turn in rounds), "×")
+    trained = " · ".join(filter(None, (settings.recipe, settings.net, settings.dataset)))
+    publish(
+        name,
+        vars(settings),
+        f"{trained} · batch {settings.batch_size} · ours in {settings.precision}",
+        [*speeds, *times, ratio],
+        f"{len(rounds)} rounds of {turns}, in turn",
+        rounds=len(rounds),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script())

@@ -1,0 +1,218 @@
+"""Train a recipe under the Trainer with all features of a run, and time it against another loop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import rich
+import torch
+from lightning.pytorch.callbacks import Callback
+from script import set_threads
+from torch import nn
+
+from cifar_lit.bench.progress import Progress
+from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.errors import UsageError
+from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
+from cifar_lit.runs.run import Run
+from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.training.callbacks import NoProfiler
+from cifar_lit.training.classifier import ImageClassifier
+
+LINEAR = "linear"  # a single layer, for measurements only
+WITHOUT_RECIPE: dict[str, Any] = {
+    "model": {"lr": 0.01},
+    "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0},
+}
+
+
+class Subject(NamedTuple):
+    """A training; `trainer` holds the Trainer's arguments (accelerator, one device, precision)."""
+
+    model: ImageClassifier
+    data: ImageData
+    trainer: dict[str, Any]
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
+    """Add the flags that select the training and its device; `recipe` is the default recipe."""
+    parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
+    parser.add_argument("--net", "--model.net", help=f"another than the recipe's; {LINEAR!r} is a single layer")
+    parser.add_argument("--lr", "--model.lr", type=float, help="replaces the recipe's learning rate")
+    parser.add_argument("--batch-size", "--data.batch_size", type=int, help="images a step; the recipe's if not given")
+    parser.add_argument("--precision", "--trainer.precision", help="such as 32-true; this machine's best if not given")
+    add_data_arguments(parser)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = None) -> None:
+    """Add the flags that select images and device."""
+    parser.add_argument("--dataset", "--data.dataset", default=dataset, help="the recipe's, or shapes, if not given")
+    parser.add_argument("--data-dir", "--data.root", dest="root", metavar="PATH", help="folder of archives, or of own images")
+    parser.add_argument("--count", "--data.count", type=int, default=20_000, help="training images of `shapes`")
+    parser.add_argument("--accelerator", "--trainer.accelerator", default="auto", help="auto, cpu, gpu or mps")
+    parser.add_argument("--threads", type=set_threads, help="torch's threads")
+
+
+def subject_from(settings: argparse.Namespace) -> Subject:
+    """Return the training selected by the flags of `add_training_arguments`; write the values in use to `settings`.
+
+    Model and data follow the recipe, including learning rate and schedule. Of its Trainer settings only precision and logging
+    interval apply. Without a recipe: plain SGD on raw images.
+
+    Raises:
+        UsageError: if a name or setting does not exist.
+    """
+    recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
+    model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
+    for name in ("metrics", "monitor"):  # no validation runs
+        model.pop(name, None)
+    model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
+    data |= {name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None}
+    if data.get("dataset") == "shapes":
+        data["count"] = settings.count
+    machine = detect_machine()
+    accelerator, devices = choose_devices(machine, settings.accelerator, 1)
+    precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
+    images, classifier = build(model, data)
+    settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
+    settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
+    kept = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
+    return Subject(classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **kept})
+
+
+def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
+    """Return data and model from a recipe's sections; the weights are drawn from a fixed seed."""
+    linear = model.get("net") == LINEAR
+    try:
+        images = ImageData(**{"seed": 0, **data})
+        torch.manual_seed(0)
+        shape = {"input_shape": images.input_shape, "num_classes": images.class_count}
+        classifier = ImageClassifier(**{**model, **shape, **({"net": "signs_mlp"} if linear else {})})
+    except TypeError as error:  # unknown setting
+        raise UsageError(f"this recipe cannot be measured: {error}") from None
+    if linear:
+        channels, height, width = images.input_shape
+        classifier.net = nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, images.class_count))
+    return images, classifier
+
+
+def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
+    """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's effective precision."""
+    torch.set_float32_matmul_precision("high")  # same as in a run
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
+        trainer = pl.Trainer(
+            **subject.trainer,
+            max_epochs=max_epochs,
+            callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
+            logger=run.loggers(None),
+            num_sanity_val_steps=0,
+            limit_val_batches=1.0 if validates else 0,
+            enable_model_summary=False,
+            profiler=NoProfiler(),
+        )
+        rich.reconfigure(file=nowhere, force_terminal=True)  # draw as on a terminal, into nowhere
+        try:
+            trainer.fit(subject.model, datamodule=subject.data)
+        finally:
+            rich.reconfigure()
+            run.folder.release()
+        return str(trainer.precision)
+
+
+# ---- clocks
+
+
+def read_clock(device: torch.device) -> float:
+    """Return the time in seconds after the device has finished its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter()
+
+
+class Round(NamedTuple):
+    """A turn of ours and of another loop: optimizer steps and training images of ours, seconds of each."""
+
+    steps: int
+    images: int
+    ours: float
+    other: float
+
+
+# Starts the other loop before our first step; returns a function that gives it a turn, called with the steps of ours.
+StartOther = Callable[[pl.Trainer, Any], Callable[[int], object]]
+
+
+class Stopwatch(Callback):
+    """Time rounds of a fit and of another loop in turn, after a warm-up; then end the fit.
+
+    Args:
+        steps: optimizer steps in a round.
+        count: number of rounds.
+        warmup: steps before the first round.
+        start_other: starts the other loop, which has a turn after the warm-up and after every round while the training waits.
+        progress: reports every round.
+    """
+
+    def __init__(self, steps: int, count: int, warmup: int, start_other: StartOther, progress: Progress | None = None) -> None:
+        self._steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
+        self._progress = progress
+        self.rounds: list[Round] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the other loop before the first epoch, when model and data are in place."""
+        if trainer.global_step == 0:
+            self._make_turn = self._start_other(trainer, pl_module)
+            self._warm = self._warmup == 0
+            self._begin_round(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End a round after its steps."""
+        self._images += batch.labels.numel()
+        if trainer.global_step - self._begun_at >= (self._steps if self._warm else self._warmup):
+            self.end_round(trainer, pl_module)
+            trainer.should_stop = len(self.rounds) == self._count
+
+    def end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Give the other loop its turn, and begin the next round."""
+        paused = read_clock(model.device)
+        steps = trainer.global_step - self._begun_at
+        self._make_turn(steps)
+        if self._warm:
+            self.rounds.append(Round(steps, self._images, paused - self._begun, read_clock(model.device) - paused))
+            if self._progress:
+                self._progress.advance(len(self.rounds))
+        self._warm = True
+        self._begin_round(trainer, model)
+
+    def _begin_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        self._images, self._begun_at, self._begun = 0, trainer.global_step, read_clock(model.device)
+
+
+class EpochStopwatch(Stopwatch):
+    """Time whole epochs of ours, each with its validation and checkpoint, and of the other loop."""
+
+    def __init__(self, epochs: int, start_other: StartOther, progress: Progress | None = None) -> None:
+        super().__init__(sys.maxsize, epochs, 0, start_other, progress)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the previous epoch, if there was one."""
+        super().on_train_epoch_start(trainer, pl_module)
+        if trainer.current_epoch:
+            self.end_round(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the last epoch."""
+        self.end_round(trainer, pl_module)
