@@ -71,7 +71,12 @@ def test_no_device_is_named_where_nets_and_training_are_written(path: Path) -> N
 
 
 # Printing goes through `text.py`; rich's consoles are allowed where they draw.
-PRINTING = {"text.py": {"print"}, "cli/console.py": {"Console"}, "cli/classify.py": {"Console"}, "data/progress.py": {"Console"}}  # fmt: skip
+PRINTING = {
+    "text.py": {"print"},
+    "cli/console.py": {"Console"},
+    "cli/classify.py": {"Console"},
+    "data/progress.py": {"Console"},
+}
 
 
 def test_what_is_printed_goes_through_one_function() -> None:
