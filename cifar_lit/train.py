@@ -6,30 +6,24 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.image_set import spread_rows
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.inference.load import READ_AT_ONCE, Classifier
-from cifar_lit.inference.novelty import novelty_threshold
+from cifar_lit.errors import UsageError
+from cifar_lit.inference.describe import describe_model, model_card
 from cifar_lit.models.checks import build_on_meta_device
-from cifar_lit.runs.calibration import fit_temperature
-from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
+from cifar_lit.runs.model_file import check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import draw_for_tensorboard, run_metrics, write_metrics, write_report
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import PREVIOUS
-from cifar_lit.training.checkpoint import describe_net, read_checkpoint
+from cifar_lit.training.checkpoint import load_weights
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
-
-MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the novelty threshold
 
 
 @dataclass(frozen=True)
@@ -121,37 +115,3 @@ def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageD
     model.score = model.predictions = None
     getattr(trainer, stage)(model, datamodule=data, verbose=False)
     return model.score
-
-
-def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
-    """What model.safetensors will say of the net."""
-    h, (mean, std) = model.hparams, data.statistics
-    options, resize = dict(h["net_options"] or {}), data.settings.resize
-    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
-
-
-def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
-    """Return the card of a trained net, with the temperature and the novelty threshold of its validation images.
-
-    The net was not trained on these images. Both are None without any.
-    """
-    card, images = model_card(model, data), data.train_images
-    val = spread_rows(data.split[1], MAX_DESCRIBED)
-    # The net in float32, as it will be used.
-    classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
-    logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
-    temperature = fit_temperature(logits, images.labels[val])
-    return replace(card, temperature=temperature, novelty_threshold=novelty_threshold(logits))
-
-
-def load_weights(model: ImageClassifier, path: str | Path) -> dict[str, Any]:
-    """Takes the weights of a checkpoint, which it returns; raises Failure where they are another net's."""
-    checkpoint = read_checkpoint(Path(path).expanduser())
-    try:
-        model.load_state_dict(checkpoint["state_dict"])
-    except RuntimeError:
-        raise Failure(
-            f"{path} holds weights of {describe_net(checkpoint.get('hyper_parameters', {}))}, "
-            f"not of {describe_net(model.hparams)}: leave --net and the data flags out, or give those of the checkpoint"
-        ) from None
-    return checkpoint

@@ -370,3 +370,16 @@ def describe_net(settings: Any) -> str:
     width = " of unknown width" if not known else "" if factor == 1.0 else f" width {factor:g}"
     net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
+
+
+def load_weights(model: pl.LightningModule, path: str | Path) -> dict[str, Any]:
+    """Load the weights of a checkpoint into a model, and return the checkpoint. Raise Failure if they are of another net."""
+    checkpoint = read_checkpoint(Path(path).expanduser())
+    try:
+        model.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError:
+        raise Failure(
+            f"{path} holds weights of {describe_net(checkpoint.get('hyper_parameters', {}))}, "
+            f"not of {describe_net(model.hparams)}: leave --net and the data flags out, or give those of the checkpoint"
+        ) from None
+    return checkpoint
