@@ -14,11 +14,13 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, normalise
+from cifar_lit.data.augment import Augmentation, in_order, normalise, shuffled
+from cifar_lit.data.balanced import balanced, check_balanced
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.device_augment import DeviceAugmentation
+from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses, check_skipping, first_hard_batch
 from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
-from cifar_lit.data.loaders import Batch, EvalLoader, LastLosses, TrainLoader, count_batches
+from cifar_lit.data.loaders import Batch, EvalLoader, TrainLoader, count_batches
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.sources import SourceSettings, load_images
@@ -128,12 +130,8 @@ class ImageData(pl.LightningDataModule):
         self.augmentation = Augmentation(crop, flip, cutout)
         check_choice("data.placement", placement, PLACEMENTS)
         check_choice("data.sampling", sampling, SAMPLINGS)
-        if sampling == "balanced" and not shuffle:
-            raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
-        if not 0 <= skip_easy < 1 or not 0 <= skip_from <= 1:
-            raise UsageError("data.skip_easy is a share of the images, from 0 to below 1, and data.skip_from one of the steps")
-        if skip_easy and (sampling != "none" or not shuffle):
-            raise UsageError("data.skip_easy chooses images and their order: leave data.sampling none and data.shuffle true")
+        check_balanced(sampling, shuffle)
+        check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         self.skip_easy, self.skip_from = skip_easy, skip_from
@@ -162,9 +160,7 @@ class ImageData(pl.LightningDataModule):
             skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
             self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
             if self.last_losses and trainer:
-                if not hasattr(trainer.lightning_module, "loss_hooks"):
-                    raise UsageError("data.skip_easy needs the loss of each image: train an ImageClassifier, or set it to 0")
-                trainer.lightning_module.loss_hooks.append(self.last_losses)
+                self.last_losses.listen(trainer.lightning_module)
             self._resumed = None  # of an earlier fit
 
     def _warn_of_few_images(self) -> None:
@@ -256,7 +252,8 @@ class ImageData(pl.LightningDataModule):
         are then set up before the checkpoint is read.
         """
         loader = self._train_loader
-        return {**loader.state_dict(), **loader.round_state(), "batch_size": self.batch_size} if loader else {}
+        rounds = loader.round_state() if isinstance(loader, HardRoundsLoader) else {}
+        return {**loader.state_dict(), **rounds, "batch_size": self.batch_size} if loader else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
@@ -319,32 +316,28 @@ class ImageData(pl.LightningDataModule):
         images, _ = self.placed("train")
         trainer: Any = self.trainer
         overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
-        self._train_loader = TrainLoader(
-            images,
-            self.split[0],
-            self.batch_size,
-            self.augmentation,
-            shuffle=self.shuffle and not overfits,
-            balanced=self.sampling == "balanced",
-            seed=self.seed,
-            fill=self._fill,
-            workers=self.workers if self.reads_ahead else 0,
-            pin_memory=self.reads_ahead and self.device.type != "cpu",
-            losses=self.last_losses,
-            skip_easy=self.skip_easy,
-            skip_from=self._skipping_from if self.last_losses else (0, 0),
+        order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
+        settings: dict[str, Any] = {
+            "source": images,
+            "indices": self.split[0],
+            "batch_size": self.batch_size,
+            "augmentation": self.augmentation,
+            "order": order if self.shuffle and not overfits else in_order,
+            "seed": self.seed,
+            "fill": self._fill,
+            "workers": self.workers if self.reads_ahead else 0,
+            "pin_memory": self.reads_ahead and self.device.type != "cpu",
             **self._share,
-        )
+        }
+        if self.last_losses:
+            begin = first_hard_batch(self.skip_from, self._total_batches, self._epoch_batches)
+            rounds: dict[str, Any] = {"losses": self.last_losses, "skip_easy": self.skip_easy, "skip_from": begin}
+            self._train_loader = HardRoundsLoader(**settings, **rounds)
+        else:
+            self._train_loader = TrainLoader(**settings)
         if self._resumed is not None:
             self._train_loader.load_state_dict(self._resumed)
         return self._train_loader
-
-    @property
-    def _skipping_from(self) -> tuple[int, int]:
-        """The epoch, and the batch in it, from which on images are left out."""
-        if (total := self._total_batches) is None:
-            raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
-        return divmod(round(self.skip_from * total), self._epoch_batches)
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """The validation loader of this device; none (an empty list) when nothing is held out."""
@@ -390,8 +383,7 @@ class ImageData(pl.LightningDataModule):
         """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""
         trainer = self.trainer
         if trainer and trainer.training:
-            epoch = self._train_loader.draw_epoch if self.last_losses and self._train_loader else trainer.current_epoch
-            return self.training_batch(batch, epoch, self.side(trainer.current_epoch))
+            return self.training_batch(batch, self.side(trainer.current_epoch))
         return replace(batch, images=self._normalised(batch.images))
 
     def example_batches(self, side: int | None) -> list[Batch]:
@@ -402,16 +394,16 @@ class ImageData(pl.LightningDataModule):
         for size in sorted({len(part) for part in parts}, reverse=True):
             part = rows[:size].to(images.images.device)
             pixels, labels, part = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part], part))
-            batches.append(self.training_batch(Batch(pixels, labels, part), 0, side))
+            batches.append(self.training_batch(Batch(pixels, labels, part), side))
         return batches
 
-    def training_batch(self, batch: Batch, epoch: int, side: int | None = None) -> Batch:
+    def training_batch(self, batch: Batch, side: int | None = None) -> Batch:
         """A batch as an epoch trains on it: augmented on its device, scaled to a side, normalised."""
-        return self._augmented(batch, epoch, partial(self._normalised, side=side))
+        return self._augmented(batch, partial(self._normalised, side=side))
 
-    def _augmented(self, batch: Batch, epoch: int, finish: Callable[[Tensor], Tensor]) -> Batch:
+    def _augmented(self, batch: Batch, finish: Callable[[Tensor], Tensor]) -> Batch:
         """A batch after all that is drawn. finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
-        augmentation, rows = self.device_augmentation, batch.indices
+        augmentation, rows, epoch = self.device_augmentation, batch.indices, batch.epoch
         batch = replace(batch, images=self._augmented_one_by_one(batch.images, rows, self.seed, epoch, finish))
         if augmentation and augmentation.mixes:
             images, targets = augmentation.mix(batch.images, batch.labels, self.class_count, rows, self.seed, epoch)
@@ -448,7 +440,7 @@ class ImageData(pl.LightningDataModule):
         Views are drawn as the epochs of that number with seed 0, so that runs of all seeds share them.
         """
         images, _ = self.placed("train")
-        loader = TrainLoader(images, rows, self.eval_batch_size, self.augmentation, shuffle=False, fill=self._fill)
+        loader = TrainLoader(images, rows, self.eval_batch_size, self.augmentation, order=in_order, fill=self._fill)
         make = loader.epoch_plan(view)[1]
         for part in rows.to(images.images.device).split(self.eval_batch_size):
             pixels = (make([(part, 1.0)])[0].images if view else images.take(part)).to(self.device)
@@ -478,5 +470,5 @@ class ImageData(pl.LightningDataModule):
     def sample(self, count: int = 64, epoch: int = 0) -> Tensor:
         """The first training images of an epoch, augmented, uint8 (B, C, H, W), to look at."""
         order, make_batches = (self._train_loader or self.train_dataloader()).epoch_plan(epoch)
-        batch = self._augmented(make_batches([(order[:count], 1.0)])[0], epoch, lambda images: images.permute(0, 3, 1, 2))
+        batch = self._augmented(make_batches([(order[:count], 1.0)])[0], lambda images: images.permute(0, 3, 1, 2))
         return batch.images.float().round().clamp(0, 255).byte().cpu()

@@ -209,7 +209,9 @@ def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
 
 def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalised() -> None:
     data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
-    batch = next(iter(data.train_dataloader()))
+    loader = data.train_dataloader()
+    loader.set_epoch(2)
+    batch = next(iter(loader))
     plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
     bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassCalibrationError
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch, LastLosses
+from cifar_lit.data.hard_rounds import LastLosses
+from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.class_weights import ClassWeights, class_weights
