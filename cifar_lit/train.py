@@ -25,6 +25,7 @@ from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.novelty import learn_novelty, sample_rows
 from cifar_lit.models.registry import build_on_meta_device
 from cifar_lit.runs.calibration import fit_temperature
+from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net, check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
@@ -127,7 +128,7 @@ class Run(Callback):
                 self.notes["trains"] = training_plan(pl_module, data, max(trainer.max_epochs or 1, 1))
             print_start_card(self, trainer, pl_module, data)
             if self.board in trainer.loggers and not self.folder.resumed:  # none of ours in a fast_dev_run
-                self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
+                self.board.log_images("images/train", make_grid(augmented_sample(data, 64), nrow=8))
 
     # ---- what it does
 

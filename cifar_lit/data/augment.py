@@ -1,4 +1,4 @@
-"""Order of an epoch, and augmentation of whole batches, as functions of (seed, epoch, image index).
+"""Augmentation of whole batches, drawn per image as a function of (seed, epoch, image index).
 
 A plan holds one row of draws per image of the training set and is made once per epoch. So an image looks the same in an
 epoch whatever the order of batches, the number of workers and devices, or restarts.
@@ -6,7 +6,6 @@ epoch whatever the order of batches, the number of workers and devices, or resta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,24 +16,7 @@ from cifar_lit.errors import UsageError, check_choice
 
 FLIPS = ("none", "random", "alternating")
 
-_ORDER, _MOVES, _FIRST_FLIP = 1, 2, 3  # independent streams of one seed; `data.balanced` has the number 0
-
-Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to rows in the order of that epoch
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """Return a permutation of `count` image indices, int64 (count,), as a function of (seed, epoch)."""
-    return torch.from_numpy(np.random.default_rng([_ORDER, seed, epoch]).permutation(count))
-
-
-def shuffled(rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return rows, int64 (N,), in random order, a new one for each epoch."""
-    return rows[epoch_order(len(rows), seed, epoch)]
-
-
-def in_order(rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return rows as they are, the same in every epoch."""
-    return rows
+_MOVES, _FIRST_FLIP = 2, 3  # independent streams of one seed; `data.order` and `data.balanced` have the numbers 1 and 0
 
 
 @dataclass(frozen=True)
@@ -129,20 +111,3 @@ def _reflect(positions: Tensor, size: int) -> Tensor:
     """Mirror positions outside [0, size) at the border pixel, as `reflect` padding does."""
     positions = positions.abs()
     return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
-
-
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return (x / 255 - mean) / std, float32 (B, C, H, W) in channels_last memory.
-
-    It works on whole rows of pixels with tiled constants. This vectorises where a broadcast over 3 channels would not.
-
-    Args:
-        images: uint8 or float32 (B, H, W, C) in 0 … 255. Floats are changed in place.
-        mean: (C,), in [0, 1] units.
-        std: (C,), in [0, 1] units.
-    """
-    count, height, width, channels = images.shape
-    scale = (1.0 / (255.0 * std)).repeat(width)
-    shift = (-mean / std).repeat(width)
-    rows = images.reshape(count * height, width * channels).float().mul_(scale).add_(shift)
-    return rows.view(count, height, width, channels).permute(0, 3, 1, 2)

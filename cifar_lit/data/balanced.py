@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Order, epoch_order
-from cifar_lit.errors import UsageError
+from cifar_lit.data.order import Order, epoch_order
+from cifar_lit.errors import UsageError, check_choice
 
-_CYCLES = 0  # number of this stream of random numbers; those of `data.augment` are 1 to 3
+SAMPLINGS = ("none", "balanced")
+
+_CYCLES = 0  # number of this stream of random numbers; `data.order` has 1, `data.augment` 2 and 3
 
 
 def balanced(labels: Tensor) -> Order:
@@ -24,7 +26,8 @@ def _balanced_rows(labels: Tensor, rows: Tensor, seed: int, epoch: int) -> Tenso
 
 
 def check_balanced(sampling: str, shuffle: bool) -> None:
-    """Raise UsageError if balanced epochs are requested without shuffling."""
+    """Raise UsageError for an unknown `data.sampling`, and for balanced epochs without shuffling."""
+    check_choice("data.sampling", sampling, SAMPLINGS)
     if sampling == "balanced" and not shuffle:
         raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
 

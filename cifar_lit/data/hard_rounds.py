@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import shuffled
-from cifar_lit.data.loaders import Batch, Pass, TrainLoader
+from cifar_lit.data.batch import Batch
+from cifar_lit.data.fit_length import FitLength
+from cifar_lit.data.loaders import Pass, TrainLoader
+from cifar_lit.data.order import shuffled
 from cifar_lit.errors import UsageError
 
 
@@ -29,17 +31,11 @@ def check_skipping(skip_easy: float, skip_from: float, *, sampling: str, shuffle
         raise UsageError(f"{fault}: leave data.sampling none and data.shuffle true")
 
 
-def first_hard_batch(skip_from: float, total: int | None, per_epoch: int) -> tuple[int, int]:
-    """Return the epoch, and the batch in it, from which easy images are left out.
-
-    Args:
-        skip_from: share of all batches that comes before.
-        total: number of batches of the training, None if it has no end.
-        per_epoch: number of batches of an epoch.
-    """
-    if total is None:
+def first_hard_batch(skip_from: float, length: FitLength) -> tuple[int, int]:
+    """Return the epoch, and the batch in it, from which easy images are left out: after a share of all batches."""
+    if length.total is None:
         raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
-    return divmod(round(skip_from * total), per_epoch)
+    return divmod(round(skip_from * length.total), length.epoch)
 
 
 class LastLosses:

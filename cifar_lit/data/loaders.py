@@ -15,94 +15,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, Order, augment_batch, shuffled
+from cifar_lit.data.augment import Augmentation, augment_batch
+from cifar_lit.data.batch import PADDING, Batch
+from cifar_lit.data.fit_length import count_batches
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.order import Order, shuffled
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 
-PADDING = -1  # label of an image that only fills up a batch and is not counted
 BLOCK_BYTES = 512 * 32 * 32 * 3  # augmented at once; for small batches the launches would cost more than the work
 
 # Batches that are augmented at once: the rows and the loss weight of each.
 Block = list[tuple[Tensor, float]]
 
 
-@dataclass(eq=False)
-class Batch:
-    """One device's part of a global batch. It unpacks as `images, labels = batch`.
-
-    Args:
-        images: uint8 (B, H, W, C) from a loader, float32 (B, C, H, W) in channels_last memory once on its device.
-        labels: int64 (B,), `PADDING` for images that are not counted.
-        indices: int64 (B,), rows of the image set.
-        loss_weight: this part's fraction of the global batch times the number of devices, 0 for a device without a
-            part. With it, the gradient averaged over devices is that of the mean over the global batch.
-        targets: float32 (B, classes), the share of each class in images mixed from several; else None.
-        epoch: the epoch that the images are augmented for.
-    """
-
-    images: Tensor
-    labels: Tensor
-    indices: Tensor
-    loss_weight: float = 1.0
-    targets: Tensor | None = None
-    epoch: int = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.images, self.labels))
-
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.images, self.labels)[place]
-
-    def __len__(self) -> int:
-        return 2
-
-    def to(self, device: torch.device, **settings: Any) -> Batch:
-        """Return the batch on a device; `settings` are those of `Tensor.to`. Lightning calls it for each batch."""
-        return self._map(lambda tensor: tensor.to(device, **settings))
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory; torch's DataLoader calls it."""
-        return self._map(Tensor.pin_memory)
-
-    def clone(self) -> Batch:
-        """Return a copy; channels_last tensors stay so."""
-        return self._map(Tensor.clone)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        images, labels, indices = change(self.images), change(self.labels), change(self.indices)
-        targets = None if self.targets is None else change(self.targets)
-        return Batch(images, labels, indices, self.loss_weight, targets, self.epoch)
-
-
 class Pass(NamedTuple):
-    """One pass through training images: a whole epoch, or the batches `first` to `end` of it.
-
-    Args:
-        first: number of its first batch within the epoch.
-        end: number of the batch after its last.
-        rows: int64 (N,), rows of the image set in the order in which they are shown.
-        make: makes the batches of a block.
-    """
+    """One pass through training images: the batches from `first` to before `end` of an epoch."""
 
     first: int
     end: int
-    rows: Tensor
+    rows: Tensor  # int64 (N,), rows of the image set in the order shown
     make: Callable[[Block], list[Batch]]
-
-
-def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
-    """Return the number of training batches of an epoch.
-
-    A last batch with fewer than 2 images for each part is dropped, unless it is the only batch.
-
-    Args:
-        images: number of training images.
-        batch_size: images of a global batch.
-        parts: number of devices that must all get images of every batch.
-    """
-    full, rest = divmod(images, batch_size)
-    return full + (rest >= 2 * parts or full == 0)
 
 
 @dataclass(eq=False)
@@ -119,12 +52,12 @@ class TrainLoader:
         indices: int64 (N,), rows of the images to train on.
         batch_size: images of a global batch.
         augmentation: crop, flip and cutout.
-        order: returns the rows of an epoch in the order in which it shows them.
+        order: returns the rows in the order of an epoch.
         seed: seed of order and augmentation.
         rank: number of this device.
         world: number of devices.
         fill: uint8 (C,), colour of a cutout.
-        workers: number of processes that read and augment images ahead of the training; 0 for images in memory.
+        workers: processes that read and augment images ahead of the training; 0 for images in memory.
         pin_memory: whether workers return page-locked memory.
         weighted: whether the model multiplies its loss by `Batch.loss_weight`. For another model, every batch has
             images for every device: a last batch with fewer than two for each is dropped unless it is the only one.
@@ -247,13 +180,14 @@ def _make_block(
 ) -> list[Batch]:
     parts, weights = zip(*block, strict=True)
     rows, sizes = torch.cat(parts), [len(part) for part in parts]
-    source.announce(rows)
+    source.prefetch(rows)
     images = augment_batch(source.images, rows, plan, cutout, fill).split(sizes)
     labels = source.labels.index_select(0, rows).split(sizes)
     columns = zip(images, labels, rows.split(sizes), weights, strict=True)
     return [Batch(*values, epoch=epoch) for values in columns]
 
 
+@dataclass(eq=False)
 class EvalLoader:
     """Batches for validation, test and prediction that hold each image exactly once over all devices.
 
@@ -270,22 +204,19 @@ class EvalLoader:
             time instead, as with torch's DistributedSampler.
     """
 
-    def __init__(
-        self,
-        source: ImageSet,
-        indices: Tensor,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        world: int = 1,
-        weighted: bool = True,
-    ) -> None:
-        if batch_size < 1:
+    source: ImageSet
+    indices: Tensor
+    batch_size: int
+    _: KW_ONLY
+    rank: int = 0
+    world: int = 1
+    weighted: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
             raise UsageError("data.eval_batch_size must be at least 1")
-        indices = indices.to(source.images.device)
-        self.source = source
-        self.batches = list(indices.split(batch_size)) if len(indices) else []
-        self.rank, self.world, self.weighted = rank, world, weighted
+        indices = self.indices.to(self.source.images.device)
+        self.batches = list(indices.split(self.batch_size)) if len(indices) else []
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.world)

@@ -14,10 +14,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cifar_lit.data.augment import Augmentation, augment_batch, epoch_order, in_order
+from cifar_lit.data.augment import Augmentation, augment_batch
 from cifar_lit.data.balanced import balanced, balanced_order
+from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import PADDING, Batch, EvalLoader, TrainLoader
+from cifar_lit.data.loaders import EvalLoader, TrainLoader
+from cifar_lit.data.order import epoch_order, in_order
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 from cifar_lit.signals import STOP_SIGNALS

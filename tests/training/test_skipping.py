@@ -11,9 +11,9 @@ import torch
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 
 SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
