@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+from collections.abc import Container
 from contextlib import suppress
 from multiprocessing import resource_tracker
 
@@ -17,10 +18,21 @@ def stop_signals() -> list[int]:
     return [number for number in STOP_SIGNALS if number != HANGUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def ignore_stop_signals(*, but: Container[int] = ()) -> None:
+    """Ignore STOP_SIGNALS in a worker process. They reach it too, but the main process handles them and ends it.
+
+    Args:
+        but: signals to leave as they are.
+    """
+    for number in STOP_SIGNALS:
+        if number not in but:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def accept_hangup() -> None:
     """Ignore further SIGHUPs, and discard output to a terminal that is gone: writing to it would raise an OSError.
 
-    Call it from the handler. A lost ssh session sends SIGHUP twice: the shell passes it on, and the kernel sends its own.
+    Call it from the handler. A lost ssh session sends SIGHUP twice, from the shell and from the kernel.
     """
     if HANGUP:
         signal.signal(HANGUP, signal.SIG_IGN)

@@ -44,7 +44,7 @@ def train_folds(command: Command) -> None:
         if predictions is None:
             raise Failure("a training of a cross-validation ended without a test: leave flags out that cut it short")
         path = cli.run.folder.path
-        parts.append({**predictions, "indices": data.fold_rows[predictions["indices"]]})
+        parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         runs.append((display_path(path), read_metrics(path)["test"]))
         recipe, images = cli.run.settings["recipe"] or "custom", data.train_images
         del cli, data

@@ -21,11 +21,12 @@ from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import decode, image_size
-from cifar_lit.data.image_set import ImageSet, parse_image_size
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.figures import captioned
+from cifar_lit.runs.figures import augmented_sample, captioned
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, say
 
@@ -50,7 +51,7 @@ def preview(argv: list[str]) -> None:
     data = _data(settings.data.as_dict(), chosen)
     count = len(chosen)
     plain = data.train_images.images.permute(0, 3, 1, 2)
-    columns = torch.stack([plain, *(data.sample(count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(0, 1)
+    columns = torch.stack([plain, *(augmented_sample(data, count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(0, 1)
     times = -(-LEAST_SIDE // min(plain.shape[2:]))
     images = columns.repeat_interleave(times, 2).repeat_interleave(times, 3)
     ways = ["original", *(f"augmented ({epoch})" for epoch in range(EPOCHS))]
@@ -109,6 +110,6 @@ def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
         size = (COMMON_SIZE, COMMON_SIZE)
     data = ImageData(**{**settings, "shuffle": False, "sampling": "none", "placement": "device"})
     pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])
-    data.train_images = ImageSet(torch.from_numpy(pixels), torch.zeros(len(files), dtype=torch.int64), ("photo",))
-    data.split = torch.arange(len(files)), torch.arange(0)
+    data.parts.train_images = ImageSet(torch.from_numpy(pixels), torch.zeros(len(files), dtype=torch.int64), ("photo",))
+    data.parts.split = torch.arange(len(files)), torch.arange(0)
     return data

@@ -147,7 +147,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
         for name, value in test.further.items():
             say(f"test {name} {value:.4f}")
-        if data.dataset != "shapes" and (warning := small_set_text(scores, data.folds > 0)):
+        if data.dataset != "shapes" and (warning := small_set_text(scores, data.parts.folds > 0)):
             say(warning)
         images = f"{test.images} image{'s' * (test.images != 1)}"  # plain digits: scripts read this line
         say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -106,6 +107,12 @@ def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[
     return fitting[-1]
 
 
+def bytes_on_device(data: ImageData, free: int) -> int:
+    """Return the bytes that training images will occupy on a device with so many free bytes."""
+    images = data.train_images
+    return images.images.nbytes if data.placement.place_of(images, free) == "device" else 0
+
+
 def _fits(trial: Trial, shape: list[int], size: int) -> bool:
     try:
         for _ in range(2):  # the first step makes the optimizer's own tensors
@@ -181,7 +188,7 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
     count, lr = len(data.split[0]), model.hparams["lr"]
     if "batch" in auto:
         limit = count // MIN_EPOCH_STEPS
-        size = largest_batch(Trial(model, data, device, precision), data.input_shape, limit, data.bytes_on_device)
+        size = largest_batch(Trial(model, data, device, precision), data.input_shape, limit, partial(bytes_on_device, data))
         say(f"--auto-batch: {size} images ({data.batch_size} were set)")
         data.batch_size = size
     if "lr" in auto:

@@ -1,7 +1,7 @@
 """Augmentation of whole batches, drawn per image as a function of (seed, epoch, image index).
 
-A plan holds one row of draws per image of the training set, made once an epoch. So neither order of batches, number of workers
-or devices, nor a restart changes what an image looks like in an epoch.
+A plan holds one row of draws per image of the training set and is made once per epoch. So an image looks the same in an
+epoch whatever the order of batches, the number of workers and devices, or restarts.
 """
 
 from __future__ import annotations
@@ -16,40 +16,21 @@ from cifar_lit.errors import UsageError, check_choice
 
 FLIPS = ("none", "random", "alternating")
 
-_CYCLES, _ORDER, _MOVES, _FIRST_FLIP = 0, 1, 2, 3  # independent streams of one seed; the numbers only have to differ
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of `count` image indices, int64 (count,), as a function of (seed, epoch)."""
-    return torch.from_numpy(np.random.default_rng([_ORDER, seed, epoch]).permutation(count))
-
-
-def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
-    """As many places in `labels`, int64 (N,), as these are, with each class equally often, as a function of (seed, epoch).
-
-    Each class has a shuffled cycle of its images, on which every epoch goes on where the one before ended. So in each epoch, and
-    in all together, how often its images come differs by one at most, and so it does between classes.
-    """
-    count = len(labels)
-    shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)
-    by_class = shuffled[np.argsort(labels.numpy()[shuffled], kind="stable")]
-    _, starts = np.unique(labels.numpy()[by_class], return_index=True)
-    cycles = np.split(by_class, starts[1:])
-    parts = []
-    for number, cycle in enumerate(cycles):  # rounded so that the classes' shares add up to the whole in every epoch
-        begin, end = ((count * each + number) // len(cycles) for each in (epoch, epoch + 1))
-        parts.append(cycle[np.arange(begin, end) % len(cycle)])
-    return torch.from_numpy(np.concatenate(parts))[epoch_order(count, seed, epoch)]
+_MOVES, _FIRST_FLIP = 2, 3  # independent streams of one seed; `data.order` and `data.balanced` have the numbers 1 and 0
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to training images; UsageError for values that cannot be meant.
+    """Random crop, flip and cutout of training images.
 
-    crop: pixels of reflect padding on every side, from which a window of the image's own size is cut at random.
-    flip: "none"; "random", mirrored with p = ½; "alternating", a random half in the first epoch, and from then on
-        the other half in every next one, so that two epochs show both sides of each image (Jordan, airbench, 2024).
-    cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
+    Args:
+        crop: pixels of reflect padding on every side, from which a window of the image's own size is cut at random.
+        flip: "none"; "random", mirrored with p = ½; or "alternating", a random half in the first epoch, and the other
+            half in each next one, so that two epochs show both sides of each image (Jordan, airbench, 2024).
+        cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
+
+    Raises:
+        UsageError: for invalid values.
     """
 
     crop: int = 0
@@ -62,16 +43,16 @@ class Augmentation:
             raise UsageError("data.crop and data.cutout are numbers of pixels, 0 or more")
 
     def check(self, height: int, width: int) -> None:
-        """Raises UsageError when images of this size are too small for the settings."""
+        """Raise UsageError if images of this size are too small for the settings."""
         least = min(height, width)
         for name, fault in (("cutout", "hides"), ("crop", "is too much for")):
             if (value := getattr(self, name)) >= least:
                 raise UsageError(f"data.{name} {value} {fault} {height}×{width} images: use less than {least}")
 
     def plan(self, count: int, height: int, width: int, seed: int, epoch: int) -> Tensor | None:
-        """The draws for every image: int32 (count, 5) of row shift, column shift, flip, cutout row, cutout column.
+        """Draw for every image: int32 (count, 5) of row shift, column shift, flip, cutout row, cutout column.
 
-        Shifts are in [-crop, crop]; flip is 0 or 1; cutout places are centres. None when nothing is to be done.
+        Shifts are in [-crop, crop], flip is 0 or 1, cutout places are centres. None if nothing is to be done.
         """
         if self.crop == 0 and self.flip == "none" and self.cutout == 0:
             return None
@@ -88,11 +69,21 @@ class Augmentation:
         return torch.from_numpy(plan)
 
 
-def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None) -> Tensor:
-    """The chosen images, moved as their rows of the plan say: uint8 (B, H, W, C), contiguous.
+def augment_batch(
+    images: Tensor,
+    indices: Tensor,
+    plan: Tensor | None,
+    cutout: int = 0,
+    fill: Tensor | None = None,
+) -> Tensor:
+    """Return a batch of images moved as their rows of the plan say: uint8 (B, H, W, C), contiguous.
 
-    images: uint8 (N, H, W, C), contiguous; indices: int64 (B,); plan: int32 (N, 5) from `Augmentation.plan` or None;
-    cutout: side of the painted square; fill: uint8 (C,), its colour.
+    Args:
+        images: uint8 (N, H, W, C), contiguous.
+        indices: int64 (B,), rows of the batch.
+        plan: int32 (N, 5) from `Augmentation.plan`, or None.
+        cutout: side of the painted square.
+        fill: uint8 (C,), its colour.
     """
     if plan is None:
         return images.index_select(0, indices)
@@ -100,9 +91,10 @@ def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: 
     moves = plan.index_select(0, indices).long()
     ys = torch.arange(height, device=images.device)
     xs = torch.arange(width, device=images.device)
-    # rows are copied whole, which crops vertically on the way; columns are then gathered with crop and flip in one index
+    # Rows are copied whole, cropped vertically on the way. Columns are then gathered with crop and flip in one index.
     rows = _reflect(ys + moves[:, 0:1], height) + indices[:, None] * height
-    batch = images.view(-1, width * channels).index_select(0, rows.flatten()).view(len(indices), height, width * channels)
+    batch = images.view(-1, width * channels).index_select(0, rows.flatten())
+    batch = batch.view(len(indices), height, width * channels)
     mirrored = torch.where(moves[:, 2:3] == 1, width - 1 - xs, xs)
     columns = _reflect(mirrored + moves[:, 1:2], width)
     entries = (columns[:, :, None] * channels + torch.arange(channels, device=images.device)).flatten(1)
@@ -110,24 +102,12 @@ def augment_batch(images: Tensor, indices: Tensor, plan: Tensor | None, cutout: 
     if cutout and fill is not None:
         top, left = moves[:, 3:4] - cutout // 2, moves[:, 4:5] - cutout // 2
         inside_rows, inside_columns = (ys >= top) & (ys < top + cutout), (xs >= left) & (xs < left + cutout)
-        batch = torch.where((inside_rows[:, :, None] & inside_columns[:, None, :])[..., None], fill, batch)
+        inside = inside_rows[:, :, None] & inside_columns[:, None, :]
+        batch = torch.where(inside[..., None], fill, batch)
     return batch
 
 
 def _reflect(positions: Tensor, size: int) -> Tensor:
-    """Positions outside [0, size) mirrored at the border pixel, as `reflect` padding does."""
+    """Mirror positions outside [0, size) at the border pixel, as `reflect` padding does."""
     positions = positions.abs()
     return torch.where(positions >= size, 2 * (size - 1) - positions, positions)
-
-
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 or float32 (B, H, W, C) in 0 … 255 to float32 (B, C, H, W) in channels_last memory: (x/255 - mean) / std.
-
-    mean, std: (C,) in [0, 1] units. Floats are changed in place. Works on whole rows of pixels with tiled constants,
-    which vectorises where a broadcast over 3 channels would not.
-    """
-    count, height, width, channels = images.shape
-    scale = (1.0 / (255.0 * std)).repeat(width)
-    shift = (-mean / std).repeat(width)
-    rows = images.reshape(count * height, width * channels).float().mul_(scale).add_(shift)
-    return rows.view(count, height, width, channels).permute(0, 3, 1, 2)

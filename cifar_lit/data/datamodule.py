@@ -1,12 +1,7 @@
-"""`ImageData`, the LightningDataModule: source, split, loaders and normalisation of one data set."""
+"""`ImageData`, the LightningDataModule: images of one data set, their split, loaders and preprocessing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cached_property, partial
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,76 +9,73 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, normalise
-from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.balanced import balanced, check_balanced
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.device_augment import DeviceAugmentation
-from cifar_lit.data.image_set import ImageSet, channel_statistics, spread_rows
-from cifar_lit.data.loaders import Batch, EvalLoader, LastLosses, TrainLoader, count_batches
-from cifar_lit.data.progress import note_once
-from cifar_lit.data.resolution import check_resolutions, shrink, side_at
-from cifar_lit.data.sources import SourceSettings, load_images
-from cifar_lit.data.splits import fold_rows, split_validation
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hardware import free_memory
-
-PLACEMENTS = ("auto", "device", "host")
-SAMPLINGS = ("none", "balanced")
-FEW_VALIDATION_IMAGES = 20  # one image is 5 % of the accuracy or more
-MAX_MEMORY_SHARE = 0.5  # of free memory that images may take by themselves; net, activations and others need the rest
+from cifar_lit.data.fit_length import FitLength, count_batches, fit_length
+from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses, check_skipping, first_hard_batch
+from cifar_lit.data.image_set import ImageSet, spread_rows
+from cifar_lit.data.loaders import EvalLoader, TrainLoader
+from cifar_lit.data.order import in_order, shuffled
+from cifar_lit.data.placement import Placement
+from cifar_lit.data.preprocessing import Preprocessing
+from cifar_lit.data.sources import SourceSettings
+from cifar_lit.data.split_images import SplitImages
+from cifar_lit.errors import UsageError
 
 
 class ImageData(pl.LightningDataModule):
     """Images of one data set as uint8 in memory, split, batched, augmented and normalised.
 
+    `parts` has the images and their split, `placement` keeps them on the device or the host, `preprocessing` augments
+    and normalises batches on the device. Batches unpack as (images, labels), so any LightningModule can train on them.
+
     Args:
         dataset: cifar10, cifar100, fashion_mnist, folder, shapes, or the import path of a function; see `data.sources`.
-        root: where archives are kept (`data` if not given), or own images: a folder, or a table that lists them (.csv, .tsv,
-            .jsonl).
-        batch_size: images a training step takes over all devices together.
-        eval_batch_size: images a device takes at once in validation, test and prediction.
-        val_size: number (1 or more) or fraction (below 1) of training images to validate on; 0 trains on all, but for validation
-            images that the set itself names.
-        test_size: fraction that becomes the test set where a folder or table of own images names none.
-        split_seed: seed of these splits and of drawn images; apart from `seed`, so that runs with other seeds are
-            validated and tested on the same images.
+        root: folder of the archives (`data` if not given), or own images: a folder, or a table (.csv, .tsv, .jsonl).
+        batch_size: images of a training step, over all devices.
+        eval_batch_size: images of a step on each device in validation, test and prediction.
+        val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all, except on
+            validation images of the data set itself.
+        test_size: fraction of own images to test on, if the folder or table has no test set.
+        split_seed: seed of the split and of drawn images; not `seed`, so that all runs are tested on the same images.
         seed: seed of order and augmentation; follows --seed.
         shuffle: draw a new order every epoch.
-        sampling: none, each training image once an epoch; or balanced, as many in all, but each class equally often: images of
-            rare classes come several times (in one epoch with the same crop and flip), those of common ones take turns.
-        skip_easy: share of the training images that is left out late in the training, those whose loss was least when they were
-            last trained on; an epoch goes through the others several times. In a short training they teach more.
-        skip_from: share of the steps after which that begins.
-        crop: pixels of reflect padding that a random crop moves in; 0 for none.
-        flip: none, random, or alternating (each image mirrored in every second epoch).
+        sampling: none; or balanced, an epoch shows each class equally often: images of rare classes are repeated, those
+            of common classes take turns.
+        skip_easy: share of training images to leave out late in the training, those of least loss when last trained on.
+            An epoch shows the others several times. This helps short trainings.
+        skip_from: share of the steps after which easy images are left out.
+        crop: pixels of reflect padding for a random crop; 0 for none.
+        flip: none, random, or alternating (each image is mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
-        resolutions: train on smaller images first: share of the epochs by side in pixels, in their order, such as
-            {24: 0.4, 28: 0.3}; what is left, and every evaluation, is at full size.
-        augment: further augmentations of training images, drawn for each image and computed on the training device, by name,
-            such as {scale: [0.35, 1], brightness: 0.4}: scale (shares of the area that a random crop keeps) with its ratio,
+        resolutions: train on smaller images first: share of the epochs by side in pixels, such as {24: 0.4, 28: 0.3}.
+            The remaining epochs and all evaluation are at full size.
+        augment: further augmentations by name, drawn per image and computed on the training device, such as
+            {scale: [0.35, 1], brightness: 0.4}: scale (range of the area that a random crop keeps) with its ratio,
             rotation (degrees), perspective (0 … 1), policy (trivial, or randaugment with its operations and magnitude),
             brightness, contrast, saturation, hue, blur (pixels), erasing (a probability), mixup and cutmix (alpha).
-        placement: device, all images in the memory of the training device; host, read by worker processes ahead of
-            the training; auto, device where they fit into half of its free memory.
-        workers: how many such processes.
-        mean: of the channels, in [0, 1] units; measured on the training images if not given.
+        placement: device, all images in its memory; host, read ahead by worker processes; auto, device if they fit into
+            half of its free memory.
+        workers: number of worker processes that read ahead.
+        mean: mean of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
-        image_size: pixels to scale own images to, or to draw shapes in: one number for squares, or height and width,
-            such as 96x128 or [96, 128].
-        resize: how own images of other proportions get that size: crop, scaled until they cover it, and cut to their
-            middle; letterbox, scaled as a whole to fit in, and grey around it; squash, scaled without regard to
-            proportions.
+        image_size: pixels of own images and shapes: one number for squares, or height and width (96x128, [96, 128]).
+        resize: how own images of other proportions are resized: crop (scale to cover, and cut the middle), letterbox
+            (scale to fit, with grey borders), or squash (ignore proportions).
         channels: 1 or 3, for own images and shapes.
-        num_classes: of shapes.
-        count: training images that `shapes` draws; its test set is a fifth of that.
-        url: an address or path of one's own to fetch the archive from.
-        skip_bad: leave damaged and missing images out instead of stopping.
-        cache_dir: where decoded folders are kept; the user's cache folder if not given.
-        labels: of cifar100: fine, its 100 classes (the default), or coarse, the 20 groups of five that they form.
-        group: column of a table of own images whose equal cells keep images on one side of every split, such as patient;
-            `group` if not given and there is one.
-        folds: of a cross-validation, in how many parts the training images are cut, one of which takes the test set's place,
-            stratified and by groups; of own images without a test set, all. 0 for none; `--folds 5` trains on each in turn.
-        fold: which of them, from 0.
+        num_classes: number of classes of shapes.
+        count: number of training images of shapes; the test set is a fifth of it.
+        url: own address or path of the archive.
+        skip_bad: leave out damaged and missing images instead of stopping.
+        cache_dir: folder of decoded images; the user's cache folder if not given.
+        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes.
+        group: column of a table whose equal cells keep images on one side of every split, such as patient; `group` if
+            not given and the table has it.
+        folds: parts of a cross-validation, stratified and by groups, cut from the training images, or from all own
+            images without a test set; 0 for none. `--folds 5` trains on each in turn.
+        fold: the part to test on, from 0.
     """
 
     def __init__(
@@ -109,7 +101,7 @@ class ImageData(pl.LightningDataModule):
         workers: int = 2,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        image_size: NonNegativeInt | list[int] | str | None = None,  # int would take 0x10 for 16
+        image_size: NonNegativeInt | list[int] | str | None = None,  # int would accept 0x10 for 16
         resize: str = "crop",
         channels: int | None = None,
         num_classes: int | None = None,
@@ -123,360 +115,220 @@ class ImageData(pl.LightningDataModule):
         fold: int = 0,
     ) -> None:
         super().__init__()
-        self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
-        self.val_size, self.split_seed, self.seed, self.shuffle = val_size, split_seed, seed, shuffle
-        self.augmentation = Augmentation(crop, flip, cutout)
-        check_choice("data.placement", placement, PLACEMENTS)
-        check_choice("data.sampling", sampling, SAMPLINGS)
-        if sampling == "balanced" and not shuffle:
-            raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
-        if not 0 <= skip_easy < 1 or not 0 <= skip_from <= 1:
-            raise UsageError("data.skip_easy is a share of the images, from 0 to below 1, and data.skip_from one of the steps")
-        if skip_easy and (sampling != "none" or not shuffle):
-            raise UsageError("data.skip_easy chooses images and their order: leave data.sampling none and data.shuffle true")
+        check_balanced(sampling, shuffle)
+        check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.skip_easy, self.skip_from = skip_easy, skip_from
-        self.last_losses: LastLosses | None = None  # of the current training, where they are needed
-        self.sampling, self.resolutions, self.placement, self.workers = sampling, resolutions or {}, placement, workers
-        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
-        self._mean, self._std = mean, std
-        if folds and not (folds > 1 and 0 <= fold < folds):
-            raise UsageError(f"data.fold {fold} of data.folds {folds} cannot be: folds are 2 or more, and counted from 0")
-        self.folds, self.fold = folds, fold
-        drawn = None if folds else test_size  # with folds every image is tested on in its turn
-        image_size = tuple(image_size) if isinstance(image_size, list) else image_size  # hashable: sources may be cached by it
+        self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
+        self.seed, self.shuffle, self.sampling, self.workers = seed, shuffle, sampling, workers
+        self.skip_easy, self.skip_from, self.resolutions = skip_easy, skip_from, resolutions or {}
         self.settings = SourceSettings(
-            root, url, image_size, channels, num_classes, count, drawn, split_seed, skip_bad, cache_dir, labels, resize, group
+            root=root,
+            url=url,
+            image_size=tuple(image_size) if isinstance(image_size, list) else image_size,
+            channels=channels,
+            num_classes=num_classes,
+            count=count,
+            test_size=test_size,
+            split_seed=split_seed,
+            skip_bad=skip_bad,
+            cache_dir=cache_dir,
+            labels=labels,
+            resize=resize,
+            group=group,
         )
-        self._constants: Tensor | None = None  # mean and std where the batches are
+        self.augmentation = Augmentation(crop, flip, cutout)
+        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
+        self.parts = SplitImages(dataset, self.settings, val_size=val_size, folds=folds, fold=fold)
+        self.placement = Placement(self.parts, placement)
+        self.preprocessing = Preprocessing(
+            self.parts,
+            mean=mean,
+            std=std,
+            augmentation=self.device_augmentation,
+            resolutions=resolutions,
+            seed=seed,
+        )
+        self.last_losses: LastLosses | None = None  # of the current fit, if `skip_easy` needs them
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
-        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
 
-    def setup(self, stage: str) -> None:
-        """Reset the per-image losses used by `skip_easy`, and warn of classes and validation sets that are too small."""
-        if stage == "fit":
-            self._warn_of_few_images()
-            trainer: Any = self.trainer
-            skips = self.skip_easy > 0 and not (trainer and trainer.overfit_batches)
-            self.last_losses = LastLosses(len(self.train_images), self.device) if skips else None
-            if self.last_losses and trainer:
-                if not hasattr(trainer.lightning_module, "loss_hooks"):
-                    raise UsageError("data.skip_easy needs the loss of each image: train an ImageClassifier, or set it to 0")
-                trainer.lightning_module.loss_hooks.append(self.last_losses)
-            self._resumed = None  # of an earlier fit
+    # ---- images
 
-    def _warn_of_few_images(self) -> None:
-        few = [name for name, count in zip(self.classes, self.class_counts.tolist(), strict=True) if count <= 1]
-        if few:
-            names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
-            note_once(f"{len(few):,} of {self.class_count:,} classes have one training image or none ({names}): add some to them")
-        count = len(self.split[1])
-        if 0 < count < FEW_VALIDATION_IMAGES:
-            images = "1 image chooses" if count == 1 else f"{count} images choose"
-            note_once(f"{images} the best epoch: raise --data.val_size, or set it to 0 to train on all images and keep the last")
-
-    @cached_property
+    @property
     def train_images(self) -> ImageSet:
-        """All images to train and validate on, with `folds` those to test on among them; the first look prepares them."""
-        return load_images(self.dataset, self.settings, train=True)
+        """All images to train and validate on; with `folds` also those to test on."""
+        return self.parts.train_images
 
-    @cached_property
+    @property
     def test_images(self) -> ImageSet:
         """All test images."""
-        if not self.folds:
-            return load_images(self.dataset, self.settings, train=False)
-        images, rows = self.train_images, self.fold_rows
-        names = [images.names[row] for row in rows.tolist()] if images.names else None
-        groups = None if images.groups is None else images.groups[rows]
-        return ImageSet(images.take(rows), images.labels[rows], images.classes, groups=groups, names=names)
+        return self.parts.test_images
 
-    @cached_property
-    def fold_rows(self) -> Tensor:
-        """Rows of the images among `train_images` that are tested on in their place."""
-        images = self.train_images
-        return (fold_rows(images.labels, images.groups, self.folds, self.split_seed) == self.fold).nonzero().flatten()
-
-    @cached_property
+    @property
     def split(self) -> tuple[Tensor, Tensor]:
-        """Rows of the train and the validation images among `train_images`: as the data set says, else by `split_seed`."""
-        images = self.train_images
-        if self.folds:
-            is_left = torch.ones(len(images), dtype=torch.bool)
-            is_left[self.fold_rows] = False
-            rows = is_left.nonzero().flatten()
-            groups = None if images.groups is None else images.groups[rows]
-            train, val = split_validation(images.labels[rows], self.val_size, self.split_seed, groups)
-            return rows[train], rows[val]
-        if images.val_rows is not None and self.val_size == 0:
-            of = self.settings.root or self.dataset
-            note_once(f"{of}: data.val_size 0 is left aside, as there are validation images, which are not trained on")
-        if images.val_rows is None:
-            return split_validation(images.labels, self.val_size, self.split_seed, images.groups)
-        is_val = torch.isin(torch.arange(len(images)), torch.tensor(images.val_rows))
-        return (~is_val).nonzero().flatten(), is_val.nonzero().flatten()
+        """Rows of `train_images` to train and to validate on, both int64."""
+        return self.parts.split
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Their names, in label order."""
+        """Names of the classes, in label order."""
         return self.train_images.classes
 
     @property
     def class_count(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.classes)
 
     @property
     def class_counts(self) -> Tensor:
-        """How many images each class has to train on, int64 (classes,)."""
-        return torch.bincount(self.train_images.labels[self.split[0]], minlength=self.class_count)
+        """Number of training images of each class, int64 (classes,)."""
+        return self.parts.class_counts
 
     @property
     def input_shape(self) -> list[int]:
         """Channels, height and width of the images."""
         return self.train_images.input_shape
 
-    @cached_property
+    @property
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel that images are normalised with."""
-        channels, mean, std = self.input_shape[0], self._mean, self._std
-        if mean is None or std is None:
-            measured = channel_statistics(self.train_images, self.split[0])
-            mean, std = measured[0] if mean is None else mean, measured[1] if std is None else std
-        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
-        if len(mean) != channels or len(std) != channels or min(std) <= 0:
-            raise UsageError(f"data.mean and data.std need {channels} numbers (std above 0), one a channel, or one for all")
-        return mean, std
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, in batches of the size that is saved with it.
-
-        Lightning restores nothing of the loader's own state where a schedule has asked how long the training will be: the loaders
-        are then set up before the checkpoint is read.
-        """
-        loader = self._train_loader
-        return {**loader.state_dict(), **loader.round_state(), "batch_size": self.batch_size} if loader else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the position up for the next training loader; raises UsageError where it is one of other batches."""
-        self._resumed = state_dict or None
-        size, position = state_dict.get("batch_size", self.batch_size), state_dict.get("position", 0)
-        if size != self.batch_size and 0 < position < count_batches(len(self.split[0]), size):
-            raise UsageError(f"this run was stopped in the middle of an epoch of batches of {size}: leave --batch-size at that")
+        return self.preprocessing.statistics
 
     @property
     def device(self) -> torch.device:
-        """Where batches are made and trained on."""
+        """The training device."""
         return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
 
     def placed(self, part: str) -> tuple[ImageSet, str]:
-        """The `train` or `test` images where they are to be, and whether that is `device` or `host`."""
-        key = (part, self.device)
-        if key not in self._placed:
-            images: ImageSet = getattr(self, f"{part}_images")
-            where = self._place_of(images, free_memory(self.device))
-            if where == "device":
-                images.announce()  # once, rather than each batch's
-                pixels, labels = (tensor.to(self.device) for tensor in (images.images, images.labels))
-                images = replace(images, images=pixels, labels=labels, mapped=False)
-            self._placed[key] = images, where
-        return self._placed[key]
-
-    def _place_of(self, images: ImageSet, free: int | None) -> str:
-        """Where images are to be. free: bytes of the device's memory, None where the system does not tell."""
-        if self.placement != "auto":
-            return self.placement
-        return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
-
-    def bytes_on_device(self, free: int) -> int:
-        """What the training images will take of a device with so many free bytes."""
-        return self.train_images.images.nbytes if self._place_of(self.train_images, free) == "device" else 0
+        """Return the `train` or `test` images, and whether they are on the `device` or the `host`."""
+        return self.placement.placed(part, self.device)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether training images stay in their file, and are read ahead of the training."""
+        """Whether training images stay in their file, and worker processes read them ahead of the training."""
         return self.placed("train")[1] == "host"
 
-    @property
-    def _share(self) -> dict[str, Any]:
-        """The loaders' arguments that say which device this is, and whether the model knows `Batch.loss_weight`."""
-        if not self.trainer:
-            return {}
-        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": self._weighted}
+    def plain_images(self, count: int) -> Tensor:
+        """Return training images at equal distances, normalised but not augmented: float32 (count, C, H, W)."""
+        images, _ = self.placed("train")
+        rows = spread_rows(self.split[0], count).to(images.images.device)
+        return self.preprocessing.normalise(images.take(rows))
+
+    # ---- loaders
+
+    def setup(self, stage: str) -> None:
+        """Reset the state of an earlier fit, and warn about too few images."""
+        if stage != "fit":
+            return
+        self.parts.warn_of_few_images()
+        self._train_loader = self._resumed = self.last_losses = None
+        if self.skip_easy and not self._overfits:
+            self.last_losses = LastLosses(len(self.train_images), self.device)
+            if self.trainer:
+                self.last_losses.listen(self.trainer.lightning_module)
 
     @property
-    def _weighted(self) -> bool:
-        """Whether the model counts images by `Batch.loss_weight` and `PADDING`, as ImageClassifier does."""
-        module = self.trainer.lightning_module if self.trainer else None
-        return module is None or getattr(module, "weighs_batches", False)
+    def train_loader(self) -> TrainLoader:
+        """The training loader of the current fit, made on first access."""
+        return self._train_loader or self.train_dataloader()
 
     def train_dataloader(self) -> TrainLoader:
-        """The training loader of this device."""
-        check_resolutions(self.resolutions, *self.input_shape[1:])
-        if self.device_augmentation:
-            self.device_augmentation.check(*self.input_shape[1:])
+        """Make the training loader of this device."""
+        self.preprocessing.check()
         images, _ = self.placed("train")
-        trainer: Any = self.trainer
-        overfits = trainer is not None and trainer.overfit_batches > 0  # the same batches in every epoch
-        self._train_loader = TrainLoader(
-            images,
-            self.split[0],
-            self.batch_size,
-            self.augmentation,
-            shuffle=self.shuffle and not overfits,
-            balanced=self.sampling == "balanced",
-            seed=self.seed,
-            fill=self._fill,
-            workers=self.workers if self.reads_ahead else 0,
-            pin_memory=self.reads_ahead and self.device.type != "cpu",
-            losses=self.last_losses,
-            skip_easy=self.skip_easy,
-            skip_from=self._skipping_from if self.last_losses else (0, 0),
+        order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
+        settings: dict[str, Any] = {
+            "source": images,
+            "indices": self.split[0],
+            "batch_size": self.batch_size,
+            "augmentation": self.augmentation,
+            "order": order if self.shuffle and not self._overfits else in_order,
+            "seed": self.seed,
+            "fill": self.preprocessing.mean_colour(images.images.device),
+            "workers": self.workers if self.reads_ahead else 0,
+            "pin_memory": self.reads_ahead and self.device.type != "cpu",
             **self._share,
-        )
+        }
+        if self.last_losses:
+            begin = first_hard_batch(self.skip_from, self._length)
+            rounds: dict[str, Any] = {"losses": self.last_losses, "skip_easy": self.skip_easy, "skip_from": begin}
+            self._train_loader = HardRoundsLoader(**settings, **rounds)
+        else:
+            self._train_loader = TrainLoader(**settings)
         if self._resumed is not None:
             self._train_loader.load_state_dict(self._resumed)
         return self._train_loader
 
-    @property
-    def _skipping_from(self) -> tuple[int, int]:
-        """The epoch, and the batch in it, from which on images are left out."""
-        if (total := self._total_batches) is None:
-            raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
-        return divmod(round(self.skip_from * total), self._epoch_batches)
-
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        """The validation loader of this device; none (an empty list) when nothing is held out."""
+        """Make the validation loader of this device; an empty list if there are no validation images."""
         loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._share)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
-        """The loader over this device's part of the test set."""
-        return EvalLoader(self.placed("test")[0], torch.arange(len(self.test_images)), self.eval_batch_size, **self._share)
+        """Make the loader of this device's part of the test images."""
+        rows = torch.arange(len(self.test_images))
+        return EvalLoader(self.placed("test")[0], rows, self.eval_batch_size, **self._share)
 
     predict_dataloader = test_dataloader
 
+    @property
+    def _share(self) -> dict[str, Any]:
+        """Arguments of loaders: number of this device, number of devices, and whether the model weighs batches."""
+        if not self.trainer:
+            return {"rank": 0, "world": 1, "weighted": True}
+        module = self.trainer.lightning_module
+        # ImageClassifier uses `Batch.loss_weight` and ignores `PADDING`; other modules know neither.
+        weighted = module is None or getattr(module, "weighs_batches", False)
+        return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
+
+    @property
+    def _overfits(self) -> bool:
+        """Whether the Trainer repeats the same batches in every epoch."""
+        trainer: Any = self.trainer
+        return trainer is not None and trainer.overfit_batches > 0
+
+    # ---- batches on the device
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Augment, scale and normalise training batches; normalise all others."""
+        trainer = self.trainer
+        if trainer and trainer.training:
+            return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
+        return self.preprocessing.eval_batch(batch)
+
     def side(self, epoch: int) -> int | None:
-        """The side that training images are scaled to in an epoch, None for their own size."""
-        return side_at(self.resolutions, epoch, epochs) if self.resolutions and (epochs := self.epochs) else None
+        """Return the side that training images are scaled to in an epoch, None for their own size."""
+        return self.preprocessing.side(epoch, self.epochs) if self.resolutions else None
 
-    @property
-    def _epoch_batches(self) -> int:
-        """How many batches the training makes of an epoch, at least 1."""
-        parts = 1 if self._weighted or not self.trainer else self.trainer.world_size
-        batches = count_batches(len(self.split[0]), self.batch_size, parts)
-        limit = self.trainer.limit_train_batches if self.trainer else 1.0
-        return max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
-
-    @property
-    def _total_batches(self) -> int | None:
-        """How many batches the training has, by its epochs or its steps; None where it has no end."""
-        trainer, batches = self.trainer, self._epoch_batches
-        epochs = (trainer.max_epochs or -1) if trainer else -1
-        ends = [batches * epochs] if epochs > 0 else []
-        if trainer and trainer.max_steps > 0:
-            accumulated = trainer.accumulate_grad_batches  # the last step of an epoch may have fewer
-            epochs, steps = divmod(trainer.max_steps, -(-batches // accumulated))
-            ends.append(epochs * batches + min(batches, steps * accumulated))
-        return min(ends, default=None)
+    # ---- length and position of a fit
 
     @property
     def epochs(self) -> int | None:
-        """How many epochs the training has, by its epochs or its steps; None where it has no end."""
-        return None if (total := self._total_batches) is None else -(-total // self._epoch_batches)
+        """Number of epochs of the fit, by its epochs or its steps; None if it has no end."""
+        return self._length.epochs
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augments training images and scales them down if so set, and normalises all, where the Trainer has brought them."""
-        trainer = self.trainer
-        if trainer and trainer.training:
-            epoch = self._train_loader.draw_epoch if self.last_losses and self._train_loader else trainer.current_epoch
-            return self.training_batch(batch, epoch, self.side(trainer.current_epoch))
-        return replace(batch, images=self._normalised(batch.images))
+    @property
+    def _length(self) -> FitLength:
+        parts = 1 if self._share["weighted"] else self._share["world"]
+        return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 
-    def example_batches(self, side: int | None) -> list[Batch]:
-        """The first training images in batches of each size that an epoch on one device has, as they are trained on."""
-        rows, images = self.split[0], self.placed("train")[0]
-        parts = rows.split(self.batch_size)[: count_batches(len(rows), self.batch_size)]
-        batches = []
-        for size in sorted({len(part) for part in parts}, reverse=True):
-            part = rows[:size].to(images.images.device)
-            pixels, labels, part = (tensor.to(self.device) for tensor in (images.take(part), images.labels[part], part))
-            batches.append(self.training_batch(Batch(pixels, labels, part), 0, side))
-        return batches
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch, counted in batches of the size that is saved with it.
 
-    def training_batch(self, batch: Batch, epoch: int, side: int | None = None) -> Batch:
-        """A batch as an epoch trains on it: augmented on its device, scaled to a side, normalised."""
-        return self._augmented(batch, epoch, partial(self._normalised, side=side))
-
-    def _augmented(self, batch: Batch, epoch: int, finish: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch after all that is drawn. finish: makes float32 (B, C, H, W) of uint8 or float32 images (B, H, W, C)."""
-        augmentation, rows = self.device_augmentation, batch.indices
-        batch = replace(batch, images=self._augmented_one_by_one(batch.images, rows, self.seed, epoch, finish))
-        if augmentation and augmentation.mixes:
-            images, targets = augmentation.mix(batch.images, batch.labels, self.class_count, rows, self.seed, epoch)
-            batch = replace(batch, images=images, targets=targets)
-        return batch
-
-    def _augmented_one_by_one(
-        self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Images after what each draws for itself, but for crop and flip, which the loader has made."""
-        if self.device_augmentation is None:
-            return finish(images)
-        fill = self._constants_on(images.device)[0] * 255
-        return self.device_augmentation.apply(images, rows, seed, epoch, fill, finish)
-
-    def _constants_on(self, device: torch.device) -> Tensor:
-        if self._constants is None or self._constants.device != device:
-            self._constants = torch.tensor(self.statistics, dtype=torch.float32, device=device)
-        return self._constants
-
-    def _normalised(self, images: Tensor, side: int | None = None) -> Tensor:
-        if side is not None:
-            images = shrink(images, side)
-        return normalise(images, *self._constants_on(images.device))
-
-    def plain_images(self, count: int) -> Tensor:
-        """So many training images as they are, from all over the set, normalised: float32 (B, C, H, W)."""
-        images, _ = self.placed("train")
-        return self._normalised(images.take(spread_rows(self.split[0], count).to(images.images.device)))
-
-    def batches_of_view(self, rows: Tensor, view: int) -> Iterator[Tensor]:
-        """Training images of int64 rows in batches, normalised, where they are trained on: as they are (view 0), or augmented.
-
-        Views are drawn as the epochs of that number with seed 0, so that runs of all seeds share them.
+        Lightning does not restore the loader's own state if a schedule asks for the length of the fit: the loaders are
+        then set up before the checkpoint is read.
         """
-        images, _ = self.placed("train")
-        loader = TrainLoader(images, rows, self.eval_batch_size, self.augmentation, shuffle=False, fill=self._fill)
-        make = loader.epoch_plan(view)[1]
-        for part in rows.to(images.images.device).split(self.eval_batch_size):
-            pixels = (make([(part, 1.0)])[0].images if view else images.take(part)).to(self.device)
-            if view:
-                yield self._augmented_one_by_one(pixels, part.to(self.device), 0, view, self._normalised)
-            else:
-                yield self._normalised(pixels)
+        loader = self._train_loader
+        if loader is None:
+            return {}
+        rounds = loader.round_state() if isinstance(loader, HardRoundsLoader) else {}
+        return {**loader.state_dict(), **rounds, "batch_size": self.batch_size}
 
-    def describe_images(self, rows: Tensor) -> str:
-        """What tells these images, as a net is given them, from all others."""
-        images = self.train_images
-        pixels = sha256()
-        for part in rows.split(256):
-            pixels.update(images.take(part).numpy().tobytes())
-        return f"{pixels.hexdigest()} {images.input_shape} {self.statistics}"
-
-    @property
-    def cache_dir(self) -> Path:
-        """Where what was computed of the images is kept."""
-        return (Path(self.settings.cache_dir) if self.settings.cache_dir else default_cache_dir()).expanduser()
-
-    @property
-    def _fill(self) -> Tensor:
-        """The mean colour, uint8 (C,), beside the images."""
-        return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(self.placed("train")[0].images.device)
-
-    def sample(self, count: int = 64, epoch: int = 0) -> Tensor:
-        """The first training images of an epoch, augmented, uint8 (B, C, H, W), to look at."""
-        order, make_batches = (self._train_loader or self.train_dataloader()).epoch_plan(epoch)
-        batch = self._augmented(make_batches([(order[:count], 1.0)])[0], epoch, lambda images: images.permute(0, 3, 1, 2))
-        return batch.images.float().round().clamp(0, 255).byte().cpu()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume at a saved position. Raise UsageError if it counts batches of another size."""
+        self._resumed = state_dict or None
+        size, position = state_dict.get("batch_size", self.batch_size), state_dict.get("position", 0)
+        if size != self.batch_size and 0 < position < count_batches(len(self.split[0]), size):
+            stopped = f"this run was stopped in the middle of an epoch of batches of {size}"
+            raise UsageError(f"{stopped}: leave --batch-size at that")

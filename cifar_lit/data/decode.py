@@ -25,7 +25,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
 from cifar_lit.hardware import core_count
-from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
+from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
@@ -225,9 +225,7 @@ def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *
 def start_worker(pixel_limit: int | None) -> None:
     """Set up a decoding process: Pillow's limit of the parent; the parent answers signals; its end ends this process."""
     Image.MAX_IMAGE_PIXELS = pixel_limit
-    for number in STOP_SIGNALS:
-        if number != signal.SIGTERM:  # the parent ends its workers with it
-            signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals(but={signal.SIGTERM})  # the parent ends its workers with it
     parent = parent_process()
     if parent is not None:
 

@@ -15,7 +15,8 @@ import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, walk
-from cifar_lit.data.image_set import ImageSet, ImageSize, check_class_names, parse_image_size
+from cifar_lit.data.image_set import ImageSet, check_class_names
+from cifar_lit.data.image_size import ImageSize, parse_image_size
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.data.table import SUFFIXES as TABLES
@@ -46,6 +47,7 @@ class Listing:
 def folder(
     root: Path,
     train: bool,
+    *,
     image_size: ImageSize | None = None,
     channels: int = 3,
     test_size: float | None = 0.2,

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
-from cifar_lit.data.image_set import ImageSet, ImageSize
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_size import ImageSize
 from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
@@ -39,9 +41,9 @@ CIFAR_MIRRORS = (
 FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """What a source may look at; see `ImageData` for the meaning of each."""
+    """Settings of `ImageData` that a data set may read; see there for their meaning."""
 
     root: str | None = None
     url: str | None = None
@@ -59,8 +61,13 @@ class SourceSettings:
 
     @property
     def path(self) -> Path:
-        """The root as a path, `data` where there is none."""
+        """The root as a path, `data` if not given."""
         return Path(self.root or "data").expanduser()
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder of decoded images, and of features computed from them."""
+        return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,17 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     if settings.root is None:
         raise UsageError("the data set `folder` needs --data-dir PATH: a table, or what holds train/<class>/… and test/<class>/…")
-    s, cache_dir = settings, Path(settings.cache_dir) if settings.cache_dir else None
     images = folder(
-        s.path, train, s.image_size, s.channels or 3, s.test_size, s.split_seed, s.skip_bad, cache_dir, s.resize, s.group
+        settings.path,
+        train,
+        image_size=settings.image_size,
+        channels=settings.channels or 3,
+        test_size=settings.test_size,
+        split_seed=settings.split_seed,
+        skip_bad=settings.skip_bad,
+        cache_dir=settings.cache_path,
+        resize=settings.resize,
+        group=settings.group,
     )
     if settings.num_classes not in (None, len(images.classes)):
         classes = f"{len(images.classes)} classes, not {settings.num_classes}"

@@ -167,6 +167,20 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
     return pil_to_tensor(sheet)
 
 
+def augmented_sample(data: Any, count: int, epoch: int = 0) -> Tensor:
+    """Return the first training images of an epoch as they are augmented: uint8 (count, C, H, W).
+
+    Args:
+        data: an ImageData.
+        count: number of images.
+        epoch: number of the epoch.
+    """
+    order, make = data.train_loader.epoch_plan(epoch)
+    (batch,) = make([(order[:count], 1.0)])
+    batch = data.preprocessing.augment(batch, lambda images: images.permute(0, 3, 1, 2))
+    return batch.images.float().round().clamp(0, 255).byte().cpu()
+
+
 def _font() -> ImageFont.FreeTypeFont:
     """Return matplotlib's font, which has far more letters than Pillow's."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)

@@ -72,8 +72,8 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
     train, tested = data.train_images, set(data.test_images.names or ())
     is_held_out, is_kept = torch.zeros(len(train), dtype=torch.bool), torch.ones(len(train), dtype=torch.bool)
     is_held_out[data.split[1]] = True
-    if data.folds:
-        is_kept[data.fold_rows] = False
+    if data.parts.folds:
+        is_kept[data.parts.fold_rows] = False
     elif train.names:
         is_kept = torch.tensor([name not in tested for name in train.names])
     if not is_kept.all():

@@ -12,6 +12,7 @@ from torchvision.utils import make_grid
 
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
+from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves, logged_settings
 from cifar_lit.runs.run_folder import RunFolder, stamp_start
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
@@ -104,4 +105,4 @@ class Run(Callback):
         """Show augmented training images in TensorBoard."""
         if trainer.is_global_zero and self.board in trainer.loggers and not self.folder.resumed:
             data = trainer.datamodule  # type: ignore[attr-defined]
-            self.board.log_images("images/train", make_grid(data.sample(64), nrow=8))
+            self.board.log_images("images/train", make_grid(augmented_sample(data, 64), nrow=8))

@@ -125,7 +125,7 @@ class RunData:
             from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
 
             data = ImageData(**_of_kinds(ImageData, self.values, self.dataset))
-            source, rows = data.train_images, data.split[0] if train else data.fold_rows
+            source, rows = data.train_images, data.split[0] if train else data.parts.fold_rows
         else:
             source = load_images(self.dataset, self.settings, train)
             rows = torch.arange(len(source))

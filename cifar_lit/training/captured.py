@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
@@ -90,15 +91,30 @@ class CapturedSteps(Callback):
 def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
     """Yield a batch of each shape that the fit will meet, the largest first, with the net in the state it will have then."""
     net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
-    if not hasattr(data, "example_batches"):
+    if not hasattr(data, "train_loader"):
         return
     whitening = any(isinstance(each, Whitening) and each.leaves_bias_out for each in trainer.callbacks)  # type: ignore[attr-defined]
     ends = model.hparams["whiten_epochs"] if whitening else math.inf
     epochs = range(data.epochs or 1)
     kinds = {(data.side(epoch), final) for epoch in epochs for final in (epoch >= ends, epoch + 1 > ends)}
     for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
-        yield from data.example_batches(side)
+        yield from batches_of_side(data, side)
     net.bias_is_final = False
+
+
+def batches_of_side(data: Any, side: int | None) -> Iterator[Any]:
+    """Yield the first training images in a batch of each size that an epoch has, the largest first, as they are trained on.
+
+    Args:
+        data: an ImageData.
+        side: the side that images are scaled to, None for their own size.
+    """
+    loader = data.train_loader
+    rows, make = loader.epoch_plan(0)
+    sizes = {len(part) for part in rows.split(loader.batch_size)[: len(loader)]}
+    for size in sorted(sizes, reverse=True):
+        (batch,) = make([(rows[:size], 1.0)])
+        yield data.preprocessing.train_batch(move_data_to_device(batch, data.device), side)
 
 
 class GraphedSteps:

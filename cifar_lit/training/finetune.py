@@ -9,8 +9,9 @@ gradients of a new head (A. Kumar et al., Fine-Tuning can Distort Pretrained Fea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -205,6 +206,41 @@ def compute_features(
     return torch.cat(inputs)
 
 
+def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
+    """Yield training images in batches, normalised, on the training device: as they are (view 0), or augmented.
+
+    Views are drawn as the epochs of that number with seed 0, so that runs with other seeds share them.
+
+    Args:
+        data: an ImageData.
+        rows: int64 (N,), rows of its training images.
+        view: number of the view.
+    """
+    loader, preprocessing = replace(data.train_loader, seed=0), data.preprocessing
+    images = loader.source
+    _, make = loader.epoch_plan(view, rows)
+    for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
+        pixels = make([(part, 1.0)])[0].images if view else images.take(part)
+        pixels, part = move_data_to_device((pixels, part), data.device)
+        if view:
+            yield preprocessing.augment_images(pixels, part, 0, view, preprocessing.normalise)
+        else:
+            yield preprocessing.normalise(pixels)
+
+
+def describe_images(data: Any, rows: Tensor) -> str:
+    """Return a key of training images after preprocessing.
+
+    Args:
+        data: an ImageData.
+        rows: int64 (N,), rows of its training images.
+    """
+    images, pixels = data.train_images, sha256()
+    for part in rows.split(256):
+        pixels.update(images.take(part).numpy().tobytes())
+    return f"{pixels.hexdigest()} {images.input_shape} {data.statistics}"
+
+
 class FeatureCache:
     """Files of features, each under a name that follows from all that they depend on."""
 
@@ -377,8 +413,8 @@ class HeadFit(Callback):
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
-        cache = FeatureCache(data.cache_dir)
-        images = data.describe_images(rows) if first else ""
+        cache = FeatureCache(data.settings.cache_path)
+        images = describe_images(data, rows) if first else ""
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
@@ -388,7 +424,7 @@ class HeadFit(Callback):
                 own = rows[rank::world]
                 share = own if len(own) else rows[:1]  # of fewer images than devices
                 with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
-                    batches = data.batches_of_view(share, view)
+                    batches = batches_of_view(data, share, view)
                     features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
                 if world > 1:
                     together = torch.zeros(len(rows), features.shape[1], device=model.device)
@@ -422,7 +458,7 @@ def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
 
 def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
     """Of an image, forward and if it `trains` backward, from the second of two passes of the net as it is in evaluation."""
-    images = next(iter(data.batches_of_view(data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0)))
+    images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
     model.eval()
     eager = torch.compiler.set_stance("force_eager")  # what is compiled would be so for this alone
     with eager, model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):

@@ -19,8 +19,8 @@ from torchvision.transforms import v2
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, detect_machine, keep_freed_memory
 from cifar_lit.training.orderly_stop import Interrupted
@@ -104,7 +104,7 @@ def measure(
     """The rows about one operation: the ratio of both speeds, and each."""
     side, size = images.input_shape[1], settings.batch_size
     data = ImageData("shapes", augment=ours, val_size=0)
-    data.train_images, data.split = images.train_images, images.split
+    data.parts = data.preprocessing.parts = images.parts
     as_floats = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)]
     tensors = TensorImages(data.train_images, [*transforms(side), *as_floats])
     loader = DataLoader(
@@ -121,9 +121,9 @@ def measure(
     def our_batches() -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(settings.batches + 1):
             rows = torch.randperm(len(labels), device=device)[:size]
-            batch = Batch(pixels.index_select(0, rows), labels.index_select(0, rows), rows)
-            images, targets = data.training_batch(batch, number)
-            yield images, targets
+            batch = Batch(pixels.index_select(0, rows), labels.index_select(0, rows), rows, epoch=number)
+            prepared = data.preprocessing.train_batch(batch)
+            yield prepared.images, prepared.labels
 
     def their_batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in islice(loader, READY, None):

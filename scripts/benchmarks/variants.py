@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
-from cifar_lit.data.augment import normalise
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.preprocessing import normalise
 from cifar_lit.data.resolution import shrink, side_at
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
@@ -153,7 +153,7 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
 def batches(data: ImageData, chosen: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """uint8 images (B, H, W, C), labels and rows, epoch after epoch, each of the rows that are `chosen` as it begins."""
     for epoch in count():
-        data.split = chosen(), data.split[1]
+        data.parts.split = chosen(), data.split[1]
         loader: Any = data.train_dataloader()
         loader.set_epoch(epoch)
         for batch in loader:

@@ -39,7 +39,7 @@ def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it
     assert f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
 
     sample = RunData(runs[0] / "model.safetensors", load_model_file(runs[0]).card)  # what an exported file is checked on
-    assert torch.equal(sample.load(train=False, count=0).labels, data.train_images.labels[data.fold_rows])
+    assert torch.equal(sample.load(train=False, count=0).labels, data.train_images.labels[data.parts.fold_rows])
     assert sample.load(train=True, count=0).what == "22 training images of folder animals"
 
     suspects = rows_of(folder / "label_errors.csv")
@@ -63,13 +63,13 @@ def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> No
     Path("animals/labels.csv").write_text("\n".join(["path,label,group", *lines]))
     for root, count in (("animals", 20), ("animals/labels.csv", 20)):
         parts = [ImageData("folder", root=root, folds=4, fold=fold, val_size=4) for fold in range(4)]
-        assert sorted(row for data in parts for row in data.fold_rows.tolist()) == list(range(count))
+        assert sorted(row for data in parts for row in data.parts.fold_rows.tolist()) == list(range(count))
         for data in parts:
             train, val = data.split
-            assert sorted([*train.tolist(), *val.tolist(), *data.fold_rows.tolist()]) == list(range(count))
-            assert torch.equal(data.test_images.images, data.train_images.images[data.fold_rows])
+            assert sorted([*train.tolist(), *val.tolist(), *data.parts.fold_rows.tolist()]) == list(range(count))
+            assert torch.equal(data.test_images.images, data.train_images.images[data.parts.fold_rows])
             if (groups := data.train_images.groups) is not None:
-                sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.fold_rows)]
+                sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.parts.fold_rows)]
                 assert sides[0].isdisjoint(sides[1])
     assert ImageData("folder", root="animals/labels.csv").train_images.groups is not None
 

@@ -57,7 +57,7 @@ def test_a_search_looks_at_images_of_all_classes_where_they_lie_class_by_class(
     data: ImageData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, seen = copy(data), list[int]()
-    own.split = data.train_images.labels.argsort(), own.split[1]
+    own.parts.split = data.train_images.labels.argsort(), own.split[1]
     monkeypatch.setattr(tuner, "learning_rate", lambda some, images, labels, *_: seen.extend(labels.tolist()) or 0.1)
     monkeypatch.setattr(tuner, "MAX_FLOATS", 1)
     monkeypatch.setattr(tuner, "PROBE_IMAGES", 40)

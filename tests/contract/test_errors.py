@@ -13,7 +13,7 @@ import torch
 from security.hostile_models import MKDIR
 
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
-from cifar_lit.data import datamodule
+from cifar_lit.data import split_images
 
 from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, copy_run, run_command
 
@@ -166,7 +166,7 @@ def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
     def fail(*arguments: object) -> None:
         raise AssertionError("the images were touched")
 
-    monkeypatch.setattr(datamodule, "load_images", fail)
+    monkeypatch.setattr(split_images, "load_images", fail)
     (files / "my_nets.py").write_text("class MyNet:\n    pass\n")
     assert_refused(run_command(*S.split(), *wrong), 2, part)
 

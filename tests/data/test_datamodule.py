@@ -13,8 +13,10 @@ from small_data import shapes_data, trainer_at
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.cli.tuner import bytes_on_device
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
+from cifar_lit.runs.figures import augmented_sample
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -34,7 +36,7 @@ def test_classes_and_parts_are_those_of_the_images() -> None:
 
 def test_sampling_balances_the_training_images_alone_and_counts_are_of_them() -> None:
     data = shapes_data(num_classes=4, sampling="balanced")
-    data.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
+    data.parts.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
     counts = data.class_counts
     assert counts.tolist() == torch.bincount(data.train_images.labels[data.split[0]], minlength=4).tolist()
     assert int(counts.sum()) == 50 and counts[2] == 0 and counts.max() > 3 * counts[3]
@@ -96,7 +98,7 @@ def test_one_number_stands_for_every_channel_and_given_ones_are_not_measured() -
 def test_a_sample_shows_the_images_as_the_first_epoch_augments_them() -> None:
     data = shapes_data(crop=2, flip="random", cutout=3)
     shown = torch.cat([batch.images for batch in data.train_dataloader()])
-    assert torch.equal(data.sample(40), shown[:40].permute(0, 3, 1, 2))
+    assert torch.equal(augmented_sample(data, 40), shown[:40].permute(0, 3, 1, 2))
 
 
 def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_an_epoch() -> None:
@@ -139,13 +141,13 @@ def test_images_are_placed_once_on_the_device_up_to_half_of_its_free_memory(monk
         ("device", 0, "device"),
         ("host", 10**15, "host"),
     ]:
-        monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("cifar_lit.data.placement.free_memory", lambda device, free=free: free)
         data = shapes_data(placement=placement)
         assert (data.placed("train")[1], data.train_dataloader().workers) == (expected, 0 if expected == "device" else 2)
-        monkeypatch.setattr("cifar_lit.data.datamodule.free_memory", lambda device: 0)
+        monkeypatch.setattr("cifar_lit.data.placement.free_memory", lambda device: 0)
         assert data.placed("train")[1] == expected
         if free is not None:
-            assert data.bytes_on_device(free) == (size if expected == "device" else 0)
+            assert bytes_on_device(data, free) == (size if expected == "device" else 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -10,11 +10,13 @@ import torch
 from small_data import shapes_data, trainer_at
 from torch import Tensor
 
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.device_augment import CHUNK_BYTES, DeviceAugmentation
-from cifar_lit.data.loaders import Batch
 from cifar_lit.data.transforms import OPERATIONS
 from cifar_lit.errors import UsageError
+from cifar_lit.runs.figures import augmented_sample
+from cifar_lit.training.captured import batches_of_side
 
 EVERYTHING: dict[str, Any] = {
     "scale": [0.35, 1], "rotation": 15, "perspective": 0.3, "policy": "randaugment", "brightness": 0.4, "contrast": 0.4,
@@ -209,7 +211,9 @@ def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
 
 def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalised() -> None:
     data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
-    batch = next(iter(data.train_dataloader()))
+    loader = data.train_dataloader()
+    loader.set_epoch(2)
+    batch = next(iter(loader))
     plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
     bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)
@@ -233,10 +237,10 @@ def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:
     loader = data.train_dataloader()
     loader.set_epoch(1)
     first = data.on_after_batch_transfer(next(iter(loader)), 0)
-    shown = (data.sample(16, epoch=1).float() / 255 - 0.5) / 0.25
+    shown = (augmented_sample(data, 16, epoch=1).float() / 255 - 0.5) / 0.25
     torch.testing.assert_close(first.images, shown, rtol=0, atol=0.51 / 255 / 0.25)
     assert first.targets is not None and first.targets.shape == (16, 10)
-    examples = data.example_batches(6)
+    examples = list(batches_of_side(data, 6))
     assert [(len(batch.labels), batch.images.shape[2], batch.targets is None) for batch in examples] == [
         (16, 6, False),
         (2, 6, False),

@@ -357,7 +357,7 @@ def test_those_that_open_at_once_decode_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is in the system's memory is asked as Linux tells it")
-def test_images_that_are_announced_are_read_into_memory_before_they_are_looked_at(tmp_path: Path) -> None:
+def test_images_that_are_prefetched_are_read_into_memory_before_they_are_looked_at(tmp_path: Path) -> None:
     size = 64 * 64 * 3
     path = tmp_path / "images.u8"
     with path.open("wb") as file:
@@ -376,7 +376,7 @@ def test_images_that_are_announced_are_read_into_memory_before_they_are_looked_a
 
     if any(map(resident, (7, 333))):
         pytest.skip("this file system keeps files in memory")
-    source.announce(torch.tensor([333, 7]))
+    source.prefetch(torch.tensor([333, 7]))
     until = time.monotonic() + 30
     while not (resident(7) and resident(333)) and time.monotonic() < until:
         time.sleep(0.01)

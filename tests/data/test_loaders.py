@@ -14,9 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cifar_lit.data.augment import Augmentation, augment_batch, balanced_order, epoch_order
+from cifar_lit.data.augment import Augmentation, augment_batch
+from cifar_lit.data.balanced import balanced, balanced_order
+from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import PADDING, Batch, EvalLoader, TrainLoader, read_ahead
+from cifar_lit.data.loaders import EvalLoader, TrainLoader
+from cifar_lit.data.order import epoch_order, in_order
+from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 from cifar_lit.signals import STOP_SIGNALS
 
@@ -102,7 +106,7 @@ def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_batches
 def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_in_its_middle() -> None:
     source = image_set(60, 8)
     indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 of the classes
-    settings = {**MOVES, "indices": indices, "balanced": True}
+    settings = {**MOVES, "indices": indices, "order": balanced(source.labels)}
     expected = [part.tolist() for part in indices[balanced_order(source.labels[indices], 5, 2)].split(8)]
     for world in (1, 2, 3):
         loaders = train_loaders(source, 8, world, **settings)
@@ -118,7 +122,7 @@ def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_
 
 
 def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> None:
-    (loader,) = train_loaders(image_set(10), 5, indices=torch.tensor([4, 2, 9, 7, 1, 5, 8]), shuffle=False)
+    (loader,) = train_loaders(image_set(10), 5, indices=torch.tensor([4, 2, 9, 7, 1, 5, 8]), order=in_order)
     for epoch in (0, 5):
         loader.set_epoch(epoch)
         assert [batch.indices.tolist() for batch in loader] == [[4, 2, 9, 7, 1], [5, 8]]
@@ -157,6 +161,23 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
         train_loaders(source, 8, augmentation=Augmentation(crop=3))
     with pytest.raises(UsageError, match="eval_batch_size"):
         EvalLoader(source, torch.arange(20), 0)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 17, 27, 101], [4, 7, 8, 32])])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_another_module_gets_equally_many_batches_on_each_device_and_none_of_weight_0(
+    count: int, batch_size: int, world: int
+) -> None:
+    loaders = train_loaders(image_set(count), batch_size, world, weighted=False)
+    steps = list(zip(*loaders, strict=True))
+    assert len(steps) == len(loaders[0]) >= 1
+    for step in steps:
+        rows = list(chain(*(batch.indices.tolist() for batch in step)))
+        assert len(set(rows)) == len(rows)
+        assert all(len(batch.labels) and batch.loss_weight > 0 for batch in step)
+        assert all(batch.labels.tolist() == [row % 5 for row in batch.indices.tolist()] for batch in step)
+        if len(steps) > 1:  # enough for batch norm
+            assert min(len(batch.labels) for batch in step) >= min(2, batch_size // world)
 
 
 # ---- workers
@@ -235,3 +256,26 @@ def test_evaluation_covers_each_image_once_in_the_same_company_and_in_equal_numb
                 batch.labels, source.labels[batch.indices]
             )
             assert batch.loss_weight == 1
+
+
+@pytest.mark.parametrize(("count", "world"), [*product([1, 5, 8, 9, 21], [1, 2, 3])])
+def test_another_module_gets_no_padded_label_in_evaluation_and_equally_many_batches_on_each_device(
+    count: int, world: int
+) -> None:
+    source, rows = image_set(count), torch.arange(count)
+    parts = [list(EvalLoader(source, rows, 4, rank=rank, world=world, weighted=False)) for rank in range(world)]
+    assert {len(part) for part in parts} == {-(-count // (4 * world))}
+    shown = [batch.indices.tolist() for batch in chain(*zip(*parts, strict=True))]
+    batches = [part.tolist() for part in rows.split(4)]
+    assert shown == [*batches, *[batches[0]] * (len(shown) - len(batches))]
+    for batch in chain(*parts):
+        assert torch.equal(batch.labels, source.labels[batch.indices]) and batch.loss_weight == 1
+
+
+def test_a_batch_is_a_pair_that_keeps_what_else_it_has_wherever_it_goes() -> None:
+    batch = Batch(torch.zeros(2, 3), torch.tensor([1, 2]), torch.tensor([5, 6]), 0.5, torch.ones(2, 4), 7)
+    for each in (batch, batch.clone(), batch.to(torch.device("cpu"))):
+        images, labels = each
+        assert len(each) == 2 and images is each[0] is each.images and labels is each[1] is each.labels
+        assert each.targets is not None and (each.loss_weight, each.epoch) == (0.5, 7)
+        assert torch.equal(each.indices, batch.indices) and torch.equal(each.targets, batch.targets)

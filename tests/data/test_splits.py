@@ -6,7 +6,8 @@ import torch
 import yaml
 
 from cifar_lit.cli.flags import RECIPES
-from cifar_lit.data.image_set import ImageSet, channel_statistics
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.preprocessing import channel_statistics
 from cifar_lit.data.splits import connect, fold_rows, split_validation
 from cifar_lit.errors import UsageError
 

@@ -57,8 +57,8 @@ def score_all(checkpoint: Path, sizes: Sequence[int], folder: Path) -> int:
     with (folder / f"{world}-{rank}.txt").open("w") as file:
         for size in sizes:
             data = ImageData("shapes", **DATA)
-            data.train_images = whole  # which is asked for its number of channels; drawing it takes seconds
-            data.test_images = ImageSet(whole.images[:size], whole.labels[:size], whole.classes)
+            data.parts.train_images = whole  # which is asked for its number of channels; drawing it takes seconds
+            data.parts.test_images = ImageSet(whole.images[:size], whole.labels[:size], whole.classes)
             trainer = pl.Trainer(accelerator="cpu", devices=world, strategy="ddp", use_distributed_sampler=False, **quiet)
             trainer.test(model, datamodule=data, verbose=False)
             predictions = model.predictions

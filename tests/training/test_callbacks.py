@@ -19,7 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from rich.console import Console
 from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 
-from cifar_lit.data.loaders import Batch
+from cifar_lit.data.batch import Batch
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint

@@ -29,7 +29,7 @@ from small_runs import (
 )
 from torch import Tensor
 
-from cifar_lit.data.loaders import Batch
+from cifar_lit.data.batch import Batch
 from cifar_lit.training import captured
 from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
 from cifar_lit.training.captured import GraphedSteps, device_graphs

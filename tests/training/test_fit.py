@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from cifar_lit.data.augment import epoch_order
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch
+from cifar_lit.data.order import epoch_order
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.classifier import ImageClassifier

@@ -191,7 +191,7 @@ def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path
     assert float(hits.double().mean()) == pytest.approx(model.score.accuracy)
 
     whole = data.test_images
-    data.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)  # of which torchmetrics makes scalars
+    data.parts.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)  # of which torchmetrics makes scalars
     trainer().test(model, datamodule=data, verbose=False)
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())

@@ -11,26 +11,26 @@ import torch
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.batch import Batch
+from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import Batch, LastLosses, TrainLoader
 from cifar_lit.errors import UsageError
 
 SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
 SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, in mid-epoch
 
 
-def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0)) -> TrainLoader:
+def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0)) -> HardRoundsLoader:
     images = torch.randint(0, 256, (count, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     source = ImageSet(images, torch.zeros(count, dtype=torch.int64), ("a",))
     losses = LastLosses(count, torch.device("cpu"))
     skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": skip_from}
-    return TrainLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
+    return HardRoundsLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
 
 
 def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_each_time() -> None:
     rows = torch.arange(0, 200, 2)  # those of an even number are trained on
     loader = loader_of(200, rows)
-    assert loader.losses is not None
     shown: list[list[int]] = []
     looks: dict[int, list[torch.Tensor]] = {}
     for epoch in (0, 1):
@@ -56,7 +56,6 @@ def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_
 
 def test_the_first_round_within_an_epoch_mirrors_the_images_that_the_epoch_has_shown_already() -> None:
     loader = loader_of(100, torch.arange(100), skip_from=(0, 8))
-    assert loader.losses is not None
     before: dict[int, torch.Tensor] = {}
     for number, batch in enumerate(loader):
         loader.losses.latest[batch.indices] = 1.0
@@ -72,7 +71,6 @@ def test_the_first_round_within_an_epoch_mirrors_the_images_that_the_epoch_has_s
 def test_losses_are_shared_between_devices_before_an_epoch_gives_them_other_images() -> None:
     """Otherwise a high loss of an earlier epoch would outlast the lower one that another device measured since."""
     loader = loader_of(200, torch.arange(200), skip_from=(2, 0))
-    assert loader.losses is not None
     loader.losses.latest.fill_(1.0)
     loader.set_epoch(1)
     next(iter(loader))
@@ -173,7 +171,7 @@ def test_images_of_equal_losses_are_chosen_from_everywhere() -> None:
 def test_the_steps_of_a_limited_training_are_counted_as_they_will_be() -> None:
     data = shapes_data(**{**SKIPS, "skip_from": 0.6})
     fitted(classifier(), data, max_epochs=-1, max_steps=10, limit_train_batches=3)
-    assert data._train_loader is not None and data._train_loader.skip_from == (2, 0)
+    assert isinstance(data._train_loader, HardRoundsLoader) and data._train_loader.skip_from == (2, 0)
 
 
 def test_a_second_fit_with_the_same_data_begins_anew(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassCalibrationError
 
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.loaders import Batch, LastLosses
+from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.class_weights import ClassWeights, class_weights
@@ -39,7 +40,7 @@ def unequal_data(**settings: Any) -> ImageData:
     """Drawn images, of which three in four are said to be of class 0, and none of class 9."""
     data = shapes_data(**settings)
     labels = data.train_images.labels
-    data.train_images = replace(data.train_images, labels=torch.where(torch.arange(120) % 4 > 0, 0, labels.clamp_max(8)))
+    data.parts.train_images = replace(data.train_images, labels=torch.where(torch.arange(120) % 4 > 0, 0, labels.clamp_max(8)))
     return data
 
 

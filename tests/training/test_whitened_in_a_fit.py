@@ -12,8 +12,8 @@ from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from cifar_lit.data.augment import normalise
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.preprocessing import normalise
 from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import whitening
@@ -91,7 +91,7 @@ def test_the_first_layer_comes_from_images_where_they_are_placed_and_within_the_
 
     monkeypatch.setattr(WhitenedNet, "initialise", timed)
     images = data.train_images
-    data._placed["train", CPU] = replace(images, images=255 - images.images), "device"
+    data.placement._placed["train", CPU] = replace(images, images=255 - images.images), "device"
     fitted(classifier(**SMALL), data, clock, max_epochs=1)
     assert torch.equal(seen[0], normalised(data, 255 - images.images[data.split[0]]))
 

@@ -1,0 +1,49 @@
+"""`Placement`: whether images are kept in the memory of the training device or on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.split_images import SplitImages
+from cifar_lit.errors import check_choice
+from cifar_lit.hardware import free_memory
+
+PLACEMENTS = ("auto", "device", "host")
+MAX_MEMORY_SHARE = 0.5  # of free memory; the rest is for the net, activations and other programs
+
+
+class Placement:
+    """Place the images of a data set, once for each device.
+
+    Args:
+        parts: the images.
+        kind: device, all images in the memory of the training device; host, in their file or the memory of the host;
+            auto, on the device if they fit into half of its free memory.
+    """
+
+    def __init__(self, parts: SplitImages, kind: str = "auto") -> None:
+        check_choice("data.placement", kind, PLACEMENTS)
+        self.parts, self.kind = parts, kind
+        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
+
+    def placed(self, part: str, device: torch.device) -> tuple[ImageSet, str]:
+        """Return the `train` or `test` images, and whether they are on the `device` or the `host`."""
+        key = (part, device)
+        if key not in self._placed:
+            images: ImageSet = getattr(self.parts, f"{part}_images")
+            place = self.place_of(images, free_memory(device))
+            if place == "device":
+                images.prefetch()  # all at once instead of batch by batch
+                pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
+                images = replace(images, images=pixels, labels=labels, mapped=False)
+            self._placed[key] = images, place
+        return self._placed[key]
+
+    def place_of(self, images: ImageSet, free: int | None) -> str:
+        """Return `device` or `host`. free: free bytes of the device's memory, None if unknown."""
+        if self.kind != "auto":
+            return self.kind
+        return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"

@@ -1,0 +1,62 @@
+"""Worker processes that prepare batches ahead of the training, for images that do not fit in memory."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from cifar_lit.hardware import return_freed_memory
+from cifar_lit.signals import ignore_stop_signals
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def read_ahead(
+    items: Sequence[Item],
+    make: Callable[[Item], Result],
+    workers: int,
+    pin_memory: bool,
+) -> Iterator[Result]:
+    """Yield `make(item)` for each item, in order, computed by worker processes.
+
+    Workers are forked where the system supports it: they share the pages of a memory-mapped file instead of copying it.
+
+    Args:
+        items: arguments of `make`.
+        make: a function that can be pickled.
+        workers: number of processes.
+        pin_memory: whether to return page-locked memory.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # on a machine with one core
+        loader = DataLoader(
+            cast("Dataset[Item]", items),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=cast("Any", make),
+            pin_memory=pin_memory,
+            multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
+            worker_init_fn=_start_worker,
+            # Without a generator of its own, the loader would draw its seed from the random numbers of dropout.
+            generator=torch.Generator(),
+        )
+        iterator: Any = iter(loader)
+    # At exit Python sends SIGTERM to remaining children and joins them. The workers ignore it, so shut them down first.
+    atexit.register(iterator._shutdown_workers)
+    try:
+        yield from iterator
+    finally:
+        atexit.unregister(iterator._shutdown_workers)
+
+
+def _start_worker(worker: int) -> None:
+    """Set up a worker. It ignores signals: the last training step before a stop still needs its batches."""
+    return_freed_memory()
+    ignore_stop_signals()
