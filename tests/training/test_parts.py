@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from parts import COMBINATIONS, IMAGES, TESTED, PlainData, run
+from parts import COMBINATIONS, IMAGES, TESTED, PlainData, PlainModel, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -106,9 +106,15 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
     trainer.fit(ImageClassifier("lenet", num_classes=8), loader)
 
 
+def test_mixed_images_are_refused_for_a_model_that_does_not_read_their_targets(tmp_path: Path) -> None:
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"data\.augment mixup and cutmix need a model that reads batch\.targets"):
+        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment={"mixup": 0.2}))
+
+
 def test_a_loader_of_images_without_labels_is_predicted(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
-    (batch,) = trainer.predict(ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), 6))  # type: ignore[arg-type, misc, call-overload]
+    (batch,) = trainer.predict(ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), batch_size=6))  # type: ignore[arg-type, misc, call-overload]
     assert batch["probabilities"].shape == (6, 5)
 
 
