@@ -166,7 +166,7 @@ def test_every_side_of_input_moves_and_normalises_images_and_keeps_their_labels(
     if drawn:
         images = torch.arange(60 * 12 * 8 * 3).remainder(251).to(torch.uint8).view(60, 12, 8, 3)
     data = ImageData("shapes", batch_size=10, val_size=0, crop=4, flip="random")
-    data.__dict__["train_images"] = ImageSet(images, labels, tuple("abcdefghij"))
+    data.parts.train_images = ImageSet(images, labels, tuple("abcdefghij"))
     rows = {tuple(image.flatten().tolist()) for image in images}
     torch.manual_seed(0)  # on whole batches, all images are where they were once in 162 batches
     mean, std = (torch.tensor(values)[:, None, None] for values in data.statistics)
