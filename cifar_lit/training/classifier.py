@@ -56,7 +56,7 @@ class ImageClassifier(pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
     It trains and tests on any datamodule or DataLoader of batches `(images, labels)`: normalised float images (B, C, H, W), int64
-    labels (B,). A batch may also have the further attributes of `data.loaders.Batch`.
+    labels (B,). A batch may also have the further attributes of `data.batch.Batch`.
 
     Args:
         net: name of a net, or the import path of a class or function (see `models.registry`), or a torch module. A module is not
@@ -198,7 +198,7 @@ class ImageClassifier(pl.LightningModule):
     # ---- training
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch, times its `loss_weight` if it has one; see `data.loaders.Batch`."""
+        """Return the mean loss of a batch, times its `loss_weight` if it has one; see `data.batch.Batch`."""
         images, labels = batch
         weight, targets = getattr(batch, "loss_weight", 1.0), getattr(batch, "targets", None)
         logits = self(images)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from own_images import save
@@ -132,22 +133,11 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], lin
         ImageData("shapes", **settings)
 
 
-def test_images_are_placed_once_on_the_device_up_to_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 60 * 12 * 12 * 3
-    for placement, free, expected in [
-        ("auto", 2 * size, "device"),
-        ("auto", 2 * size - 1, "host"),
-        ("auto", None, "device"),
-        ("device", 0, "device"),
-        ("host", 10**15, "host"),
-    ]:
-        monkeypatch.setattr("cifar_lit.data.placement.free_memory", lambda device, free=free: free)
-        data = shapes_data(placement=placement)
-        assert (data.placed("train")[1], data.train_dataloader().workers) == (expected, 0 if expected == "device" else 2)
-        monkeypatch.setattr("cifar_lit.data.placement.free_memory", lambda device: 0)
-        assert data.placed("train")[1] == expected
-        if free is not None:
-            assert bytes_on_device(data, free) == (size if expected == "device" else 0)
+@pytest.mark.parametrize(("placement", "workers"), [("device", 0), ("host", 2)])
+def test_images_on_the_host_are_read_ahead_and_take_no_memory_of_the_device(placement: str, workers: int) -> None:
+    data = shapes_data(placement=placement)
+    assert (data.train_dataloader().workers, data.reads_ahead) == (workers, placement == "host")
+    assert bytes_on_device(data, 10**9) == (0 if workers else 60 * 12 * 12 * 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -190,3 +180,63 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
     with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()
+
+
+# ---- with a module of somebody else's
+
+
+class OwnModule(pl.LightningModule):
+    """A module that knows nothing of `Batch`, as in Lightning's tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3 * 12 * 12, 10)
+        self.seen: list[int] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        assert images.dtype == torch.float32 and bool((labels >= 0).all())
+        self.seen.append(len(labels))
+        return F.cross_entropy(self.layer(images.flatten(1)), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, _ = batch
+        return self.layer(images.flatten(1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def test_a_plain_trainer_fits_and_tests_a_module_that_takes_pairs() -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, num_sanity_val_steps=0, **quiet)
+    module, data = OwnModule(), shapes_data(crop=2, augment={"mixup": 1.0})
+    trainer.fit(module, datamodule=data)
+    assert module.seen == [16, 16, 16, 2, 10] * 2 and "val_loss" in trainer.callback_metrics
+    trainer.test(module, datamodule=data, verbose=False)
+    assert module.seen[-1] == 12
+    assert [len(part) for part in trainer.predict(module, datamodule=data) or []] == [12]
+    with pytest.raises(UsageError, match=r"data\.skip_easy needs the loss of each image"):
+        trainer.fit(OwnModule(), datamodule=shapes_data(skip_easy=0.5))
+
+
+def test_on_several_devices_such_a_module_gets_no_batch_that_counts_nothing() -> None:
+    for module, batches, last in ((None, 4, 0.0), (OwnModule(), 3, 1.0)):
+        data = shapes_data(eval_batch_size=6)  # 50 training images in batches of 16, 10 to validate on
+        data.trainer = trainer_at(0, 2, global_rank=1)
+        data.trainer.lightning_module = module
+        loader = data.train_dataloader()
+        assert (len(loader), list(loader)[-1].loss_weight, data.epochs) == (batches, last, 2)
+    data = shapes_data(eval_batch_size=10)
+    data.trainer = trainer_at(0, 2, global_rank=1)
+    data.trainer.lightning_module = OwnModule()
+    (batch,) = data.val_dataloader()
+    assert torch.equal(batch.labels, data.train_images.labels[data.split[1]])
