@@ -185,51 +185,8 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
 # ---- with a module of somebody else's
 
 
-class OwnModule(pl.LightningModule):
-    """A module that knows nothing of `Batch`, as in Lightning's tutorials."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3 * 12 * 12, 10)
-        self.seen: list[int] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        images, labels = batch
-        assert images.dtype == torch.float32 and bool((labels >= 0).all())
-        self.seen.append(len(labels))
-        return F.cross_entropy(self.layer(images.flatten(1)), labels)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, _ = batch
-        return self.layer(images.flatten(1))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-def test_a_plain_trainer_fits_and_tests_a_module_that_takes_pairs() -> None:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, num_sanity_val_steps=0, **quiet)
-    module, data = OwnModule(), shapes_data(crop=2, augment={"mixup": 1.0})
-    trainer.fit(module, datamodule=data)
-    assert module.seen == [16, 16, 16, 2, 10] * 2 and "val_loss" in trainer.callback_metrics
-    trainer.test(module, datamodule=data, verbose=False)
-    assert module.seen[-1] == 12
-    assert [len(part) for part in trainer.predict(module, datamodule=data) or []] == [12]
-    with pytest.raises(UsageError, match=r"data\.skip_easy needs the loss of each image"):
-        trainer.fit(OwnModule(), datamodule=shapes_data(skip_easy=0.5))
-
-
-def test_on_several_devices_such_a_module_gets_no_batch_that_counts_nothing() -> None:
-    for module, batches, last in ((None, 4, 0.0), (OwnModule(), 3, 1.0)):
+def test_on_several_devices_a_plain_module_gets_no_batch_that_counts_nothing() -> None:
+    for module, batches, last in ((None, 4, 0.0), (pl.LightningModule(), 3, 1.0)):
         data = shapes_data(eval_batch_size=6)  # 50 training images in batches of 16, 10 to validate on
         data.trainer = trainer_at(0, 2, global_rank=1)
         data.trainer.lightning_module = module
@@ -237,6 +194,6 @@ def test_on_several_devices_such_a_module_gets_no_batch_that_counts_nothing() ->
         assert (len(loader), list(loader)[-1].loss_weight, data.epochs) == (batches, last, 2)
     data = shapes_data(eval_batch_size=10)
     data.trainer = trainer_at(0, 2, global_rank=1)
-    data.trainer.lightning_module = OwnModule()
+    data.trainer.lightning_module = pl.LightningModule()
     (batch,) = data.val_dataloader()
     assert torch.equal(batch.labels, data.train_images.labels[data.split[1]])

@@ -106,10 +106,19 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
     trainer.fit(ImageClassifier("lenet", num_classes=8), loader)
 
 
-def test_mixed_images_are_refused_for_a_model_that_does_not_read_their_targets(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"augment": {"mixup": 0.2}}, r"data\.augment mixup and cutmix need a model that reads batch\.targets"),
+        ({"skip_easy": 0.5}, r"data\.skip_easy needs the loss of each image"),
+    ],
+)
+def test_settings_of_the_data_that_a_plain_model_cannot_honour_are_refused(
+    settings: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
-    with pytest.raises(UsageError, match=r"data\.augment mixup and cutmix need a model that reads batch\.targets"):
-        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment={"mixup": 0.2}))
+    with pytest.raises(UsageError, match=line):
+        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, **settings))
 
 
 def test_a_loader_of_images_without_labels_is_predicted(tmp_path: Path) -> None:
