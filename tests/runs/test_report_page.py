@@ -84,11 +84,10 @@ def test_each_part_has_one_colour_in_all_charts_and_a_single_point_lies_on_top(t
 
 @pytest.mark.parametrize(("settings", "told"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)])
 def test_the_page_says_that_the_training_loss_includes_label_smoothing(tmp_path: Path, settings: str, told: bool) -> None:
-    page_of(tmp_path)
-    run = tmp_path / f"run {HOSTILE}"
-    (run / "config.yaml").write_text(f"model: {settings}\n")
+    (tmp_path / "metrics.csv").write_text(CURVES)
+    (tmp_path / "config.yaml").write_text(f"model: {settings}\n")
     table = PredictionTable(torch.arange(2), torch.arange(2), torch.arange(2), torch.ones(2).double())
-    page = render(run, {}, data_of(["a", "b"], 2, 8), table)
+    page = render(tmp_path, {}, data_of(["a", "b"], 2, 8), table)
     assert ("training loss includes label smoothing of 0.2" in page) is told
 
 
