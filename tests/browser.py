@@ -23,6 +23,29 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing but this machine
 )
 
+CONTRASTS = """() => {
+  const number = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(x => x / 255).map(x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
+    .reduce((sum, x, place) => sum + x * [.2126, .7152, .0722][place], 0);
+  const over = ([r, g, b, a = 1], under) => [r, g, b].map((x, place) => a * x + (1 - a) * under[place]);
+  const ground = one => {
+    if (!one) return [255, 255, 255];
+    const back = number(getComputedStyle(one).backgroundColor);
+    return over(back, back[3] === undefined ? back : ground(one.parentElement));
+  };
+  const low = [];
+  for (const one of document.querySelectorAll('body *')) {
+    if (![...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) continue;
+    if (!one.checkVisibility() || one.closest('.hidden')) continue;
+    const style = getComputedStyle(one), svg = one.namespaceURI.includes('svg');
+    if (svg && one.tagName !== 'text') continue;
+    const both = [number(svg ? style.fill : style.color), ground(svg ? one.closest('figure') : one)].map(light);
+    const contrast = (Math.max(...both) + .05) / (Math.min(...both) + .05);
+    if (!(contrast >= 4.5)) low.push(`${one.tagName} ${one.textContent.trim().slice(0, 20)} ${contrast.toFixed(2)}`);
+  }
+  return low;
+}"""
+
 
 @dataclass
 class Opened:
@@ -54,6 +77,11 @@ class Opened:
             && !(i.getAttribute('alt') || i.getAttribute('aria-label') || i.querySelector('title')))
             .map(i => i.outerHTML.slice(0, 80))"""
         return list(self.page.evaluate(script))
+
+    @property
+    def low_contrasts(self) -> list[str]:
+        """Texts that show, with a contrast to what lies behind them of less than 4.5 (WCAG 2)."""
+        return list(self.page.evaluate(CONTRASTS))
 
 
 Open = Callable[..., Opened]

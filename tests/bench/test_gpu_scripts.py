@@ -19,23 +19,8 @@ import pytest
 from cifar_lit.data.shapes import shapes
 
 ROOT = Path(__file__).parent.parent.parent
-TOOLS = [
-    "bash",
-    "cp",
-    "dirname",
-    "mkdir",
-    "mktemp",
-    "realpath",
-    "rm",
-    "sleep",
-    "tail",
-    "tar",
-    "gzip",
-    "tee",
-    "timeout",
-    "env",
-    "sh",
-]
+TOOLS = ["bash", "cp", "dirname", "mkdir", "mktemp", "realpath", "rm", "sleep", "tail", "tar", "gzip", "tee", "timeout", "env"]
+TOOLS += ["sh"]
 # Notes what it is asked to run; a run of pytest fails, and a profile never ends.
 NOTING = """#!/bin/sh
 echo "$*" >> "$NOTES"

@@ -119,6 +119,8 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
+    (f"{S} --config ~0", ["~0 begins with a home that is not on this machine"]),
+    (f"{S} --config {'x' * 400}", ["longer than names of files can be"]),
     ("--resume loose.ckpt", ["loose.ckpt lies in no run folder"]),
 ]  # fmt: skip
 

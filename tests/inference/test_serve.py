@@ -45,7 +45,6 @@ def test_every_way_of_sending_is_answered_as_the_net_answers(service: Service, s
 
 
 def test_top_says_how_many_classes_are_named(service: Service) -> None:
-    assert len(service.predict(picture(), query="?top=1").json["top"]) == 1
     everything = service.predict(picture(), query="?top=99").json["top"]
     assert sorted(one["label"] for one in everything) == sorted(CLASSES)
     for top in ("0", "-1", "x", "", "1.5", "9" * 5000, "²"):
@@ -178,8 +177,9 @@ def test_other_paths_and_methods_are_told_what_there_is(service: Service, reques
 
 
 def test_images_that_take_too_long_are_given_up_and_hold_nobody_up(service: Service) -> None:
+    slow_image = scan_bomb(scans=90)
     with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(service.predict, *form(*((f"{number}.jpg", scan_bomb(scans=90)) for number in range(16))))
+        slow = threads.submit(service.predict, *form(*((f"{number}.jpg", slow_image) for number in range(16))))
         assert service.predict(picture()).status == 200
         assert not slow.done()
     assert slow.result().status == 422
@@ -213,20 +213,20 @@ def test_clients_that_are_too_slow_or_speak_no_http_are_told_and_let_go(service:
 
 
 def test_only_names_of_this_machine_and_its_own_pages_are_answered(service: Service) -> None:
+    wide = "ｌocalhost".encode().decode("latin-1")
     for host in (
-        "evil.example:8000",
-        "127.0.0.1.evil.example",
-        "",
-        "[",
-        "localhost.evil.example",
-        "127.0.evil.com",
-        "a.localhost",
+        *("evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.evil.com", "127.evil.1.com"),
+        *("a.localhost", "evil.example.", "0.0.0.0:8000", "", "[", wide, "localhost/health?"),
+        *("localhost@evil.example", "evil.example:80@localhost"),
     ):
         answer = service.ask("GET", "/health", headers={"Host": host})
         assert (answer.status, "answers to localhost" in answer.error) == (400, True), host
     for host in ("localhost:9", "127.0.0.1", "[::1]:8000", "LocalHost"):
         assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
-    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
-        answer = service.predict(picture(), {**JPEG, "Origin": origin})
+    for origin in (
+        *("http://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.2", "http://localhost:3000", "http://["),
+        *("file://localhost:8000", "chrome-extension://localhost:8000"),
+    ):
+        answer = service.predict(picture(), {**JPEG, "Host": "localhost:8000", "Origin": origin})
         assert (answer.status, "pages of other sites" in answer.error) == (403, True), origin
     assert service.predict(picture(), {**JPEG, "Origin": service.url}).status == 200

@@ -101,15 +101,6 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("lennet", "lenet"), ("TuDui", "tudui"), ("resnet.18", "resnet18"), ("resnet", "resnet18"), ("ResNet-50", "resnet50")],
-)
-def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=rf"no net named '{typed}'. Did you mean {meant}\?"):
-        build(typed)
-
-
-@pytest.mark.parametrize(
     ("name", "wrong", "text"),
     [
         ("lenet", {"channels": 0}, "1 channel, class and pixel at least, not 0, 10 and 32×32"),
@@ -233,10 +224,8 @@ def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(name: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "member"),
-    [("a_net.py", "a_net.Net"), ("./a_net.py", "a_net.Net"), ("a_net", "a_net.Net"), ("a_net.py:make", "a_net.make"),
-     ("nets/a_net.py", "nets.a_net.Net")],
-)  # fmt: skip
+    ("name", "member"), [("./a_net.py", "a_net.Net"), ("a_net.py:make", "a_net.make"), ("nets/a_net.py", "nets.a_net.Net")]
+)
 def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: str
 ) -> None:
@@ -249,17 +238,15 @@ def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_impo
     assert "_Hidden" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("source", [b"", b"\xff\0", b"(" * 100_000, b"-" * 100_000 + b"1", b"class A" * 100_000])
-def test_a_file_that_is_no_python_is_answered_without_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes
-) -> None:
+def test_a_file_that_is_no_python_is_answered_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "odd.py").write_bytes(source)
-    with pytest.raises(UsageError, match=r"odd\.py is a file: name a class or function in it, as odd\.NAME"):
-        build("odd.py")
+    for source in (b"\xff\0", b"(" * 100_000, b"-" * 100_000 + b"1"):
+        (tmp_path / "odd.py").write_bytes(source)
+        with pytest.raises(UsageError, match=r"odd\.py is a file: name a class or function in it, as odd\.NAME"):
+            build("odd.py")
 
 
-@pytest.mark.parametrize("name", [*sorted(NETS), "resnet18", "vit_b_16"])
+@pytest.mark.parametrize("name", ["whitened", "resnet18"])
 def test_the_check_of_shapes_changes_neither_the_net_nor_random_numbers(name: str) -> None:
     net = build(name)
     net.train()

@@ -58,15 +58,11 @@ def test_preprocessing_is_that_of_the_pretraining() -> None:
         ("resnet18", imagenet, (256, 256)),
         ("timm/vit_tiny_patch16_224", [0.5] * 3, (224, 224)),
         ("vit_b_16", imagenet, (224, 224)),
+        ("googlenet", [0.5] * 3, (256, 256)),  # from TensorFlow
     ):
         known = preprocessing(name)
         assert known is not None and known.image_size == size and known.mean == pytest.approx(mean, abs=0.02)
     assert preprocessing("shapenet") is None and preprocessing("my_nets.Net") is None
-
-
-def test_weights_from_tensorflow_have_their_own_preprocessing() -> None:
-    known = preprocessing("googlenet")
-    assert known is not None and known.mean == known.std == [0.5] * 3
 
 
 def test_nets_that_ask_for_the_version_of_a_state_take_tensors_from_a_file() -> None:

@@ -118,7 +118,7 @@ def test_channels_of_zeros_change_neither_logits_nor_gradients(channels: int, fu
     assert net.further_channels == further
 
 
-@pytest.mark.parametrize(("patch", "stride", "first"), [(2, 2, 16), (3, 1, 32), (3, 2, 16), (4, 2, 16), (4, 4, 8), (1, 1, 32)])
+@pytest.mark.parametrize(("patch", "stride", "first"), [(3, 1, 32), (4, 2, 16), (4, 4, 8)])
 def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stride: int, first: int) -> None:
     net = made(size=32, widths=[8], patch=patch, stride=stride)
     net.initialise(some_images(32))
@@ -127,14 +127,7 @@ def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stri
 
 @pytest.mark.parametrize(
     ("options", "least"),
-    [
-        ({}, 9),
-        ({"widths": [8, 8]}, 5),
-        ({"widths": [8] * 3, "patch": 4, "stride": 2}, 16),
-        ({"widths": [8], "patch": 5}, 5),
-        ({"widths": [8, 8], "depth": [[2, 3], 1]}, 6),
-        ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7),
-    ],
+    [({}, 9), ({"widths": [8] * 3, "patch": 4, "stride": 2}, 16), ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7)],
 )
 def test_the_least_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
     assert made(size=least, **options)(some_images(least)).shape == (6, 5)
@@ -236,13 +229,6 @@ def test_the_first_component_of_every_filter_of_the_first_half_is_positive_unles
         assert values[values.abs() > 1e-3 * values.abs().max()][0] > 0
 
 
-def test_patches_without_any_variation_in_a_direction_give_finite_filters() -> None:
-    filters = whitening_filters(torch.full((3, 3, 6, 6), 0.5), 2)
-    assert filters.isfinite().all()
-    # twelve pixels of 0.5: an eigenvalue of 3 for the flat direction, none for the others
-    torch.testing.assert_close(filters[0], torch.full((3, 2, 2), float((12 * (3 + EPS)) ** -0.5)))
-
-
 # ---- precision
 
 
@@ -268,30 +254,16 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
     [
         ({"widhts": [8]}, "model.net_options of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual"),
         ({"widths": []}, "widths must be a list of whole numbers above 0, one a group, not []"),
-        ({"widths": 64}, "widths must be a list of whole numbers above 0, one a group, not 64"),
-        ({"widths": [64, "128"]}, "widths must be a list"),
         ({"depth": 0}, "depth must be a whole number from 1 to 100, or a list of 3, one a group, not 0"),
-        ({"depth": [2, 2]}, "depth must be a whole number from 1 to 100, or a list of 3, one a group, not [2, 2]"),
-        ({"depth": 101}, "depth must be a whole number from 1 to 100"),
-        ({"depth": True}, "depth must be a whole number from 1 to 100"),
-        (
-            {"depth": [2, [3, 2], 2]},
-            "depth must be in its lists sides from 1 to 7 pixels, odd ones behind the first, not [2, [3, 2], 2]",
-        ),
-        ({"depth": [2, [], 2]}, "depth must be in its lists sides"),
-        ({"depth": [2, [9], 2]}, "depth must be in its lists sides"),
+        ({"depth": [2, [3, 2], 2]}, "sides from 1 to 7 pixels, odd ones behind the first, not [2, [3, 2], 2]"),
         ({"depth": [2, [3, "1"], 2]}, "depth must be in its lists sides"),
         ({"inner": [8, 8]}, "inner must be null, or a list of whole numbers above 0, one a group, not [8, 8]"),
-        ({"residual": True, "depth": [[3], 1, 1]}, "residual goes around the second convolution"),
         ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
         ({"residual": True, "depth": 1}, "residual goes around the second convolution and those after: set depth above 1"),
-        ({"pad_input": 4}, "pad_input must be true or false, not 4"),
         ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
         ({"stride": 3}, "stride must be from 1 to 2 (patch) pixels, not 3"),
         ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),
         ({"head_pool": "mean"}, "head_pool must be one of max, avg, not 'mean'"),
-        ({"norm_momentum": "fast"}, "norm_momentum must be above 0 and at most 1, not 'fast'"),
-        ({"logit_scale": 0.0}, "logit_scale must be a number above 0, or null, not 0.0"),
         ({"logit_scale": float("nan")}, "logit_scale must be a number above 0, or null, not nan"),
     ],
 )

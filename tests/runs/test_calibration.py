@@ -39,7 +39,7 @@ def test_the_error_is_that_of_torchmetrics_with_fifteen_bins() -> None:
     assert error_of(logits.softmax(1), labels) == pytest.approx(float(expected), abs=1e-6)
 
 
-@pytest.mark.parametrize("sureness", [0.1, 0.4, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("sureness", [0.1, 1.0, 10.0])
 def test_the_temperature_undoes_what_made_a_net_more_or_less_sure_and_changes_no_decision(sureness: float) -> None:
     logits, labels = answers(20_000, sureness)
     temperature = fit_temperature(logits, labels)

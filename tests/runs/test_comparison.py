@@ -12,15 +12,7 @@ import torch
 import yaml
 
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.compare import (
-    RunRecord,
-    differing,
-    find_runs,
-    groups,
-    pairs,
-    plot_curves,
-    read_run,
-)
+from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
 from cifar_lit.runs.predictions import write_predictions
 
 MOSTLY = [True] * 8 + [False] * 2

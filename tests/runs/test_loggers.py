@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer  # type: ignore[import-untyped]
-from tensorboard.context import RequestContext  # type: ignore[import-untyped]
-from tensorboard.plugins.base_plugin import TBContext  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams.backend_context import Context  # type: ignore[import-untyped]
 
 from cifar_lit.errors import Failure
 from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves
@@ -137,20 +132,6 @@ def test_tensorboard_gets_scalars_hparams_and_images_straight_in_the_run_folder(
     compared = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
     assert all(text in compared for text in (b"test/loss", b"val/loss", b"test/top5", b"val/top5"))
     assert [file.name.split(".")[0] for file in run.path.iterdir() if not file.name.startswith(".")] == ["events"]
-
-
-def test_the_hparams_tab_starts_with_the_main_settings(run: RunFolder) -> None:
-    settings = {"batch_size": 8, "crop": 4, "cutout": 0, "lr": 0.1, "net": "lenet", "optimizer": "sgd", "recipe": "fast"}
-    board = TensorBoardCurves(run, settings)
-    board.log_metrics({"val/loss": 2.0}, 1)
-    board.save()
-    events = EventMultiplexer().AddRunsFromDirectory(str(run.logs)).Reload()
-    context = Context(TBContext(data_provider=MultiplexerDataProvider(events, str(run.logs))))
-    request = RequestContext()
-    tags = context.hparams_metadata(request, "")
-    experiment = context.experiment_from_metadata(request, "", True, tags, [])
-    names = [info.name for info in experiment.hparam_infos]
-    assert names == ["lr", "net", "optimizer", "recipe", "batch_size", "crop", "cutout"]
 
 
 def test_tensorboard_forgets_what_came_after_the_resumed_step(run: RunFolder) -> None:

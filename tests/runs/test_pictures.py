@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cifar_lit.runs.figures import (
+from cifar_lit.runs.figures import (  # fmt: skip
     Bin,
     class_accuracies,
     confusion_matrix,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.files import atomic_write
-from cifar_lit.runs import predictions
 from cifar_lit.runs.predictions import CsvRows, JsonRows, Row, fingerprint, prediction_table, read_predictions, write_predictions
 
 CLASSES = ("a, b", 'quo"ted', "日本")
@@ -46,28 +41,6 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_
     assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # of a net that has diverged
 
 
-def test_a_full_disk_is_known_by_its_error_number_where_probabilities_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resource = pytest.importorskip("resource", reason="the system limits no file sizes")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    @contextmanager
-    def too_small_for_the_array(path: Path) -> Iterator[Path]:
-        with atomic_write(path) as partial:
-            if path.suffix == ".npy":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (150, limits[1]))
-            try:
-                yield partial
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    monkeypatch.setattr(predictions, "atomic_write", too_small_for_the_array)
-    with pytest.raises(OSError, match="File too large") as error:
-        write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS])
-    assert error.value.errno == errno.EFBIG
-
-
 def test_own_images_are_named_by_their_paths_whatever_they_are_called(tmp_path: Path) -> None:
     paths = ["test/a/1.jpg", "=cmd().png", "a,b\x1b[31m.png", "half \udcff.png"]
     write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS], paths)
@@ -95,17 +68,7 @@ def test_rows_of_another_kind_are_none_and_those_of_before_are_read(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("index", "probability"),
-    [
-        ("4", "0.5"),
-        ("1", "0.5"),
-        ("-1", "0.5"),
-        (str(10**30), "0.5"),
-        ("9" * 5000, "0.5"),
-        ("0", "1e308"),
-        ("0", "-0.1"),
-        ("0", "inf"),
-        ("0", "nan"),
-    ],
+    [("4", "0.5"), ("1", "0.5"), ("-1", "0.5"), ("9" * 5000, "0.5"), ("0", "1e308"), ("0", "-0.1"), ("0", "inf"), ("0", "nan")],
 )
 def test_a_row_out_of_range_makes_the_table_none(tmp_path: Path, index: str, probability: str) -> None:
     file = tmp_path / "predictions.csv"

@@ -173,14 +173,7 @@ def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_says_so(
     assert capsys.readouterr().err == f"resuming {unfinished}: the newest run, {crashed}, has no checkpoint\n"
 
 
-def test_of_finished_runs_only_the_newest_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, age in (("fast-1", 200), ("fast-2", 100)):
-        (make_run(tmp_path, name, age) / "metrics.json").write_text('{"test": {"accuracy": 0.5}}')
-    assert find_resumable(tmp_path, None, needs_test=True) == tmp_path / "fast-2/checkpoints/last.ckpt"
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", [None, "logs/fast-1", "logs/fast-1/checkpoints/last.ckpt"])
+@pytest.mark.parametrize("name", [None, "logs/fast-1/checkpoints/last.ckpt"])
 @pytest.mark.parametrize("place", ["metrics.csv", "checkpoints/best.ckpt", "plots", "deep/down/there"])
 def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, place: str

@@ -69,3 +69,8 @@ def changes(folder: Path) -> list[str]:
         if name not in files or files[name].read_bytes() != text.encode()
     ]
     return gone + [f"{name} was made" for name in files if name not in OUTSIDE]
+
+
+def harmless(prepare: Callable[[Path], object], line: Sequence[str] | Callable[[], int], says: str = "") -> Attack:
+    """An attack that is not refused, but does no harm, and is told."""
+    return Attack(prepare, line, refused=False, says=says)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from contract.command_line import draw_folder
-from security.attack import Attack
+from security.attack import Attack, harmless
 from security.hostile_models import CHECKPOINTS
 
 from cifar_lit.cli import main
@@ -23,99 +23,82 @@ from cifar_lit.files import PART
 RESUME = ["train", "--resume", "run"]
 REPORT = ["report", "run", "--device", "cpu"]
 COMPARE = ["compare", "run", "--plot", "curves.png", "--json", "-"]
-FINETUNE = ["fit", "--recipe", "small.yaml", "--logs", "logs"]
+CLASSIFY = ["classify", "run", "images", "--device", "cpu"]
+EXPORT = ["export", "run", "--to", "safetensors", "--out"]
+TEST = ["test", "--recipe", "small.yaml", "--ckpt_path", "run/checkpoints/best.ckpt"]
+FIT = ["fit", "--recipe", "small.yaml", "--logs", "logs"]
+WEIGHTS = [*FIT, "--model.weights"]
+NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
+DOWNLOAD = [*FIT, "--dataset", "cifar10", "--data-dir", "data", "--data.url", "mirror.gz", *NO_SHAPES]
+DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
+TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
 KERNEL = "/proc/kmsg"  # a regular file of size 0, whose reading waits
 LEADS_OUT = "is a link that leads out of its run"
 
 Prepare = Callable[[Path], object]
+Make = Callable[[Path, Path], object]  # is given the folder and the place of the file
 
 
-def link(name: str, target: str = "outside/notes.txt", unfinished: bool = False) -> Prepare:
-    """Puts a link in the run's place of `name` to one of the user's files, or to what `target` says."""
+def put(name: str, make: Make, ended: bool = False) -> Prepare:
+    """Puts what `make` makes in the run's place of `name`; the run is one to resume unless it has `ended`."""
 
     def prepare(folder: Path) -> None:
         place = folder / "run" / name
         place.unlink(missing_ok=True)
-        place.symlink_to(target if target.startswith("/") else folder / target)
-        if unfinished:
+        if not ended:
             (folder / "run/metrics.json").unlink(missing_ok=True)
+        place.parent.mkdir(exist_ok=True)
+        make(folder, place)
 
     return prepare
 
 
-def second_name(name: str) -> Prepare:
-    """Makes the run's `name` a second name of one of the user's files, as `tar` does with what it unpacks."""
-
-    def prepare(folder: Path) -> None:
-        (folder / "run/metrics.json").unlink()
-        (folder / "run" / name).unlink(missing_ok=True)
-        (folder / "run" / name).hardlink_to(folder / "outside/notes.txt")
-
-    return prepare
+def link(folder: Path, place: Path, target: str = "outside/notes.txt") -> None:
+    place.symlink_to(folder / target)
 
 
-def owner(record: str) -> Prepare:
-    """A run that says who writes it."""
-
-    def prepare(folder: Path) -> None:
-        (folder / "run/metrics.json").unlink()
-        (folder / "run/.owner").write_text(record)
-
-    return prepare
+def kernel(folder: Path, place: Path) -> None:
+    place.symlink_to(KERNEL)
 
 
-def pipe(name: str, unfinished: bool = False) -> Prepare:
-    """Puts a pipe that nobody writes to in the place of a file."""
-
-    def prepare(folder: Path) -> None:
-        if unfinished:
-            (folder / "run/metrics.json").unlink()
-        (folder / "run" / name).unlink(missing_ok=True)
-        os.mkfifo(folder / "run" / name)
-
-    return prepare
+def second_name(folder: Path, place: Path) -> None:
+    """A second name of one of the user's files, as `tar` makes it."""
+    place.hardlink_to(folder / "outside/notes.txt")
 
 
-def endless(name: str, start: str = "") -> Prepare:
-    """A file of 20 GiB that takes no place on the disk."""
-
-    def prepare(folder: Path) -> None:
-        (folder / "run" / name).write_text(start)
-        os.truncate(folder / "run" / name, 20 << 30)
-
-    return prepare
+def pipe(folder: Path, place: Path) -> None:
+    """A pipe that nobody writes to."""
+    os.mkfifo(place)
 
 
-def folder_in_place(name: str) -> Prepare:
-    def prepare(folder: Path) -> None:
-        (folder / "run/metrics.json").unlink()
-        (folder / "run" / name).mkdir()
-        (folder / "run" / name / "inner").touch()
-
-    return prepare
+def endless(folder: Path, place: Path) -> None:
+    """A table of 20 GiB that takes no place on the disk."""
+    place.write_text("epoch,step\n0,1\n" if place.stem == "metrics" else "index,label\n")
+    os.truncate(place, 20 << 30)
 
 
-def file_as_folder(name: str) -> Prepare:
-    """Puts a folder in the place of a file that the run writes at its end."""
-
-    def prepare(folder: Path) -> None:
-        (folder / "run" / name).unlink()
-        (folder / "run/metrics.json").unlink(missing_ok=True)
-        (folder / "run" / name).mkdir()
-
-    return prepare
+def filled_folder(folder: Path, place: Path) -> None:
+    place.mkdir()
+    (place / "inner").touch()
 
 
-def nested_folders(folder: Path) -> None:
-    """A run with 900 levels of folders in it. From about 1,000 on, Python cannot walk them, nor pytest remove them."""
-    (folder / "run/metrics.json").unlink()
-    place = os.open(folder / "run", os.O_RDONLY)
+def nested_folders(folder: Path, place: Path) -> None:
+    """900 levels of folders. From about 1,000 on, Python cannot walk them, nor pytest remove them."""
+    outer = os.open(folder / "run", os.O_RDONLY)
     for _ in range(900):
-        os.mkdir("d", dir_fd=place)
-        inner = os.open("d", os.O_RDONLY, dir_fd=place)
-        os.close(place)
-        place = inner
-    os.close(place)
+        os.mkdir("d", dir_fd=outer)
+        inner = os.open("d", os.O_RDONLY, dir_fd=outer)
+        os.close(outer)
+        outer = inner
+    os.close(outer)
+
+
+def another_run(folder: Path, last: Path) -> None:
+    """The last checkpoint is a link to that of a run of the user's."""
+    (folder / "mine/checkpoints").mkdir(parents=True)
+    (folder / "mine/config.yaml").write_bytes((folder / "run/config.yaml").read_bytes())
+    (folder / "run/checkpoints/best.ckpt").rename(folder / "mine/checkpoints/last.ckpt")
+    link(folder, last, "mine/checkpoints/last.ckpt")
 
 
 def mostly_a_hole(name: str) -> Prepare:
@@ -128,40 +111,22 @@ def mostly_a_hole(name: str) -> Prepare:
     return prepare
 
 
-def linked_folder(folder: Path) -> None:
-    """A run's checkpoints are a link to where the user keeps others."""
-    (folder / "run/metrics.json").unlink()
-    (folder / "run/checkpoints").rename(folder / "elsewhere")
-    (folder / "run/checkpoints").symlink_to(folder / "elsewhere")
-
-
-def another_run(folder: Path) -> None:
-    """The last checkpoint is a link to that of a run of the user's."""
-    (folder / "run/metrics.json").unlink()
-    (folder / "mine/checkpoints").mkdir(parents=True)
-    (folder / "mine/config.yaml").write_bytes((folder / "run/config.yaml").read_bytes())
-    last = folder / "run/checkpoints/last.ckpt"
-    last.rename(folder / "mine/checkpoints/last.ckpt")
-    last.symlink_to(folder / "mine/checkpoints/last.ckpt")
-
-
 def weights_of_a_bytearray(folder: Path) -> None:
     """Weights whose pickle is a few bytes long and asks for 2 GB."""
-    path = folder / "weights.pth"
-    torch.save({}, path)
-    CHECKPOINTS["a bytearray of 2 GB in the pickle of a zip"](path)
+    torch.save({}, folder / "weights.pth")
+    CHECKPOINTS["a bytearray of 2 GB in the pickle of a zip"](folder / "weights.pth")
 
 
 def resume_of_a_job(folder: Path) -> None:
     """A record of a job is a pipe."""
-    pipe(".job", unfinished=True)(folder)
+    put(".job", pipe)(folder)
     (folder / "logs").mkdir()
     (folder / "run").rename(folder / "logs/run")
 
 
 def start_job() -> int:
     os.environ["CIFAR_LIT_JOB"] = "night"
-    return main(["fit", "--recipe", "small.yaml", "--logs", "logs"])
+    return main(FIT)
 
 
 def data_with(name: str) -> Prepare:
@@ -169,14 +134,10 @@ def data_with(name: str) -> Prepare:
 
     def prepare(folder: Path) -> None:
         (folder / "data").mkdir()
-        (folder / "data" / name).symlink_to(folder / "outside/notes.txt")
+        link(folder, folder / "data" / name)
         (folder / "mirror.gz").write_bytes(b"what another host gives")
 
     return prepare
-
-
-DOWNLOAD = ["fit", "--recipe", "small.yaml", "--dataset", "cifar10", "--data-dir", "data", "--data.url", "mirror.gz"]
-DOWNLOAD += ["--data.image_size=null", "--data.num_classes=null"]
 
 
 def images(folder: Path) -> Path:
@@ -187,23 +148,22 @@ def images(folder: Path) -> Path:
     return folder / "cache" / f"images-{key}"
 
 
+def written(name: str) -> Prepare:
+    """Images, and a link in the run's place of a picture that is written."""
+    return lambda folder: (images(folder), put(name, link, ended=True)(folder))
+
+
 def cache_that_is_a_link(folder: Path) -> None:
-    images(folder).symlink_to(folder / "outside", target_is_directory=True)
+    link(folder, images(folder), "outside")
 
 
-def cache_with(name: str) -> Prepare:
+def cache_with(name: str, make: Make = link) -> Prepare:
     def prepare(folder: Path) -> None:
         slot = images(folder)
         slot.mkdir()
-        (slot / name).symlink_to(folder / "outside/notes.txt")
+        make(folder, slot / name)
 
     return prepare
-
-
-def cache_with_a_pipe(folder: Path) -> None:
-    slot = images(folder)
-    slot.mkdir()
-    os.mkfifo(slot / "index.json")
 
 
 def doubling_links(folder: Path) -> None:
@@ -223,13 +183,14 @@ def table_of_pipes(folder: Path) -> None:
 
 def keys_of_rows(folder: Path) -> None:
     """A table in JSON lines whose second row has 70,000 keys, and others than the first."""
-    rows = ({"path": "a.png", "label": "a"} | dict.fromkeys((f"{start}{key}" for key in range(70_000)), 0) for start in "ab")
+    row = {"path": "a.png", "label": "a"}
+    rows = (row | dict.fromkeys((f"{start}{key}" for key in range(70_000)), 0) for start in "ab")
     (folder / "keys.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def empty_lines(name: str, text: str, count: int = 20_000_000) -> Prepare:
-    """A table with these lines, and then empty ones."""
-    return lambda folder: (folder / name).write_text(text + "\n" * count)
+def empty_lines(name: str, text: str) -> Prepare:
+    """A table with these lines, and then 20 million empty ones."""
+    return lambda folder: (folder / name).write_text(text + "\n" * 20_000_000)
 
 
 def endless_continue() -> int:
@@ -245,151 +206,80 @@ def endless_continue() -> int:
     return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
 
 
-CLASSIFY = ["classify", "run", "--device", "cpu"]
-DECODE = ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null"]
-DECODE += ["--data.val_size=1", "--logs", "logs"]
-TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
+def from_kernel(name: str, line: list[str], says: str, refused: bool = True) -> Attack:
+    return Attack(put(name, kernel, ended=True), line, refused, says)
 
-# The names of what is half written, as they could once be foreseen; and of what is written, or read, in place.
-PARTS = (
-    "config.yaml",
-    "metrics.csv",
-    "model.safetensors",
-    "predictions.csv",
-    "probabilities.npy",
-    "metrics.json",
-    "checkpoints/last.ckpt",
-)
-RESUMED = (
-    "metrics.csv",
-    ".lock",
-    ".owner",
-    "events.out.tfevents.1.node.7.0",
-    "report.html",
-    "hparams.yaml",
-    "checkpoints/best.ckpt",
-)
 
 ATTACKS: dict[str, Attack] = {
     # what is half written
-    "a link for the half-written report": Attack(link(f"report.html{PART}"), REPORT, refused=False),
-    "a link for the half-written record of a run's owner": Attack(link(f".owner{PART}", unfinished=True), RESUME, says=LEADS_OUT),
-    **{
-        f"a link for the half-written {name}": Attack(link(f"{name}{PART}", unfinished=True), RESUME, says=LEADS_OUT)
-        for name in PARTS
-    },
-    "a link for a half-written export": Attack(
-        link(f"copy.safetensors{PART}"), ["export", "run", "--to", "safetensors", "--out", "run/copy.safetensors"], refused=False
+    "a link for the half-written report": harmless(put(f"report.html{PART}", link, ended=True), REPORT),
+    "a link for the half-written configuration": Attack(put(f"config.yaml{PART}", link), RESUME, says=LEADS_OUT),
+    "a link for the half-written record of a run's owner": Attack(put(f".owner{PART}", link), RESUME, says=LEADS_OUT),
+    "a link for a half-written export": harmless(put(f"x.safetensors{PART}", link, ended=True), [*EXPORT, "run/x.safetensors"]),
+    "a link for a half-written comparison": harmless(
+        put(f"runs.csv{PART}", link, ended=True), ["compare", "run", "--csv", "run/runs.csv"]
     ),
-    "a link for a half-written comparison": Attack(
-        link(f"runs.csv{PART}"), ["compare", "run", "--csv", "run/runs.csv"], refused=False
+    "a link for a half-written picture of curves": harmless(
+        put(f"curves.png{PART}", link, ended=True), ["compare", "run", "--plot", "run/curves.png"]
     ),
-    "a link for a half-written picture of curves": Attack(
-        link(f"curves.png{PART}"), ["compare", "run", "--plot", "run/curves.png"], refused=False
-    ),
-    "a link for a contact sheet": Attack(
-        lambda folder: (images(folder), link("sheet.png")(folder)),
-        ["classify", "run", "images", "--sheet", "run/sheet.png"],
-        refused=False,
-    ),
-    "a link for a picture of what a net looked at": Attack(
-        lambda folder: (images(folder), (folder / "run/maps").mkdir(), link("maps/00000-0.png")(folder)),
-        ["classify", "run", "images", "--explain", "run/maps"],
-        refused=False,
-    ),
-    "a folder that is called as what is half written": Attack(folder_in_place(f"x{PART}"), RESUME, refused=False),
+    "a link for a contact sheet": harmless(written("sheet.png"), [*CLASSIFY, "--sheet", "run/sheet.png"]),
+    "a link for a picture of what a net looked at": harmless(written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]),
+    "a folder that is called as what is half written": harmless(put(f"x{PART}", filled_folder), RESUME),
     # what is written in place, or through a folder
-    **{
-        f"a link for {name} of a run to go on with": Attack(link(name, unfinished=True), RESUME, says=LEADS_OUT)
-        for name in RESUMED
-    },
-    **{
-        f"a folder in the place of {name} of a run to go on with": Attack(
-            file_as_folder(name),
-            RESUME,
-            says="is a folder, where a file is to be written",
-        )
-        for name in ("model.safetensors", "metrics.json")
-    },
-    "900 levels of folders in a run to go on with": Attack(nested_folders, RESUME, says="nested deeper than 50 levels"),
+    "a link for the lock": Attack(put(".lock", link), RESUME, says=LEADS_OUT),
+    "a folder in the place of the model": Attack(
+        put("model.safetensors", filled_folder), RESUME, says="is a folder, where a file is to be written"
+    ),
+    "900 levels of folders": Attack(put("d", nested_folders), RESUME, says="nested deeper than 50 levels"),
     "weights of 8 TiB, most of it a hole": Attack(
-        mostly_a_hole("weights.safetensors"), [*FINETUNE, "--model.weights", "weights.safetensors"], says="than the memory"
+        mostly_a_hole("weights.safetensors"), [*WEIGHTS, "weights.safetensors"], says="than the memory"
     ),
     "a model of 8 TiB, most of it a hole": Attack(
-        mostly_a_hole("run/model.safetensors"),
-        ["export", "run", "--to", "safetensors", "--out", "x.safetensors"],
-        says="than the memory",
+        mostly_a_hole("run/model.safetensors"), [*EXPORT, "x.safetensors"], says="than the memory"
     ),
-    "a link for the folder of checkpoints": Attack(linked_folder, RESUME, says=LEADS_OUT),
-    "a link for the last checkpoint to that of another run": Attack(another_run, RESUME, says=LEADS_OUT),
-    "a link that leads nowhere": Attack(link("metrics.csv", "outside/new.csv", unfinished=True), RESUME, says=LEADS_OUT),
-    "a link that leads to itself": Attack(link("loop", "run/loop", unfinished=True), RESUME, refused=False),
-    "a link for the report to a file of the user's": Attack(link("report.html"), REPORT, refused=False),
-    "a second name of a file of the user's for the lock": Attack(second_name(".lock"), RESUME, refused=False),
-    "a second name of a file of the user's for the record of the owner": Attack(second_name(".owner"), RESUME, refused=False),
-    "a record of the owner that names an owner of another kind": Attack(
-        owner("filelock/2\npid=1\nhost=node-7\nmode=exclusive\n"), RESUME, says="process 1 on node-7 is writing"
+    "a link for the last checkpoint to that of another run": Attack(
+        put("checkpoints/last.ckpt", another_run), RESUME, says=LEADS_OUT
     ),
-    "a record of the owner with a terminal's commands in it": Attack(
-        owner("filelock/2\npid=1\nhost=\x1b]0;x\x07\nmode=exclusive\n"), RESUME, refused=False
-    ),
-    "a second name of a file of the user's for the curves": Attack(second_name("metrics.csv"), RESUME, refused=False),
-    "a second name of a file of the user's for the last figures": Attack(second_name("metrics.json"), RESUME, refused=False),
+    "a link for the report to a file of the user's": harmless(put("report.html", link, ended=True), REPORT),
+    **{
+        f"a second name of a file of the user's for {name}": harmless(put(name, second_name), RESUME)
+        for name in (".lock", ".owner", "metrics.csv")
+    },
     # what is read
-    "figures from an endless device": Attack(link("metrics.json", "/dev/zero"), COMPARE, refused=False, says="cannot be read"),
-    "curves from an endless device": Attack(link("metrics.csv", "/dev/zero"), COMPARE),
-    "predictions from an endless device": Attack(link("predictions.csv", "/dev/zero"), REPORT, refused=False),
-    "figures from a pipe": Attack(pipe("metrics.json"), COMPARE, refused=False, says="cannot be read"),
-    "curves from a pipe": Attack(pipe("metrics.csv"), REPORT, refused=False),
-    "curves from a pipe, of a run to go on with": Attack(pipe("metrics.csv", unfinished=True), RESUME, says="move it away"),
-    "predictions from a pipe": Attack(pipe("predictions.csv"), REPORT, refused=False),
-    "a configuration from a pipe": Attack(pipe("config.yaml"), COMPARE, refused=False, says="config.yaml is missing or damaged"),
-    "a record of the owner from a pipe": Attack(pipe(".owner", unfinished=True), RESUME, refused=False),
-    "a record of a job from a pipe": Attack(resume_of_a_job, start_job, refused=False),
-    "figures from the kernel's messages": Attack(link("metrics.json", KERNEL), COMPARE, refused=False, says="cannot be read"),
-    "curves from the kernel's messages": Attack(link("metrics.csv", KERNEL), COMPARE),
-    "predictions from the kernel's messages": Attack(link("predictions.csv", KERNEL), REPORT, refused=False),
-    "a configuration from the kernel's messages": Attack(link("config.yaml", KERNEL), COMPARE, refused=False),
-    "a checkpoint from the kernel's messages": Attack(
-        link("checkpoints/best.ckpt", KERNEL),
-        ["test", "--recipe", "small.yaml", "--ckpt_path", "run/checkpoints/best.ckpt"],
-        says="cannot be read (the file is empty)",
-    ),
-    "weights from the kernel's messages": Attack(
-        link("weights.pth", KERNEL), [*FINETUNE, "--model.weights", "run/weights.pth"], says="cannot be read (the file is empty)"
-    ),
-    "the same, as safetensors": Attack(
-        link("weights.safetensors", KERNEL), [*FINETUNE, "--model.weights", "run/weights.safetensors"], says="the file is empty"
-    ),
+    "figures from a pipe": harmless(put("metrics.json", pipe, ended=True), COMPARE, "cannot be read"),
+    "curves from a pipe": Attack(put("metrics.csv", pipe), RESUME, says="move it away"),
+    "a record of the owner from a pipe": harmless(put(".owner", pipe), RESUME),
+    "a record of a job from a pipe": harmless(resume_of_a_job, start_job),
+    "figures of 20 GiB": harmless(put("metrics.json", endless, ended=True), COMPARE, "cannot be read"),
+    "curves of 20 GiB": Attack(put("metrics.csv", endless, ended=True), COMPARE),
+    "predictions of 20 GiB": harmless(put("predictions.csv", endless, ended=True), REPORT),
+    "figures from the kernel's messages": from_kernel("metrics.json", COMPARE, "cannot be read", refused=False),
+    "curves from the kernel's messages": from_kernel("metrics.csv", COMPARE, ""),
+    "predictions from the kernel's messages": from_kernel("predictions.csv", REPORT, "", refused=False),
+    "a configuration from the kernel's messages": from_kernel("config.yaml", COMPARE, "missing or damaged", refused=False),
+    "a checkpoint from the kernel's messages": from_kernel("checkpoints/best.ckpt", TEST, "the file is empty"),
+    **{
+        f"weights from the kernel's messages as {name}": from_kernel(name, [*WEIGHTS, f"run/{name}"], "the file is empty")
+        for name in ("w.pth", "w.safetensors")
+    },
+    "a table of images from the kernel's messages": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
     "weights of a bytearray of 2 GB": Attack(
-        weights_of_a_bytearray, [*FINETUNE, "--model.weights", "weights.pth"], says="it asks for memory that it does not fill"
+        weights_of_a_bytearray, [*WEIGHTS, "weights.pth"], says="it asks for memory that it does not fill"
     ),
-    "a table of images from the kernel's messages": Attack(
-        link("table.csv", KERNEL),
-        ["fit", "--recipe", "small.yaml", "--dataset", "folder", "--data-dir", "run/table.csv", "--data.num_classes=null"],
-        says="cannot be read: the file is empty",
-    ),
-    "figures of 20 GiB": Attack(endless("metrics.json"), COMPARE, refused=False, says="cannot be read"),
-    "curves of 20 GiB": Attack(endless("metrics.csv", "epoch,step\n0,1\n"), COMPARE),
-    "predictions of 20 GiB": Attack(endless("predictions.csv", "index,label\n"), REPORT, refused=False),
     # data and their cache
-    "a link for a broken download": Attack(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, refused=False, says="wrong md5"),
+    "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
     "a server that announces its answer without end": Attack(data_with("x"), endless_continue, says="without end"),
-    "a link for the cache of a folder": Attack(cache_that_is_a_link, DECODE, refused=False, says="is a link"),
-    "a link for the index of a cache": Attack(cache_with("index.json"), DECODE, refused=False),
-    "a link for the half-written index of a cache": Attack(cache_with(f"index.json{PART}"), DECODE, refused=False),
-    "a link for the lock of a cache": Attack(cache_with("lock"), DECODE, refused=False, says="nothing is cached"),
-    "folders of links that double at every level": Attack(doubling_links, DECODE, refused=False),
-    "the same, to classify": Attack(doubling_links, [*CLASSIFY, "images"], refused=False),
-    "the same, to classify by a pattern": Attack(doubling_links, [*CLASSIFY, "images/**/*.png"], refused=False),
+    "a link for the cache of a folder": harmless(cache_that_is_a_link, DECODE, "is a link"),
+    "a link for the index of a cache": harmless(cache_with("index.json"), DECODE),
+    "a link for the lock of a cache": harmless(cache_with("lock"), DECODE, "nothing is cached"),
+    "an index of a cache from a pipe": harmless(cache_with("index.json", pipe), DECODE),
+    "folders of links that double at every level": harmless(doubling_links, DECODE),
+    "the same, to classify": harmless(doubling_links, CLASSIFY),
     "a table whose images are a pipe": Attack(
-        table_of_pipes,
-        [word.replace("images", "pipes.csv") for word in DECODE] + ["--data.image_size=null"],
-        says="it is a pipe or a device",
+        table_of_pipes, [*TABLE, "pipes.csv", "--data.image_size=null"], says="it is a pipe or a device"
     ),
     "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="are not there"),
     "a table of 20 million empty lines": Attack(empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"),
     "the same, as JSON lines": Attack(empty_lines("t.jsonl", ""), [*TABLE, "t.jsonl"], says="empty lines"),
-    "an index of a cache from a pipe": Attack(cache_with_a_pipe, DECODE, refused=False),
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from PIL import Image
-from security.attack import Attack
+from security.attack import Attack, harmless
 from security.hostile_models import Maker
 
 from cifar_lit.cli import main
@@ -66,29 +66,12 @@ def second(settings: dict[str, Any] | None = None, /, **metrics: Any) -> Maker:
     """A copy of the run, `run2`, with other settings and other values in its metrics.json."""
 
     def prepare(folder: Path) -> None:
-        shutil.copytree(folder / "run", folder / "run2")
-        _change(folder / "run2", settings or {}, metrics)
-
-    return prepare
-
-
-def changed(**metrics: Any) -> Maker:
-    """The run with other values in its metrics.json."""
-    return lambda folder: _change(folder / "run", {}, metrics)
-
-
-def _change(run: Path, settings: dict[str, Any], metrics: dict[str, Any]) -> None:
-    (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | settings))
-    values = json.loads((run / "metrics.json").read_text())
-    (run / "metrics.json").write_text(json.dumps({**values, **metrics}))
-
-
-def tested(**values: Any) -> Maker:
-    """The run with other values in the test's part of its metrics.json, and a copy of it."""
-
-    def prepare(folder: Path) -> None:
-        metrics = json.loads((folder / "run/metrics.json").read_text())
-        second(test={**metrics["test"], **values})(folder)
+        run = shutil.copytree(folder / "run", folder / "run2")
+        (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | (settings or {})))
+        values = json.loads((run / "metrics.json").read_text())
+        (run / "metrics.json").write_text(
+            json.dumps({**values, **metrics, "test": {**values["test"], **metrics.get("test", {})}})
+        )
 
     return prepare
 
@@ -97,18 +80,6 @@ def curve(*columns: str) -> Maker:
     """The run with a curve of these names in its metrics.csv."""
     rows = (("step", *columns), *((str(step), *("1",) * len(columns)) for step in range(3)))
     return lambda folder: (folder / "run/metrics.csv").write_text("".join(",".join(row) + "\n" for row in rows))
-
-
-def predictions(index: object, probability: object) -> Maker:
-    """The run with another first row in its predictions.csv."""
-
-    def prepare(folder: Path) -> None:
-        file = folder / "run/predictions.csv"
-        head, first, *rows = file.read_text().splitlines(keepends=True)
-        _, label, predicted, _, *others = first.split(",")
-        file.write_text(head + ",".join([str(index), label, predicted, str(probability), *others]) + "".join(rows))
-
-    return prepare
 
 
 def seed(text: str) -> Maker:
@@ -134,27 +105,12 @@ def disputed_images(folder: Path) -> None:
         (run / "predictions.csv").write_text("index,label,predicted,probability\n" + "".join(rows))
 
 
-def and_then_costs(line: list[str], seconds: float) -> Callable[[], int]:
-    """The line, and then its CPU time in words."""
-
-    def type_line() -> int:
-        began = time.process_time()
-        code = main(line)
-        print("cheap" if time.process_time() - began < seconds else "expensive")
-        return code
-
-    return type_line
-
-
-def classes(*names: str) -> Maker:
-    """A folder of images of classes `a` and of these names."""
-
-    def prepare(folder: Path) -> None:
-        for name in ("a", *names):
-            for number in range(5):
-                picture(f"images/{name}/{number}.png")(folder)
-
-    return prepare
+def compare_cheaply() -> int:
+    """Compares the large runs, and says whether that takes less than 5 s of the CPU."""
+    began = time.process_time()
+    code = main(["compare", "large-*"])
+    print("cheap" if time.process_time() - began < 5 else "expensive")
+    return code
 
 
 def picture(path: str) -> Maker:
@@ -165,12 +121,15 @@ def picture(path: str) -> Maker:
     return prepare
 
 
-def beside(path: str) -> Maker:
-    """A folder of images of two classes, and a file beside them that is none."""
+def classes(*names: str, beside: str = "") -> Maker:
+    """A folder of images of classes `a` and of these names; and a file beside them that is none."""
 
     def prepare(folder: Path) -> None:
-        classes("b")(folder)
-        (folder / path).write_text("no image")
+        for name in ("a", *names):
+            for number in range(5):
+                picture(f"images/{name}/{number}.png")(folder)
+        if beside:
+            (folder / "images/a" / beside).write_text("no image")
 
     return prepare
 
@@ -190,53 +149,42 @@ def card(**values: Any) -> Maker:
     return prepare
 
 
-def harmless(prepare: Maker, line: list[str] | Callable[[], int], says: str) -> Attack:
-    """An attack that is not refused, but does no harm, and is told."""
-    return Attack(prepare, line, refused=False, says=says)
-
-
 COMPARE = ["compare", "run", "run2"]
-CLASSIFY = ["classify", "run", "a.png", "--csv"]
+CSV = [*COMPARE, "--csv", "-"]
+REPORT = ["report", "run", "--device", "cpu"]
+REPORT2 = ["report", "run2", "--device", "cpu"]
+CLASSIFY = ["classify", "run", "a.png", "--csv", "--top=4"]
+PICTURES = ["classify", "run", "p", "--csv"]
 OWN = ["train", "--config", "small.yaml", "--config", "own.yaml", "--logs", "runs"]  # in which the last may name the run
 RECALL = """model:
   metrics:
     accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
 """
+HUGE = "epoch,step,train/loss,val/accuracy\n0,1,1e308,0.5\n1,1e300,-1e308,nan\n2,inf,inf,1e9\n"
+TEMPERATURE = {"calibration": {"error": 0.1, "temperature": 10**400, "tempered_error": 0.1}}
+LOGS = "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
 
 ATTACKS: dict[str, Attack] = {
     # a foreign run, beside others
     "a setting that clears the terminal and names its window": harmless(second({"recipe": CLEAR}), COMPARE, r"\x1b[2J"),
-    "a setting that is a link of the terminal's": harmless(
-        second({"recipe": "\x1b]8;;http://evil.example\x07small\x1b]8;;\x07"}), COMPARE, r"\x1b]8;;"
-    ),
-    "a setting with a terminal's commands of one byte": harmless(second({"recipe": "\x9b2J"}), COMPARE, r"\x9b2J"),
     "a setting of two lines, the second a result": harmless(second({"recipe": "x\nrun 99.99%"}), COMPARE, r"x\nrun"),
     "a setting's name that clears the terminal": harmless(second({CLEAR: 1}), COMPARE, r"\x1b[2J"),
     "a setting that is a date": harmless(second({"when": yaml.safe_load("2026-01-01")}), COMPARE, "2026-01-01"),
     "a recipe called [/b]": harmless(second({"recipe": "[/b]"}, recipe="[/b]"), COMPARE, "[/b]"),
-    "a recipe that is markup": harmless(second({"recipe": "[red]x[/red]"}), COMPARE, "[red]x[/red]"),
     "a run's folder that clears the terminal": harmless(renamed(f"run{CLEAR}"), ["compare", "run*"], r"run\x1b[2J"),
-    "a run's folder that is markup": harmless(renamed("run[bold]"), ["compare", "."], "run[bold]"),
-    "a run's folder whose name is an emoji's": harmless(renamed("run:skull:"), ["compare", "."], "run:skull:"),
+    "a run's folder whose name is an emoji's, and markup": harmless(renamed("run:skull:[b]"), ["compare", "."], "run:skull:[b]"),
     "a run's folder that turns the line round": harmless(renamed("run\u202e1"), ["compare", "."], r"run\u202e1"),
-    "a run's folder with letters of no width": harmless(renamed("run\u200b\u3164"), ["compare", "."], r"run\u200b\u3164"),
     "a run's folder that is a formula for TeX": harmless(
         renamed(r"run$\frac$"), ["compare", ".", "--plot", "curves.png"], "wrote curves.png"
     ),
-    "a test of 10¹⁰ images": harmless(tested(images=10**10, fingerprint="same"), COMPARE, "run2"),
-    "an accuracy of 10³⁰⁰": harmless(tested(accuracy=1e300), COMPARE, "damaged"),
-    "an accuracy that is not a number": harmless(tested(accuracy=float("nan")), COMPARE, "damaged"),
-    "images that are counted below zero": harmless(tested(images=-5), COMPARE, "damaged"),
-    "a fingerprint that is a list": harmless(tested(fingerprint=[1]), COMPARE, "damaged"),
+    "a test of 10¹⁰ images": harmless(second(test={"images": 10**10, "fingerprint": "same"}), COMPARE, "run2"),
+    **{
+        f"{name} that is {value}": harmless(second(test={name: value}), COMPARE, "damaged")
+        for name, value in (("accuracy", 1e300), ("accuracy", float("nan")), ("images", -5))
+    },
     "a time that is text": harmless(second(train_seconds=CLEAR), COMPARE, "damaged"),
-    "one and a half epochs": harmless(second(epochs=1.5), [*COMPARE, "--csv", "-"], "1.5"),
-    "a setting that a spreadsheet would run": harmless(
-        second({"recipe": "=cmd|' /C calc'!A0"}), [*COMPARE, "--csv", "-"], "'=cmd|"
-    ),
-    "the same behind a semicolon, for spreadsheets that end a cell there": harmless(
-        second({"recipe": "x;@SUM(1)"}), [*COMPARE, "--csv", "-"], "x;'@SUM"
-    ),
-    "a setting's name that a spreadsheet would run": harmless(second({"+1+cmd": 1}), [*COMPARE, "--csv", "-"], "'+1+cmd"),
+    "a setting that a spreadsheet would run": harmless(second({"recipe": "=cmd|' /C calc'!A0"}), CSV, "'=cmd|"),
+    "a setting's name that a spreadsheet would run": harmless(second({"+1+cmd": 1}), CSV, "'+1+cmd"),
     "a setting in JSON that turns the line round": harmless(
         second({"recipe": "\u202e\x9bx"}), [*COMPARE, "--json", "-"], r"\u202e\u009bx"
     ),
@@ -244,57 +192,32 @@ ATTACKS: dict[str, Attack] = {
     "an integer of 4,000 sexagesimal digits": harmless(seed(":".join("1" * 4000)), COMPARE, "run2"),
     "an integer of 30,000 bits, as JSON": harmless(seed("0b" + "1" * 30_000), [*COMPARE, "--json", "-"], "run2"),
     "an integer of 8,000 digits, of a run to report": Attack(
-        seed("0x" + "f" * 8000), ["report", "run2"], says="an integer of more than 64 bits at line"
+        seed("0x" + "f" * 8000), REPORT2, says="an integer of more than 64 bits at line"
     ),
-    "400,000 disputed images": harmless(disputed_images, and_then_costs(["compare", "large-*"], 5), "cheap"),
+    "400,000 disputed images": harmless(disputed_images, compare_cheaply, "cheap"),
     # its page
-    **{
-        f"predictions with index {index} and probability {probability}": harmless(
-            predictions(index, probability), ["report", "run", "--device", "cpu"], "report run"
-        )
-        for index, probability in ((10**6, 0.5), (10**30, 0.5), (-1, 0.5), (0, 1e308), (0, "nan"), (0, "-inf"))
-    },
-    "curves with huge values": harmless(
-        lambda folder: (folder / "run/metrics.csv").write_text(
-            "epoch,step,train/loss,val/accuracy\n0,1,1e308,0.5\n1,1e300,-1e308,nan\n2,inf,inf,1e9\n"
-        ),
-        ["report", "run", "--device", "cpu"],
-        "report run",
-    ),
-    "a temperature of 10⁴⁰⁰": harmless(
-        tested(calibration={"error": 0.1, "temperature": 10**400, "tempered_error": 0.1}), ["report", "run2"], "report run"
-    ),
-    "a number of devices that asks for 400 GB": harmless(changed(devices="{:>400000000000}"), ["report", "run"], "report run"),
-    "parameters that are text": harmless(changed(parameters="many"), ["report", "run"], "report run"),
-    "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), ["report", "run"], "report run"),
-    "a curve's name that is a formula for TeX": harmless(curve(r"$\frac$", r"val/$\frac$"), ["report", "run"], "report run"),
+    "curves with huge values": harmless(lambda folder: (folder / "run/metrics.csv").write_text(HUGE), REPORT, "report run"),
+    "a temperature of 10⁴⁰⁰": harmless(second(test=TEMPERATURE), REPORT2, "report run"),
+    "a number of devices that asks for 400 GB": harmless(second(devices="{:>400000000000}"), REPORT2, "report run"),
+    "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), REPORT, "report run"),
+    "a curve's name that is a formula for TeX": harmless(curve(r"$\frac$", r"val/$\frac$"), REPORT, "report run"),
     "a version in the page that turns the line round": harmless(
-        changed(versions={"torch": "\u202e\x1b[2J"}), and_then_shows(["report", "run"], "run/report.html"), r"\u202e\x1b[2J"
+        second(versions={"torch": "\u202e\x1b[2J"}), and_then_shows(REPORT2, "run2/report.html"), r"\u202e\x1b[2J"
     ),
     # its net
-    "class names that turn the line round": harmless(card(classes=["\u202egnp", *"bcd"]), [*CLASSIFY, "--top=4"], r"\u202egnp"),
-    "class names that a spreadsheet would run": harmless(card(classes=["=1+1", *"bcd"]), [*CLASSIFY, "--top=4"], "'=1+1"),
-    "a threshold of unlike pictures that is text": Attack(
-        card(novelty_threshold="x"), CLASSIFY, says="its novelty_threshold cannot"
-    ),
+    "class names that turn the line round": harmless(card(classes=["\u202egnp", *"bcd"]), CLASSIFY, r"\u202egnp"),
+    "class names that a spreadsheet would run": harmless(card(classes=["=1+1", *"bcd"]), CLASSIFY, "'=1+1"),
     # images
-    "a picture's name that clears the terminal": harmless(
-        picture(f"p/{CLEAR}.png"), ["classify", "run", "p", "--csv"], r"p/\x1b[2J"
-    ),
-    "a picture's name of two rows": harmless(
-        picture("p/a.png\n1,,cat,1.0,.png"), ["classify", "run", "p", "--csv"], r"p/a.png\n1"
-    ),
+    "a picture's name that clears the terminal": harmless(picture(f"p/{CLEAR}.png"), PICTURES, r"p/\x1b[2J"),
     "a picture's name that a spreadsheet would run": harmless(
         picture("=1+1.png"), ["classify", "run", "=1+1.png", "--csv"], "'=1+1.png"
     ),
     "a picture's name that is no text": harmless(
-        picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_then_shows(["classify", "run", "p", "--csv=r.csv"], "r.csv"), r"\udc9b"
+        picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_then_shows([*PICTURES[:-1], "--csv=r.csv"], "r.csv"), r"\udc9b"
     ),
-    "a damaged image that clears the terminal": harmless(beside(f"images/a/{CLEAR}.png"), SKIP, "test accuracy"),
-    "a file that is no image and clears the terminal": harmless(beside(f"images/a/{CLEAR}.txt"), FOLDER, "test accuracy"),
+    "a damaged image that clears the terminal": harmless(classes("b", beside=f"{CLEAR}.png"), SKIP, "test accuracy"),
+    "a file that is no image and clears the terminal": harmless(classes("b", beside=f"{CLEAR}.txt"), FOLDER, "test accuracy"),
     # classes
-    "a class folder with a tab in its name": Attack(classes("b\tc"), FOLDER, says=r"'b\tc' has to be renamed"),
-    "a class folder of two lines": Attack(classes("b\nc"), FOLDER, says=r"'b\nc' has to be renamed"),
     "a class folder that clears the terminal": Attack(classes(CLEAR), FOLDER, says=r"'\x1b[2J"),
     "a class folder whose name is no text": Attack(classes(os.fsdecode(b"b\xff")), FOLDER, says=r"'b\udcff' has to be renamed"),
     "class folders that are markup, formulas and from right to left": harmless(
@@ -304,7 +227,6 @@ ATTACKS: dict[str, Attack] = {
         classes("=1+1"), and_then_shows(FOLDER, "runs/*/predictions.csv"), "'=1+1"
     ),
     # a configuration
-    "a recipe's name that leads out of the logs": Attack(config("recipe: ../outside/x\n"), OWN, says="which no file may choose"),
     "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
     "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
     "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
@@ -312,7 +234,7 @@ ATTACKS: dict[str, Attack] = {
     "a metric that stands for the accuracy": Attack(config(RECALL), OWN, says="rename it"),
     "images of 3,000 pixels a side": Attack(classes("b"), [*FOLDER, "--data.image_size=3000"], says="2,048"),
     "logs that a shell runs, where one types the line that is printed": harmless(
-        lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
+        lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], LOGS
     ),
     "logs that are markup": harmless(lambda folder: None, on_terminal(*TRAIN[:-1], "x[bold]y[/z]"), "run x[bold]y[/z]"),
-}  # fmt: skip
+}

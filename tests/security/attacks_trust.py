@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from contract.command_line import draw_folder
 from lightning.pytorch.callbacks import ModelCheckpoint
-from security.attack import Attack
+from security.attack import Attack, harmless
 from security.hostile_files import BESIDE, LAUGHS
 from security.sandbox import SMALL
 from security.test_hostile import FIT
@@ -37,13 +37,8 @@ def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) ->
     text = json.dumps([{"class_path": "ModelCheckpoint", "init_args": callback}])
     config.write_text(config.read_text().replace("callbacks: null", f"callbacks: {text}"))
     checkpoint = torch.load(path, weights_only=True)
-    empty = {
-        "best_model_path": "",
-        "last_model_path": "",
-        "kth_best_model_path": "",
-        "best_k_models": {},
-        "best_model_score": None,
-    }
+    paths = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), "")
+    empty = {**paths, "best_k_models": {}, "best_model_score": None}
     checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {**empty, "dirpath": callback.get("dirpath"), **state}
     torch.save(checkpoint, path)
 
@@ -59,11 +54,9 @@ def removal(target: str, inside: bool = False, state: Callable[[object], dict[st
     """A checkpoint that names `target` for removal; the callback's folder is above it or, if `inside`, that of the run."""
 
     def prepare(folder: Path) -> None:
-        path, own = folder / target, {} if inside else {"dirpath": str((folder / target).parent)}
-        checkpoints = folder / "run/checkpoints"
-        where = {"dirpath": str(checkpoints)} if inside else own
-        path = checkpoints / ".." / ".." / target if inside else path
-        unfinished(folder, {**callback, **own}, {**state(path), **where})
+        path = folder / "run/checkpoints" / ".." / ".." / target if inside else folder / target
+        own = {} if inside else {"dirpath": str(path.parent)}
+        unfinished(folder, {**callback, **own}, {**state(path), "dirpath": str(folder / "run/checkpoints"), **own})
 
     return prepare
 
@@ -133,34 +126,32 @@ def metric(name: str, **init_args: Any) -> Prepare:
     return config(f"model: {{metrics: {json.dumps({'curve': value})}}}")
 
 
+def and_also(prepare: Prepare, add: Callable[[Path], object]) -> Prepare:
+    """What is prepared, and then something more."""
+    return lambda folder: (prepare(folder), add(folder))
+
+
 def with_pictures(prepare: Prepare) -> Prepare:
     """And a folder of images of two classes."""
-
-    def both(folder: Path) -> None:
-        prepare(folder)
-        draw_folder(folder / "images", {"a": 4, "b": 4})
-
-    return both
+    return and_also(prepare, lambda folder: draw_folder(folder / "images", {"a": 4, "b": 4}))
 
 
 def with_link(prepare: Prepare, name: str) -> Prepare:
     """And a link of this name to the user's folder."""
+    return and_also(prepare, lambda folder: (folder / "work" / name).symlink_to(folder / "outside"))
 
-    def both(folder: Path) -> None:
-        prepare(folder)
-        (folder / "work" / name).symlink_to(folder / "outside")
 
-    return both
+def in_work(line: Sequence[str]) -> Callable[[], int]:
+    def typed() -> int:
+        os.chdir("work")
+        return main(list(line))
+
+    return typed
 
 
 def beside(*words: str) -> Callable[[], int]:
     """A training with own.yaml, typed in the folder where it lies."""
-
-    def typed() -> int:
-        os.chdir("work")
-        return main(["fit", "--recipe", "../small.yaml", "--config", "own.yaml", *words])
-
-    return typed
+    return in_work(["fit", "--recipe", "../small.yaml", "--config", "own.yaml", *words])
 
 
 def refused_place(prepare: Prepare, setting: str, *words: str) -> Attack:
@@ -185,44 +176,31 @@ def half_there(dataset: str, decoy: str) -> Attack:
     return Attack(prepare, typed, says=f"where {dataset} is not complete")
 
 
+DOWNLOADING = """import pathlib
+def load(settings, train):
+    pathlib.Path(settings.root, 'download').touch()
+    raise SystemExit(3)
+"""
+
+
 def own_source(folder: Path) -> None:
     """A source of the user's own that writes to its root, as torchvision's do with download=True."""
-    lines = (
-        "import pathlib",
-        "def load(settings, train):",
-        "    pathlib.Path(settings.root, 'download').touch()",
-        "    raise SystemExit(3)",
-    )
-    (folder / "mine.py").write_text("\n".join(lines))
+    (folder / "mine.py").write_text(DOWNLOADING)
     config("data: {root: OUTSIDE}")(folder)
-
-
-def with_pipe(prepare: Prepare) -> Prepare:
-    """And a named pipe part.yaml, that nobody writes to."""
-
-    def both(folder: Path) -> None:
-        prepare(folder)
-        os.mkfifo(folder / "work/part.yaml")
-
-    return both
 
 
 def pointing(prepare: Prepare) -> Attack:
     return Attack(prepare, beside(), says="a configuration file has settings in 'part.yaml', which is not read")
 
 
-def dotted(name: str, key: str = "callbacks") -> Prepare:
-    """A module pics.py that leaves a trace, and a configuration that names what is in it."""
+def imported(*words: str, key: str = "callbacks") -> Attack:
+    """A configuration that names a class of a module which leaves a trace; the line has its name for something else."""
 
     def prepare(folder: Path) -> None:
         (folder / "pics.py").write_text(BESIDE["evil.py"].replace("Evil", "Set"))
-        (folder / "own.yaml").write_text(f"trainer: {{{key}: [{{class_path: {name}}}]}}\n")
+        (folder / "own.yaml").write_text(f"trainer: {{{key}: [{{class_path: pics.Set}}]}}\n")
 
-    return prepare
-
-
-def imported(*words: str, key: str = "callbacks") -> Attack:
-    return Attack(dotted("pics.Set", key), [*FIT, "--config", "own.yaml", *words], says="names pics.Set, whose code would run")
+    return Attack(prepare, [*FIT, "--config", "own.yaml", *words], says="names pics.Set, whose code would run")
 
 
 def forged_mark(folder: Path) -> None:
@@ -250,43 +228,32 @@ def data_of_run(**settings: Any) -> Prepare:
     return prepare
 
 
-def in_work(line: Sequence[str]) -> Callable[[], int]:
-    def typed() -> int:
-        os.chdir("work")
-        return main(list(line))
-
-    return typed
-
-
 def report(setting: str, **settings: Any) -> Attack:
     line = in_work(["report", "../run", "--device", "cpu"])
     return Attack(with_pictures(data_of_run(**settings)), line, says=f"a configuration file sets data.{setting} to ")
 
+
+def names_checkpoint(says: str = "trainer.callbacks.filename", **init_args: Any) -> Attack:
+    return refused_place(trainer("callbacks", "ModelCheckpoint", **init_args), says)
+
+
+SHAPES_OFF = ("--data.url", "none", *NO_SHAPES)
+PART = "class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"
+LAST = lambda path: {"last_model_path": str(path)}  # noqa: E731
 
 ATTACKS: dict[str, Attack] = {
     # what a checkpoint names for removal
     "a run to resume that names a folder of the user's as its earlier best checkpoint": Attack(
         removal("outside/Documents", **WATCHED), RESUME, says=CHOSEN
     ),
-    "the same, of a file, as its last checkpoint": Attack(
-        removal("outside/notes.txt", state=lambda path: {"last_model_path": str(path)}, save_last=True), RESUME, says=CHOSEN
+    "a checkpoint that leads out of the run to a folder of the user's": harmless(
+        removal("outside/Documents", inside=True, **WATCHED), RESUME
     ),
-    "the same, of a callback that watches nothing": Attack(
-        removal("outside/notes.txt", state=lambda path: {"best_model_path": str(path)}), RESUME, says=CHOSEN
+    "the same, to a file, as its last checkpoint": harmless(removal("outside/notes.txt", True, LAST, save_last=True), RESUME),
+    "the same, of a callback that watches nothing": harmless(
+        removal("outside/notes.txt", True, lambda path: {"best_model_path": str(path)}), RESUME
     ),
-    "a checkpoint that leads out of the run to a folder of the user's": Attack(
-        removal("outside/Documents", inside=True, **WATCHED), RESUME, refused=False
-    ),
-    "the same, to a file, as its last checkpoint": Attack(
-        removal("outside/notes.txt", True, lambda path: {"last_model_path": str(path)}, save_last=True), RESUME, refused=False
-    ),
-    "a checkpoint that names the run's own folder as its best": Attack(
-        lambda folder: unfinished(
-            folder, WATCHED, {**best(f"{folder}/run/checkpoints/.."), "dirpath": f"{folder}/run/checkpoints"}
-        ),
-        whole_run,
-        refused=False,
-    ),
+    "a checkpoint that names the run's own folder as its best": harmless(removal("run", inside=True, **WATCHED), whole_run),
     "a momentum smaller than its weights, beyond whose end torch would write": Attack(
         momentum(lambda weight: torch.zeros(1)), RESUME, says="its optimizer has another momentum_buffer"
     ),
@@ -298,12 +265,10 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a version of Lightning that moves the cursor": Attack(version("99.0\r\x85"), RESUME, says="is not a version"),
     # where a configuration has files written
-    "a callback that keeps its checkpoints in the user's folder": refused_place(
-        trainer("callbacks", "ModelCheckpoint", dirpath="../outside"), "trainer.callbacks.dirpath"
+    "a callback that keeps its checkpoints in the user's folder": names_checkpoint(
+        "trainer.callbacks.dirpath", dirpath="../outside"
     ),
-    "the same, in a file that it points to": pointing(
-        config("trainer: {callbacks: part.yaml}", part_yaml="class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n")
-    ),
+    "the same, in a file that it points to": pointing(config("trainer: {callbacks: part.yaml}", part_yaml=PART)),
     "the same, by dotted names": refused_place(
         config("trainer.callbacks.class_path: ModelCheckpoint\ntrainer.callbacks.init_args.dirpath: OUTSIDE"),
         "trainer.callbacks.dirpath",
@@ -313,28 +278,15 @@ ATTACKS: dict[str, Attack] = {
         beside("--trainer", "part.yaml"),
         says=CHOSEN,
     ),
-    "a checkpoint's name that leads out of the run": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="../../../../outside/x"), "trainer.callbacks.filename"
+    "a checkpoint's name that leads out of the run": names_checkpoint(filename="../../../../outside/x"),
+    "a checkpoint's name of two lines, with a terminal's commands": names_checkpoint(filename="\n".join(["\x1b[2J" * 40] * 2)),
+    "a checkpoint's name that becomes a path when it is filled in": names_checkpoint(filename="{epoch:/>9}"),
+    "a metric whose name leads out of the run, in a checkpoint's name": names_checkpoint(filename="{../../../../outside/x}"),
+    "a checkpoint's name of 400 million digits": names_checkpoint(filename="{epoch:0400000000d}"),
+    "a checkpoint's name with 400 million digits behind the point": names_checkpoint(
+        monitor="val/loss", filename="{val/loss:.400000000f}"
     ),
-    "a checkpoint's name of two lines, with a terminal's commands": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="\n".join(["\x1b[2J" * 40] * 2)), "trainer.callbacks.filename"
-    ),
-    "a checkpoint's name that becomes a path when it is filled in": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="{epoch:/>9}"), "trainer.callbacks.filename"
-    ),
-    "a metric whose name leads out of the run, in a checkpoint's name": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="{../../../../outside/x}"), "trainer.callbacks.filename"
-    ),
-    "a checkpoint's name of 400 million digits": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="{epoch:0400000000d}"), "trainer.callbacks.filename"
-    ),
-    "a checkpoint's name with 400 million digits behind the point": refused_place(
-        trainer("callbacks", "ModelCheckpoint", monitor="val/loss", filename="{val/loss:.400000000f}"),
-        "trainer.callbacks.filename",
-    ),
-    "a checkpoint's name with the same metric 4000 times": refused_place(
-        trainer("callbacks", "ModelCheckpoint", filename="{0}" * 4000), "trainer.callbacks.filename"
-    ),
+    "a checkpoint's name with the same metric 4000 times": names_checkpoint(filename="{0}" * 4000),
     "figures of 400 million digits beside the bar": refused_place(
         trainer("callbacks", "RichProgressBar", theme={"metrics_format": ".400000000f"}), "trainer.callbacks.theme.metrics_format"
     ),
@@ -350,7 +302,7 @@ ATTACKS: dict[str, Attack] = {
     "a net of a million times the width": Attack(
         config("model: {width: 1000000}"),
         beside(),
-        says="width multiplies the hidden widths: it must be above 0 and at most 1000",
+        says="width multiplies the hidden widths: it must be above 0",
     ),
     "a table of curves in the user's folder": refused_place(
         trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"
@@ -379,12 +331,11 @@ ATTACKS: dict[str, Attack] = {
         *NO_SHAPES,
     ),
     "archives that are fetched into the user's folder": refused_place(
-        config("data: {dataset: cifar10, root: OUTSIDE}"), "data.root", "--data.url", "none", *NO_SHAPES
+        config("data: {dataset: cifar10, root: OUTSIDE}"), "data.root", *SHAPES_OFF
     ),
     "the same, by a link": refused_place(
-        with_link(config("data: {dataset: fashion_mnist, root: here}"), "here"), "data.root", "--data.url", "none", *NO_SHAPES
+        with_link(config("data: {dataset: fashion_mnist, root: here}"), "here"), "data.root", *SHAPES_OFF
     ),
-    "a folder with a file that is called as one of CIFAR-10's batches": half_there("cifar10", "cifar-10-batches-py/data_batch_1"),
     "a folder with a file that is called as CIFAR-10's archive": half_there("cifar10", "cifar-10-python.tar.gz"),
     "a folder with a file that is called as one of CIFAR-100's": half_there("cifar100", "cifar-100-python/meta"),
     "a folder with a file of Fashion-MNIST's": half_there("fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"),
@@ -400,40 +351,37 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a checkpoint of the user's to begin with": refused_place(config("ckpt_path: OUTSIDE/best.ckpt"), "ckpt_path"),
     # how much it starts and reads
-    "callbacks in a file of 10¹² values": pointing(config("trainer: {callbacks: part.yaml}", part_yaml=LAUGHS)),
-    "a logger in a file of 30,000 brackets": pointing(config("trainer.logger: part.yaml", part_yaml="[" * 30_000)),
-    "metrics in a file of 10¹² values": pointing(config("model: {metrics: part.yaml}", part_yaml=LAUGHS)),
-    "a further configuration of 10¹² values": pointing(config("config: part.yaml", part_yaml=LAUGHS)),
-    "a further configuration that is a named pipe": pointing(with_pipe(config("config: part.yaml"))),
+    **{
+        f"{setting} in a file of 10¹² values": pointing(config(f"{setting}: part.yaml", part_yaml=LAUGHS))
+        for setting in ("trainer.callbacks", "trainer.logger", "model.metrics", "config")
+    },
+    "a further configuration that is a named pipe": pointing(
+        and_also(config("config: part.yaml"), lambda folder: os.mkfifo(folder / "work/part.yaml"))
+    ),
     "a hundred processes": refused_place(config("trainer: {devices: 100}"), "trainer.devices"),
     "a hundred processes that read images": refused_place(
         config("data: {placement: host, workers: 100}"), "data.workers", "--epochs", "2"
     ),
     # what is imported
-    "a folder of images whose name is a class's too": imported("--data-dir", "pics.Set"),
-    "a cache folder whose name is a class's too": imported("--data.cache_dir=pics.Set"),
-    "a source whose name is a class's too": imported("--data.url", "pics.Set"),
-    "a folder of checkpoints whose name is a class's too": Attack(
-        dotted("pics.Set", "logger"),
-        [*FIT, "--config", "own.yaml", "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=pics.Set"],
-        says="names pics.Set, whose code would run",
+    **{
+        f"a class's name as {flag}": imported(flag, "pics.Set")
+        for flag in ("--data-dir", "--data.cache_dir", "--data.url", "--trainer.default_root_dir")
+    },
+    "a folder of checkpoints whose name is a class's too": imported(
+        "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=pics.Set", key="logger"
     ),
-    "a root folder whose name is a class's too": imported("--trainer.default_root_dir=pics.Set"),
     "a note in the cache that a configuration is the user's own": Attack(
         forged_mark, [*FIT, "--config", "own.yaml"], says="names evil.Evil, whose code would run"
     ),
     # a run that is looked at
     "a run to report whose archives are fetched into the user's folder": report("root", root="OUTSIDE"),
-    "a run to report whose archive is fetched from an address of a stranger's": report(
-        "url", root=".", url="http://127.0.0.1:9/"
-    ),
+    "a run to report whose archive is fetched from a stranger's address": report("url", root=".", url="http://127.0.0.1:9/"),
     "a run to report whose images are decoded into the user's folder": report(
         "cache_dir", dataset="folder", root="../images", cache_dir="OUTSIDE"
     ),
-    "a run to export whose images are decoded into the user's folder": Attack(
+    "a run to export whose images are decoded into the user's folder": harmless(
         with_pictures(data_of_run(dataset="folder", root="../images", cache_dir="OUTSIDE")),
         in_work(["export", "../run", "--to", "safetensors", "--out", "x.safetensors"]),
-        refused=False,
-        says="drawn images",
+        "drawn images",
     ),
 }

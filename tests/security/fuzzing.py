@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import resource
 import signal
@@ -26,16 +25,15 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from security.sandbox import PATIENCE, PROGRAMS, _memory
+from security.sandbox import PATIENCE, PROGRAMS, in_a_fork, memory_of
 
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
 from cifar_lit.inference.serve.bodies import RequestError
 
-CORPUS = (
-    Path(__file__).parent / "corpus"
-)  # what has failed and is not mended yet is tried first; it is kept from one CI run to the next
+# what has failed and is not mended yet is tried first; it is kept from one CI run to the next
+CORPUS = Path(__file__).parent / "corpus"
 REFUSALS = (UsageError, Failure, InvalidFileError, RequestError)
 MAX_CPU_SECONDS, MAX_MEGABYTES = 4.0, 400.0  # for one input
 ADDRESSES = 8 << 30  # bytes of addresses beyond those at the start
@@ -176,28 +174,18 @@ def typed(*words: str) -> int:
 def fuzz(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
     """Gives a reader the inputs from the seeds `first` on for so many seconds, in a process that works in `folder`."""
     folder.mkdir()
-    report, log = folder.with_suffix(".json"), folder.with_suffix(".log")
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        try:
-            with log.open("a") as file:
-                for descriptor in (1, 2):
-                    os.dup2(file.fileno(), descriptor)
-                faulthandler.enable(2)
-                report.write_text(json.dumps(_fuzzed(name, reader, folder, seconds, first)))
-        finally:
-            os._exit(0)
-    until = time.monotonic() + seconds + 10 * PATIENCE  # what was found is also made smaller
-    try:
-        while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            time.sleep(0.01)
-    finally:
-        os.kill(process, signal.SIGKILL)  # it is still to be waited for, so that the number is its own
-        os.waitpid(process, 0)
-    if report.exists():
-        return Outcome(*json.loads(report.read_text()))
-    return Outcome(failure=f"the process died or hung: {log.read_text()[-3000:]}")
+    log = folder.with_suffix(".log")
+
+    def work() -> Outcome:
+        with log.open("a") as file:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            faulthandler.enable(2)
+            return _fuzzed(name, reader, folder, seconds, first)
+
+    # what was found is also made smaller
+    outcome = in_a_fork(folder.with_suffix(".json"), work, seconds + 10 * PATIENCE)
+    return Outcome(*outcome) if outcome else Outcome(failure=f"the process died or hung: {log.read_text()[-3000:]}")
 
 
 def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
@@ -205,16 +193,16 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
     sys.dont_write_bytecode = True
     os.environ |= {"CIFAR_LIT_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "MPLCONFIGDIR": str(folder / "matplotlib")}
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_of("VmSize") + ADDRESSES,) * 2)
     reader.prepare()
     watch, began = Watch(folder, reader.connects), time.monotonic()
-    inputs, most_seconds, most_megabytes = 0, 0.0, 0.0
+    inputs, most_seconds, most_megabytes, failed = 0, 0.0, 0.0, False
 
     def read(value: Any) -> None:
         nonlocal inputs, most_seconds, most_megabytes
         inputs += 1
         Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
-        before, started = _memory("VmRSS"), time.process_time()
+        before, started = memory_of("VmRSS"), time.process_time()
         print(repr(value)[:3000], file=sys.__stderr__, flush=True)  # in the log, should the process die of it
         with _limits(reader.seconds):
             watch.active = True
@@ -222,7 +210,7 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
                 reader.read(value)
             finally:
                 watch.active = False
-        used, memory = time.process_time() - started, (_memory("VmHWM") - before) / 1e6
+        used, memory = time.process_time() - started, (memory_of("VmHWM") - before) / 1e6
         most_seconds, most_megabytes = max(most_seconds, used), max(most_megabytes, memory)
         os.truncate(folder.with_suffix(".log"), 0)
         harm, watch.harm[:] = [*watch.harm], []
@@ -230,8 +218,6 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
             raise Harm(f"{harm or 'code ran'}")
         if used > reader.seconds or memory > reader.megabytes:
             raise Harm(f"it took {used:.1f} s of the CPU and {memory:.0f} MB")
-
-    failed = False
 
     def one(value: Any) -> None:
         nonlocal failed
@@ -267,13 +253,12 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
             seed(number)(test)()
             if time.monotonic() - began > seconds:
                 break
-        return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), "")
+        text = ""
     except BaseException as error:
-        notes = "\n".join(getattr(error, "__notes__", []))
+        notes = "\n".join(getattr(error, "__notes__", []))  # the input
         error.__notes__ = []
-        notes = notes if len(notes) < 4000 else f"{notes[:2000]} … {notes[-2000:]}"
-        text = "".join(traceback.format_exception(error))[-4000:] + notes
-        return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), text)
+        text = "".join(traceback.format_exception(error))[-4000:] + notes[:4000]
+    return Outcome(inputs, round(most_seconds, 3), round(most_megabytes, 1), text)
 
 
 @contextmanager

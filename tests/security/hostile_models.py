@@ -160,17 +160,10 @@ def _tarred() -> bytes:
 
 
 CHECKPOINTS: dict[str, Maker] = {
-    "a gadget (os.mkdir) in the settings": _with(hyper_parameters=MKDIR),
     "a gadget (os.system) in the weights": _with(state_dict=Gadget(os.system, "mkdir ran")),
-    "a gadget (eval) in the callbacks": _with(callbacks=Gadget(eval, "__import__('os').mkdir('ran')")),
-    "a gadget (exec) in the old format": lambda path: path.write_bytes(
-        _old_format({**torch.load(path, weights_only=True), "loops": Gadget(exec, "import os; os.mkdir('ran')")})
-    ),
-    "a bare pickle with os.system": content(pickle.dumps(Gadget(os.system, "mkdir ran"))),
     "a bare pickle with os.mkdir": content(pickle.dumps(MKDIR)),
     "a pickle in a tar of torch 0.1": content(_tarred),
     "a zip whose pickle is a gadget": _zip_with(pickle.dumps(MKDIR, 2)),
-    "a bytearray of 64 GB by a call that is allowed": content(pickle.dumps(Gadget(bytearray, 1 << 36))),
     "a bytearray of 2 GB in the pickle of a zip": _zip_with(_BYTEARRAY),
     "the same, in the last pickle of the old format": content(lambda: _old_format({})[:-6] + _BYTEARRAY),
     "the same, in a second pickle of the same name": _two_pickles,
@@ -201,17 +194,14 @@ CHECKPOINTS: dict[str, Maker] = {
         state_dict={"x": torch.zeros(1)}, hyper_parameters={"width": [1], "input_shape": 7, "net": "\x1b[2J" * 9}
     ),
     "a step of 10³⁰": _with(global_step=10**30),
-    "its first half": changed(lambda data: data[: len(data) // 2]),
-    "its second half": changed(lambda data: data[len(data) // 2 :]),
-    "nothing": content(b""),
     "random bytes after the zip's first four": content(b"PK\3\4" + os.urandom(4096)),
 }
 
 
-def _header(header: Any, data: bytes = b"", length: int | None = None) -> Maker:
+def _header(header: Any, data: bytes = b"") -> Maker:
     """A safetensors file with this header (JSON, or bytes as they are)."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return content(lambda: (len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return content(len(text).to_bytes(8, "little") + text + data)
 
 
 def _metadata(card: dict[str, Any] | str) -> dict[str, Any]:
@@ -238,43 +228,24 @@ def _sparse_file(path: Path) -> None:
         file.truncate(file.seek(0, 2) + 2**32)
 
 
-def _not_finite(data: bytes) -> bytes:
-    start = 8 + int.from_bytes(data[:8], "little")
-    return data[:start] + b"\xff" * (len(data) - start)
-
-
 MODELS: dict[str, Maker] = {
     "a tensor of 4 GB in a file of 300 bytes": _one("F32", [2**30], [0, 2**32]),
-    "a tensor that ends before it begins": _one("F32", [1], [8, 4], bytes(8)),
     "two tensors in the same place": _header(
         {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"} | _metadata(CARD), bytes(8)
     ),
     "a shape of more numbers than 64 bits count": _one("F32", [2**40, 2**40], [0, 4], bytes(4)),
-    "a dtype that does not exist": _one("F3", [1], [0, 4], bytes(4)),
     "a true header over a hole of 4 GB": _sparse_file,
-    "a header that claims 4 GB": _header(_metadata(CARD), length=2**32),
-    "a header that claims 2⁶⁴ - 1 bytes": _header(_metadata(CARD), length=2**64 - 1),
     "a header of 64 MB of blanks": content(lambda: (2 + (64 << 20)).to_bytes(8, "little") + b"{" + b" " * (64 << 20) + b"}"),
     "a header nested 100,000 deep": _header(b'{"a":' * 100_000),
     "a card nested 100,000 deep": _header(_metadata("[" * 100_000)),
-    "a card that is a list": _header(_metadata("[1, 2]")),
-    "a net of 10⁹ times the width": _card(width=1e9),
     "a net of 1000 times the width": _card(width=1000.0),
-    "a width that is not a number": _card(width=float("nan")),
     "images of 10⁹ pixels a side": _card(input_shape=[3, 10**9, 10**9]),
     "images of 2048 pixels a side, all of them joined": _card(input_shape=[3, 2048, 2048]),
-    "images of a shape that is text": _card(input_shape="333"),
     "10⁵ classes and torchvision's largest net": _card(net="vit_h_14", input_shape=[3, 224, 224], classes=["a"] * 100_000),
     "a net of 2.6 GB in a file of 300 bytes": _card(net="regnet_y_128gf"),
     "groups of 10⁹ layers": _card(net="whitened", options={"depth": 10**9}),
     "a net option that is a class path": _card(options={"class_path": "os.system"}),
-    "means that are not finite": _card(mean=[float("inf")] * 3),
-    "deviations of zero": _card(std=[0, 0, 0]),
-    "fewer means than channels": _card(mean=[0.5]),
-    "class names that clear the screen": _card(classes=["\x1b[2J\x1b]0;gone\x07", "b"]),
-    "class names that cannot be printed": _card(classes=["\ud800", "b"]),
     "weights as whole numbers": changed(lambda data: data.replace(b'"F32"', b'"I32"')),
-    "weights that are not finite": changed(_not_finite),
     "a model that is a link to the kernel's messages": kernel_messages,
     "a pickle under its name": content(pickle.dumps(MKDIR)),
 }

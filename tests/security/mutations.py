@@ -123,32 +123,18 @@ def yaml_files(value: Any) -> st.SearchStrategy[bytes]:
     return changed(value).map(as_yaml) | with_words(content.decode(), YAML_WORDS) | damaged(content) | json_files(value)
 
 
-@st.composite
-def tables(draw: st.DrawFn, content: str) -> bytes:
-    """A CSV with cells replaced, and rows left out, doubled, longer and shorter."""
-    rows = [list(row) for row in csv.reader(io.StringIO(content))]
-    for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, min(len(rows) - 1, 5)))
-        column = draw(st.integers(0, max(len(rows[place]) - 1, 0)))
-        match draw(st.sampled_from(["cell", "cell", "cell", "remove", "double", "shorter", "longer"])):
-            case "cell" if rows[place]:
-                rows[place][column] = draw(texts | st.sampled_from(ODD_NUMBERS).map(str))
-            case "remove" if len(rows) > 1:
-                del rows[place]
-            case "double":
-                rows.insert(place, rows[place])
-            case "shorter":
-                rows[place] = rows[place][:column]
-            case _:
-                rows[place] = [*rows[place], draw(texts)]
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(rows)
-    return file.getvalue().encode(errors="surrogatepass")
-
-
 def csv_files(content: str) -> st.SearchStrategy[bytes]:
-    """Tables with odd cells, and damaged ones."""
-    return tables(content) | damaged(content.encode())
+    """Tables with odd cells, longer and shorter rows, and damaged ones."""
+
+    first, further = (list(csv.reader(io.StringIO(content)))[part] for part in (slice(6), slice(6, None)))
+
+    def written(rows: Any) -> bytes:
+        file = io.StringIO()
+        changed_rows = [row if isinstance(row, list) else [row] for row in (rows if isinstance(rows, list) else [rows])]
+        csv.writer(file, lineterminator="\n").writerows(changed_rows + further)
+        return file.getvalue().encode(errors="surrogatepass")
+
+    return changed(first, texts | st.sampled_from(ODD_NUMBERS).map(str)).map(written) | damaged(content.encode())
 
 
 @st.composite
@@ -159,15 +145,12 @@ def zip_files(draw: st.DrawFn, content: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(members) - 1)) if draw(st.booleans()) else 0  # the pickle comes first
         name, data = members[place]
-        match draw(st.sampled_from(["damage", "damage", "remove", "double", "rename"])):
-            case "damage":
-                members[place] = name, draw(damaged(data))
-            case "remove" if len(members) > 1:
-                del members[place]
-            case "rename":
-                members[place] = draw(texts.filter(lambda text: text.isprintable())) or "a", data
-            case _:
-                members.append((name, draw(damaged(data))))
+        members[place : place + 1] = draw(
+            st.tuples(st.just(name), damaged(data)).map(lambda one: [one])
+            | st.tuples(texts.filter(str.isprintable).map(lambda text: text or "a"), st.just(data)).map(lambda one: [one])
+            | st.just([(name, data)] * 2)
+            | st.just([] if len(members) > 1 else [(name, data)])
+        )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))) as container:
         for name, data in members:

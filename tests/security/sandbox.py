@@ -60,29 +60,34 @@ class Answer:
 
 def read_apart(folder: Path, reader: Callable[[], int]) -> Answer:
     """What `reader`, which returns an exit code, gives in a process that is forked off and works in `folder`."""
-    report = folder / "report.json"
+    answer = in_a_fork(folder / "report.json", lambda: _watched(folder, reader), PATIENCE)
+    if answer is None:
+        return Answer(None, ["it hung or died"])
+    return Answer(**{**answer, "ran": answer["ran"] + ["a trace was left"] * (folder / "ran").exists()})
+
+
+def in_a_fork(report: Path, work: Callable[[], Any], seconds: float) -> Any:
+    """What `work` returns in a process that is forked off and writes it to `report`; None if it dies, or hangs for so long."""
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
         try:
-            report.write_text(json.dumps(_watched(folder, reader)))
+            report.write_text(json.dumps(work()))
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(0)
     try:
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + seconds
         while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.005)
     finally:
         os.kill(process, signal.SIGKILL)  # it is still to be waited for, so that the number is its own
         os.waitpid(process, 0)
     if not report.exists():
-        return Answer(None, ["it hung or died"])
-    answer = Answer(**json.loads(report.read_text()))
+        return None
+    answer = json.loads(report.read_text())
     report.unlink()
-    if (folder / "ran").exists():
-        answer.ran.append("a trace was left")
     return answer
 
 
@@ -93,9 +98,9 @@ def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     events: set[str] = set()
     sys.addaudithook(lambda event, _: events.add(event) if event in PROGRAMS else None)
-    before = _memory("VmRSS")
+    before = memory_of("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
-    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_of("VmSize") + ADDRESSES,) * 2)
     out, err = io.StringIO(), io.StringIO()
     began = time.process_time()
     with redirect_stdout(out), redirect_stderr(err):
@@ -104,13 +109,13 @@ def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
         "code": code,
         "lines": [line for line in err.getvalue().splitlines() if not line.startswith("decoding images")],
         "cpu_seconds": round(time.process_time() - began, 3),
-        "megabytes": round((_memory("VmHWM") - before) / 1e6, 1),
+        "megabytes": round((memory_of("VmHWM") - before) / 1e6, 1),
         "ran": sorted(events),
         "out": out.getvalue(),
     }
 
 
-def _memory(name: str) -> int:
+def memory_of(name: str) -> int:
     """Bytes of this process's memory as Linux counts them."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None

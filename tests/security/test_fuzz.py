@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from security import fuzz_files, fuzz_lines, fuzz_runs
+from security import fuzz_files, fuzz_network, fuzz_runs
 from security.fuzzing import Outcome, fuzz
 from stress.forked import size
 
@@ -24,7 +24,7 @@ import cifar_lit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and what is done is watched as Linux shows it")
 
-READERS = {**fuzz_files.READERS, **fuzz_lines.READERS, **fuzz_runs.READERS}
+READERS = {**fuzz_files.READERS, **fuzz_network.READERS, **fuzz_runs.READERS}
 SECONDS = 2  # for each reader, in any run
 
 

@@ -5,12 +5,10 @@ All of them with -m stress; some in any other run.
 
 from __future__ import annotations
 
-import base64
 import gzip
 import io
 import json
 import os
-import random
 import socket
 import struct
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inference.odd_files import bomb, scan_bomb
+from inference.odd_files import scan_bomb
 from inference.serving import Service, form, picture, running
 from inference.small_nets import write_net
 from PIL import Image
@@ -49,13 +47,8 @@ def post(
     return head.encode("latin-1") + body
 
 
-def from_site(host: str, origin: str = "") -> bytes:
-    """A picture from a page of a site, whose name leads here."""
-    return post(picture(), headers=f"Host: {host}\r\nOrigin: {origin or 'http://' + host}\r\n")
-
-
-def chunked(body: bytes, headers: str = "") -> bytes:
-    head = f"POST /predict HTTP/1.1\r\n{LOCAL}{headers}Content-Type: image/jpeg\r\nTransfer-Encoding: chunked\r\n\r\n"
+def chunked(body: bytes) -> bytes:
+    head = f"POST /predict HTTP/1.1\r\n{LOCAL}Content-Type: image/jpeg\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + body
 
 
@@ -91,23 +84,6 @@ Made = bytes | Callable[[], bytes]
 
 # What is sent, and the statuses that it may be answered with; 0 for none.
 REQUESTS: dict[str, tuple[Made, set[int]]] = {
-    "a page whose name, 127.evil.1.com, leads here": (from_site("127.evil.1.com"), {400}),
-    "a page whose name, 127.0.evil.com, leads here": (from_site("127.0.evil.com:8000"), {400}),
-    "a page whose name begins as an address": (from_site("127.0.0.1.evil.example"), {400}),
-    "a page whose name ends in .localhost": (from_site("evil.localhost"), {400}),
-    "a page whose name ends in a dot": (from_site("evil.example."), {400}),
-    "a page at 0.0.0.0": (from_site("0.0.0.0:8000"), {400}),
-    "a page at another loopback address": (from_site("127.0.0.1", "http://127.0.0.2"), {403}),
-    "a page at another port": (from_site("localhost:8000", "http://localhost:3000"), {403}),
-    "a page of a file": (from_site("localhost:8000", "file://localhost:8000"), {403}),
-    "a page of an extension": (from_site("localhost:8000", "chrome-extension://localhost:8000"), {403}),
-    "a page without a site": (from_site("localhost", "null"), {403}),
-    "a site's name with a bracket left open": (from_site("localhost", "http://["), {403}),
-    "a Host with a bracket left open": (get(headers="Host: [\r\n"), {400}),
-    "a Host with a user before it": (get(headers="Host: localhost@evil.example\r\n"), {400}),
-    "a Host with localhost as user": (get(headers="Host: evil.example:80@localhost\r\n"), {400}),
-    "a Host in full-width letters": (get(headers="Host: ｌocalhost\r\n".encode().decode("latin-1")), {400}),
-    "a Host with a path": (get(headers="Host: localhost/health?\r\n"), {400}),
     "two Hosts": (get(headers=LOCAL + "Host: evil.example\r\n"), {400}),
     "no Host": (get(headers=""), {400}),
     "no Host, by HTTP/1.0": (get(headers="", version="1.0"), {400}),
@@ -124,17 +100,10 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "a WebP of 25 million pixels": (lambda: post(flat("WEBP")), {200, 422}),
     "a GIF of 25 million pixels": (lambda: post(flat("GIF", "P")), {200, 422}),
     "a BMP of 5 million runs": (lambda: post(runs()), {422}),
-    "a PNG of 3,600 million pixels": (lambda: post(bomb()), {422}),
     "a form of two million parts": (lambda: post(b"--x\r\n" * 1_990_000 + b"\r\n--x--", part(b"")[1]), {400, 413}),
     "a form whose part has a megabyte of headers": (lambda: post(*part(b"a: b\r\n" * 200_000)), {413}),
-    "a form whose file's name is in no encoding": (post(*part(b"Content-Disposition: a; filename*=undefined''a")), {200}),
-    "a form whose file's name is in an encoding with a NUL": (
-        post(*part(b"Content-Disposition: a; filename*=a%00b''a\r\nX: \0")),
-        {200},
-    ),
     "a type of 15,000 semicolons": (post(b"--x--", "multipart/form-data; boundary=x" + ";" * 15_000), {400}),
     "JSON of three million empty texts": (lambda: as_json(b'{"images": [' + b'"",' * 3_300_000 + b'""]}'), {400}),
-    "JSON of three million empty objects": (lambda: as_json(b'{"images": [' + b"{}," * 3_300_000 + b"{}]}"), {400}),
     "JSON of ten million brackets": (lambda: as_json(b"[" * 9_999_999), {400}),
     "JSON of a number of ten million digits": (lambda: as_json(b'{"image": ' + b"9" * 9_999_900 + b"}"), {400}),
     "base64 in three million words": (lambda: as_json(b'{"image": "' + b"aa " * 3_300_000 + b'"}'), {415, 422}),
@@ -146,29 +115,24 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "a chunk with a note of 30 MB": (lambda: chunked(b"1;" + b"x" * 30_000_000 + b"\r\nx\r\n0\r\n\r\n"), {413}),
     "a million trailers": (lambda: chunked(b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * 1_000_000 + b"\r\n"), {431}),
     "a trailer that is another Host": (chunked(b"1\r\nx\r\n0\r\nHost: evil.example\r\n\r\n"), {400, 415}),
-    "a chunk of 2⁶⁴ bytes": (chunked(b"10000000000000000\r\nx"), {400}),
     "a hundred thousand headers": (lambda: get(headers="a: b\r\n" * 100_000), {431}),
     "a header of ten megabytes": (lambda: get(headers=f"a: {'b' * 10_000_000}\r\n"), {431}),
     "an address of a megabyte": (lambda: get("/" + "a" * 1_000_000), {431}),
     "a question of a hundred thousand parts": (lambda: get("/health?" + "a&" * 100_000), {431}),
-    "a top of 5,000 digits": (post(picture(), path="/predict?top=" + "9" * 5000), {422}),
     "ten thousand requests in one": (get() * 10_000, {200}),
     "a request behind a body that is longer than told": (post(b"\xff\xd8\xff" + get(), length=3), {422}),
     "a body of 10¹⁸ bytes": (post(b"", length=10**18), {413}),
-    "a body of 10³⁰ bytes": (post(b"", length=10**30), {400}),
     "a body of -1 bytes": (post(b"", length=-1), {400}),
     "a body of +3 bytes": (post(b"abc", length="+3"), {400}),
     "two lengths": (post(b"abc", headers=LOCAL + "Content-Length: 30\r\n"), {400}),
     "a length, and chunks": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked\r\n"), {400}),
     "chunks that are no last encoding": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked, x\r\n"), {400}),
     "a body of 10¹⁸ bytes that waits for a word": (post(b"", headers=LOCAL + "Expect: 100-continue\r\n", length=10**18), {413}),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400}),
     "HTTP/2 by an upgrade": (
         get(headers=LOCAL + "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"),
         {200},
     ),
     "a web socket": (get(headers=LOCAL + "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AA==\r\n"), {200}),
-    "TLS": (b"\x16\x03\x01\x02\x00" + bytes(100), {400}),
     "a header with a NUL": (get(headers=LOCAL + "a: \0\r\n"), {400}),
     "a header with a line break in it": (get(headers=LOCAL + "a: b\r\n c: d\r\n"), {200, 400}),
     "lines that end in nothing but a line feed": (b"GET /health HTTP/1.1\nHost: localhost\n\n", {200, 400}),
@@ -210,10 +174,10 @@ def cpu_seconds(service: Service) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def megabytes(service: Service, kind: str = "VmHWM:") -> float:
+def megabytes(service: Service) -> float:
     """Of the service's first process, at the highest."""
     lines = Path(f"/proc/{service.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def open_files(service: Service) -> int:
@@ -308,7 +272,7 @@ def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Pa
     noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=30)
-    body, headers = form(*[("a.jpg", file.getvalue())] * 64)  # answered with 12 MB
+    body, headers = form(*[("a.jpg", file.getvalue())] * 40)  # answered with 8 MB
     with running(write_net(tmp_path / "run", "lenet", side=224), "--body-seconds", 0.5) as service, socket.socket() as client:
         before = open_files(service)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
@@ -320,84 +284,3 @@ def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Pa
         while open_files(service) > before and time.monotonic() < end:
             time.sleep(0.1)
         assert time.monotonic() < end
-
-
-# ---- what nobody wrote
-
-
-def mutated(draw: random.Random, data: bytes) -> bytes:
-    """Bytes changed, removed, doubled, spliced in from elsewhere, or cut off."""
-    content = bytearray(data)
-    marks = (
-        b"\r\n",
-        b":",
-        b" ",
-        b"\0",
-        b"\xff",
-        b"%",
-        b"%0a",
-        b"0",
-        b"-1",
-        b"99999999999",
-        b";",
-        b'"',
-        b"--x-y",
-        b"\x1b[31m",
-        b"[",
-    )
-    for _ in range(draw.randint(1, 5)):
-        place = draw.randrange(min(len(content), 400) + 1) if draw.random() < 0.8 else draw.randrange(len(content) + 1)
-        length = draw.randint(1, 12)
-        match draw.randrange(6):
-            case 0:
-                content[place : place + length] = draw.randbytes(length)
-            case 1:
-                del content[place : place + length]
-            case 2:
-                content[place:place] = content[place : place + 30 * length]
-            case 3:
-                content[place:place] = draw.choice(marks) * draw.choice((1, 1, 3, 100))
-            case 4:
-                lines = bytes(content).split(b"\r\n")
-                draw.shuffle(lines)
-                content = bytearray(b"\r\n".join(lines))
-            case 5:
-                del content[place:]
-    return bytes(content)
-
-
-def seeds() -> list[bytes]:
-    """Requests that are answered with 200."""
-    body, headers = form(("a.jpg", picture()), ("b.png", picture(1, kind="PNG")))
-    text = json.dumps({"images": [base64.b64encode(picture()).decode()]}).encode()
-    piece = picture()
-    return [
-        get(), get("/"), get("/page.js", LOCAL + "Accept-Encoding: gzip\r\n"),
-        post(piece), post(body, headers["Content-Type"]), as_json(text),
-        post(piece, path="/predict?top=2&seen=1", headers=LOCAL + "Origin: http://localhost\r\nExpect: 100-continue\r\n"),
-        chunked(b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece)),
-    ]  # fmt: skip
-
-
-def test_bytes_that_nobody_wrote_are_answered_or_the_connection_is_closed(run: Path, long_form: bool) -> None:
-    count = 20_000 if long_form else 300
-    seed = random.randrange(2**32) if long_form else 0
-    with running(run, "--body-seconds", 0.3) as service:
-        whole = seeds()
-        assert {answer_to(service, data)[0] for data in whole} == {200}
-
-        def one(number: int) -> tuple[int, bytes]:
-            draw = random.Random(f"{seed} {number}")
-            return answer_to(service, mutated(draw, draw.choice(whole)))
-
-        with ThreadPoolExecutor(20) as threads:
-            list(threads.map(one, range(100)))
-            before = megabytes(service, "VmRSS:")
-            answers = list(threads.map(one, range(count)))
-        for number, (status, body) in enumerate(answers):
-            assert status in (0, 200) or 400 <= status < 500 or status == 503, (seed, number, status, body)
-            assert status < 400 or json.loads(body)["error"].isprintable(), (seed, number, body)
-        assert service.predict(picture()).status == 200
-        assert megabytes(service, "VmRSS:") - before < 60
-        service.process.terminate()
-        assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n", seed

@@ -1,7 +1,7 @@
 """Commands of `cifar-lit` in forks of a process that has everything imported: they start in milliseconds, not seconds.
 
 A fork is a process of its own in all that matters here: its memory is gone when it is killed, its files stay, its locks are
-taken back. What it cannot show is a kill during the imports: see test_kill.py. As pytest must not be forked, `python -m
+taken back. What it cannot show is a kill during the imports. As pytest must not be forked, `python -m
 stress.forked` is a process that calls functions, a line of JSON each, and forks when these do.
 """
 

@@ -4,43 +4,11 @@ import json
 import random
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
-from stress.compare_runs import comparable, differences, unequal
+from stress.compare_runs import differences
 
 from cifar_lit.training.checkpoint import AtomicCheckpointIO
-
-B = {"path": "here/last.ckpt", "n": torch.tensor([3, 4]), "seconds": 1.0}
-VALUE = {"a": [torch.tensor([1.0, -200.0]), 0.5, 7, "x"], "b": B}
-HALF = torch.tensor([0.5, 0.5], dtype=torch.float16)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "exactly", "rounded"),
-    [
-        ("b", {**B, "path": "there/last.ckpt", "seconds": 2.0}, [], []),
-        ("b", {**B, "path": "here/best.ckpt"}, [".b.path"], [".b.path"]),
-        ("b", {**B, "n": torch.tensor([3, 5])}, [".b.n"], [".b.n"]),
-        ("a", [torch.tensor([1.0 + 5e-6, -200.001]), 0.5 - 5e-6, 7, "x"], [".a.0", ".a.1"], []),
-        ("a", [torch.tensor([1.00002, -200.0]), 0.5, 7, "x"], [".a.0"], [".a.0"]),
-        ("a", [torch.tensor([1.0, float("nan")]), float("nan"), 7, "x"], [".a.0", ".a.1"], [".a.0", ".a.1"]),
-        ("a", [torch.tensor([1.0, -200.0]).double(), 0.5, 7.0, "x"], [".a.0", ".a.2"], [".a.0", ".a.2"]),
-        ("a", [torch.tensor([1.0, -200.0]), 0.5, 7], [".a"], [".a"]),
-        ("c", None, [".c"], [".c"]),
-    ],
-)
-def test_any_difference_between_two_values_is_known_by_its_place(
-    place: str, value: object, exactly: list[str], rounded: list[str]
-) -> None:
-    first, second = comparable(VALUE), comparable({**VALUE, place: value})
-    assert unequal(first, second) == exactly
-    assert unequal(first, second, tolerance=1e-5) == rounded
-
-
-def test_half_precision_is_rounded_to_what_it_can_hold() -> None:
-    assert unequal(HALF, torch.nextafter(HALF, HALF + 1), tolerance=1e-5) == []
-    assert unequal(HALF, HALF + 0.01, tolerance=1e-5) == [""]
 
 
 def make_run(folder: Path, weight: float = 1.0) -> Path:

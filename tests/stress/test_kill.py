@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from stress.compare_runs import differences, finished, run_in
 from stress.fault_hooks import PHASES
-from stress.forked import LIMIT, SMALL_TRAINING, Forked, clean_environment, size
+from stress.forked import SMALL_TRAINING, Forked, size
 
 ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
 TRAINING = [*SMALL_TRAINING, ANNOUNCE]
@@ -147,8 +143,8 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
     return run, time.monotonic() - attempt.started
 
 
-def kill_trainings(group: str, kills: int, seconds: int, starts: int, seed: int, folder: str) -> dict[str, Any]:
-    """Kills until `kills` have hit or `seconds` have passed, each training up to three times, then `starts` in their imports."""
+def kill_trainings(group: str, kills: int, seconds: int, seed: int, folder: str) -> dict[str, Any]:
+    """Kills until `kills` have hit or `seconds` have passed, each training up to three times."""
     draw, kinds, began = random.Random(seed), GROUPS[group], time.monotonic()
     whole = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
     hits: list[tuple[str, str]] = []
@@ -164,57 +160,8 @@ def kill_trainings(group: str, kills: int, seconds: int, starts: int, seed: int,
         survivors[name] += 1
         hits += new
         shutil.rmtree(place)
-    in_imports = kill_starts(starts, whole("one process")[0], draw, Path(folder) / "starts") if starts else 0
     fell = {phase: Counter(how for how, where in hits if where == phase) for phase in PHASES.values()}
-    return {"seed": seed, "fell": fell, "survivors": survivors, "starts": starts, "starts_killed_in_imports": in_imports}
-
-
-# ---- real processes in their first seconds, which are spent in imports
-
-
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """`python -m cifar_lit` with a training in `folder`, which takes its temporary files and what it prints too."""
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
-    environment = clean_environment() | {"TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "-m", "cifar_lit", *TRAINING]
-    with (folder / "log.txt").open("a") as log:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a command with all it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def kill_starts(count: int, expected: Path, draw: random.Random, folder: Path) -> int:
-    """Kills `count` starts at random moments until the first step, and starts each again, which must end well and leave nothing.
-
-    Returns how many of the kills fell before there was a run folder.
-    """
-    began, timed = time.monotonic(), start(folder / "timed")
-    while not any((folder / "timed").glob("lightning_logs/*/checkpoints")):
-        assert timed.poll() is None and time.monotonic() < began + LIMIT, (folder / "timed/log.txt").read_text()[-2000:]
-        time.sleep(0.005)
-    first_step = time.monotonic() - began
-    kill(timed)
-    in_imports = 0
-    for number in range(count):
-        place = folder / f"start-{number}"
-        attempt = start(place)
-        with suppress(subprocess.TimeoutExpired):
-            attempt.wait(draw.uniform(0.0, first_step))
-        assert attempt.poll() is None, f"it ended by itself: {(place / 'log.txt').read_text()[-800:]}"
-        in_imports += not any(place.glob("lightning_logs/*"))
-        kill(attempt)
-        assert start(place).wait(LIMIT) == 0, f"it does not start again: {(place / 'log.txt').read_text()[-800:]}"
-        run = run_in(place / "lightning_logs")
-        assert run is not None and differences(run, expected) == []
-        beside = [path for path in place.iterdir() if path.name not in ("lightning_logs", "log.txt", "tmp")]
-        assert beside + [path for path in (place / "tmp").rglob("*") if path.is_file()] == []
-        shutil.rmtree(place)
-    return in_imports
+    return {"seed": seed, "fell": fell, "survivors": survivors}
 
 
 @pytest.mark.stress
@@ -224,14 +171,11 @@ def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
 ) -> None:
     """With STRESS_SEED others are killed at other moments, so that several calls of some STRESS_SECONDS each add up."""
     sizes = {"kills": size("KILLS", 100), "seconds": size("SECONDS", 720), "seed": size("SEED", 0)}
-    starts = size("STARTS", 5) if group == "" else 0
-    counts = forking(kill_trainings, group=group, starts=starts, folder=str(tmp_path), **sizes)
+    counts = forking(kill_trainings, group=group, folder=str(tmp_path), **sizes)
     kills = sum(sum(by.values()) for by in counts["fell"].values())
     assert kills > 0
     label = {
         name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit" for name, kind in GROUPS[group].items()
     }
     headline = {"kills that hit": kills, **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()}}
-    if starts:
-        headline["killed in their first seconds and started again, identical"] = starts
     write_counts({**counts, "headline": headline, "unit": {}}, group)

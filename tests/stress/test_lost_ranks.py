@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +27,13 @@ from cifar_lit.distributed.join import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
-CUT, FULL = "network cut", "full disk"
+CUT = "network cut"
 OWN, TORCHRUN, MACHINES = "--devices 2", "torchrun", "two machines"
-FAULTS = {OWN: (CRASH, KILL, FREEZE, HANG, FULL), TORCHRUN: (CRASH, KILL, FREEZE), MACHINES: (CRASH, KILL, FREEZE, CUT)}
+FAULTS = {OWN: (CRASH, KILL, FREEZE, HANG), TORCHRUN: (CRASH, KILL, FREEZE), MACHINES: (CRASH, KILL, FREEZE, CUT)}
 TRAINING = [*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Faults"]
 START = 120.0  # seconds within which a training must be in its second epoch
 MARK = "STRESS_RUN"  # in the environment of all that a case starts, to find what is left of it
 AFTER = 5.0  # seconds after the end in which whatever is left may still go
-DISK = 3 << 20  # bytes of the disk that runs full
 
 
 class Case(NamedTuple):
@@ -45,9 +44,7 @@ class Case(NamedTuple):
     rank: int
 
 
-CASES = [  # a full disk is felt only by the rank that writes
-    Case(way, fault, rank) for way in FAULTS for fault in FAULTS[way] for rank in (1, 0) if (fault, rank) != (FULL, 1)
-]
+CASES = [Case(way, fault, rank) for way in FAULTS for fault in FAULTS[way] for rank in (1, 0)]
 
 
 class Started:
@@ -113,7 +110,7 @@ def carry_out(case: Case, folder: Path, expected: Path, limit: float) -> dict[st
     signs = folder / "signs"
     signs.mkdir(parents=True)
     logs = folder / "lightning_logs"
-    with two_machines() if case.way == MACHINES else nullcontext() as machines, _small_disk(logs, case.fault == FULL):
+    with two_machines() if case.way == MACHINES else nullcontext() as machines:
         training = Started(case.way, [*TRAINING, "--rank-timeout", str(limit)], folder, machines, **{FOLDER: str(signs)})
         deadline = time.monotonic() + START
         while not all((signs / f"ready-{rank}").exists() for rank in (0, 1)):
@@ -124,10 +121,6 @@ def carry_out(case: Case, folder: Path, expected: Path, limit: float) -> dict[st
         started = time.monotonic()
         if case.fault == CUT:
             machines.unplug(case.rank)
-        elif case.fault == FULL:
-            with suppress(OSError), (logs / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(b"\0" * 4096)
         else:
             (signs / "new").write_text(case.fault)
             (signs / "new").rename(signs / f"fault-{case.rank}")
@@ -137,7 +130,6 @@ def carry_out(case: Case, folder: Path, expected: Path, limit: float) -> dict[st
         lines = [line for line in training.log.read_text().splitlines() if "cifar-lit: " in line]
         if case.fault == CUT:
             machines.plug(case.rank)
-        (logs / "filler").unlink(missing_ok=True)
         again = Started(case.way, ["train", "--resume"], folder, machines)
         ended = again.codes(START)
         again.clear(AFTER)
@@ -145,20 +137,6 @@ def carry_out(case: Case, folder: Path, expected: Path, limit: float) -> dict[st
         missed = differences(run, expected) if run and finished(run) else [f"{ended}: {again.log.read_text()[-500:]}"]
     said = " | ".join(dict.fromkeys(lines))
     return {**case._asdict(), "seconds": round(seconds, 2), "codes": codes, "left": left, "said": said, "missed": missed}
-
-
-@contextmanager
-def _small_disk(folder: Path, needed: bool) -> Iterator[None]:
-    """A small disk of its own at `folder`, if it is needed."""
-    if not needed:
-        yield
-        return
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 @pytest.mark.stress
@@ -173,10 +151,10 @@ def test_a_run_that_loses_a_rank_ends_soon_names_it_leaves_nothing_and_goes_on(
     assert training.codes(START) == [0], training.log.read_text()[-2000:]
     expected = run_in(whole / "lightning_logs")
     assert expected is not None
-    lacking = {MACHINES: why_not(), FULL: None if os.geteuid() == 0 else "a disk of its own takes root"}
+    lacking = {MACHINES: why_not()}
     outcomes, skipped = [], []
     for number, case in enumerate(CASES[: size("LOST_RANKS", 99)]):
-        if why := lacking.get(case.way) or lacking.get(case.fault):
+        if why := lacking.get(case.way):
             skipped.append(f"{', '.join(map(str, case))}: {why}")
             continue
         outcomes.append(carry_out(case, tmp_path / str(number), expected, limit))
