@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from contract.command_line import Answer, assert_refused, config_of, run_command
 
-from cifar_lit.cli.flags import parse
-from cifar_lit.cli.trust import guard
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import MAX_BYTES, plain_text
 
@@ -85,12 +83,6 @@ def test_a_net_or_data_set_of_ones_own_is_imported_only_if_typed_or_trusted(work
         assert "whose code would run" not in run_command("--recipe", "small.yaml", *argv).err
     (working_folder / "part.yaml").write_text(f"{key}: {name}")
     refused(run_command("--recipe", "small.yaml", f"--{group}=part.yaml"), name)
-
-
-def test_nets_of_packages_are_named_as_those_of_this_one(working_folder: Path) -> None:
-    for name in ("timm/tf_efficientnet_lite0", "timm/vit_base_patch16_clip_224.openai", "resnet18"):
-        (working_folder / "own.yaml").write_text(f"model: {{net: {name}}}")
-        guard(parse("fit", ["--config", "own.yaml"]), None)
 
 
 @pytest.mark.parametrize(

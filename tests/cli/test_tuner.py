@@ -97,15 +97,6 @@ def test_the_rate_lowers_the_loss_whatever_was_set(data: ImageData, images: tupl
     assert some.loss(*images).item() < 0.95 * before
 
 
-def test_a_small_batchs_chance_does_not_hide_the_fall(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
-    rates = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        rates.append(learning_rate(trial(data, 0.005, "adamw"), *images, 4, 0.005))
-    assert max(rates) / min(rates) < 10
-    assert all(1e-4 < rate < 0.5 for rate in rates)
-
-
 def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
     some = trial(data, 0.02, "muon", head_lr=2.0)
     before = [group["lr"] for group in some.optimizer.param_groups]
