@@ -54,23 +54,17 @@ def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_break
 
 
 def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    def fail_as_torch(partial: Path) -> None:
+    def fail(error: Exception) -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904 (torch sets no cause either)
+            raise error  # noqa: B904 (torch sets no cause either)
 
-    def fail_with_a_failure(partial: Path) -> None:
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise Failure("the net cannot be traced") from error
-
-    with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a") as partial:
-        fail_as_torch(partial)
+    with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a"):
+        fail(RuntimeError("unexpected pos 64 vs 0"))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
-    with pytest.raises(Failure, match="traced"), atomic_write(tmp_path / "a") as partial:
-        fail_with_a_failure(partial)
+    with pytest.raises(Failure, match="traced"), atomic_write(tmp_path / "a"):
+        fail(Failure("the net cannot be traced"))
     with pytest.raises(FileNotFoundError) as missing, atomic_write(tmp_path / "a"):
         (tmp_path / "input").read_text()
     assert missing.value.filename == str(tmp_path / "input")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from contract.command_line import SMALL, Answer, assert_refused, config_of, metrics_of, run_command
@@ -41,9 +41,8 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE
 @pytest.mark.parametrize(
     ("words", "changes", "devices", "nodes"),
     [
-        *((words, {}, "2", "2") for words in ([], ["--devices", "2"], ["--devices", "auto"], ["--nodes", "2"], ["--devices=-1"])),
+        *((words, {}, "2", "2") for words in ([], ["--devices", "2"], ["--devices", "auto"], ["--nodes", "2"])),
         ([], ONE_TASK, "1", "1"),  # srun -n 1 in such a job: a step counts
-        ([], {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "1", "2"),
         ([], {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4,4"}, "4", "2"),
     ],
 )
@@ -215,20 +214,13 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> N
 # ---- every process starts from the same checkpoint
 
 
-@pytest.mark.parametrize(
-    ("notes", "first", "complaint"),
-    [
-        (RESUMES, "a-1/checkpoints/last.ckpt of step 7", None),
-        (RESUMES, "a-1/checkpoints/last.ckpt of step 9", "from a-1/checkpoints/last.ckpt of step 7, the first .* of step 9: "),
-        ({}, "a-1/checkpoints/last.ckpt of step 9", "from the beginning, the first one from a-1/.*last.ckpt of step 9"),
-    ],
-)
-def test_processes_that_see_different_checkpoints_do_not_train_together(
-    notes: dict[str, str], first: str, complaint: str | None
-) -> None:
-    run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
-    # what a run's setup sees of a Trainer in the second process, whose first one goes on from `first`
+def test_processes_that_see_different_checkpoints_do_not_train_together() -> None:
+    first = "a-1/checkpoints/last.ckpt of step 9"
     strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
-    second = SimpleNamespace(fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy)
-    with pytest.raises(Failure, match=complaint) if complaint else nullcontext():
-        run.setup(second, None, "fit")  # type: ignore[arg-type]
+    second: Any = SimpleNamespace(
+        fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy
+    )
+    for notes, own in ((RESUMES, "from a-1/checkpoints/last.ckpt of step 7"), ({}, "from the beginning")):
+        run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
+        with pytest.raises(Failure, match=f"{own}, the first one from {first}"):
+            run.setup(second, None, "fit")
