@@ -86,16 +86,13 @@ def test_a_printed_configuration_can_be_trained_from() -> None:
     assert (answer.code, answer.err) == (0, "")
 
 
-def test_test_and_predict_say_of_the_best_checkpoint_what_train_said(run_dir: Path) -> None:
-    for command, own in (("test", Path("lightning_logs/small-1")), ("predict", Path("lightning_logs/small-2"))):
-        answer = run_command(command, "--ckpt_path", run_dir / "checkpoints/best.ckpt")
-        assert (answer.code, answer.err) == (0, "")
-        assert str(own) in answer.out
-        rows, tested = rows_of(own / "predictions.csv"), rows_of(run_dir / "predictions.csv")
-        for name in ("index", "label", "predicted"):
-            assert [row[name] for row in rows] == [row[name] for row in tested]
-    test = metrics_of(Path("lightning_logs/small-1"))["test"]
-    assert test["loss"] == pytest.approx(metrics_of(run_dir)["test"]["loss"], abs=1e-5)
+def test_predict_says_of_the_best_checkpoint_what_train_said(run_dir: Path) -> None:
+    answer, own = run_command("predict", "--ckpt_path", run_dir / "checkpoints/best.ckpt"), Path("lightning_logs/small-1")
+    assert (answer.code, answer.err) == (0, "")
+    assert str(own) in answer.out
+    rows, tested = rows_of(own / "predictions.csv"), rows_of(run_dir / "predictions.csv")
+    for name in ("index", "label", "predicted"):
+        assert [row[name] for row in rows] == [row[name] for row in tested]
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
