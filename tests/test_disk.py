@@ -18,16 +18,6 @@ def write(path: Path, text: str, previous: Path | None = None) -> None:
         partial.write_text(text)
 
 
-def test_a_file_takes_its_place_only_when_it_is_complete(tmp_path: Path) -> None:
-    write(tmp_path / "a", "old")
-    with atomic_write(tmp_path / "a") as partial:
-        partial.write_text("new")
-        assert re.fullmatch(r"a\.[0-9a-f]{8}" + re.escape(PART), partial.name)
-        assert (tmp_path / "a").read_text() == "old"
-    assert (tmp_path / "a").read_text() == "new"
-    assert names(tmp_path) == ["a"]
-
-
 def test_a_file_has_the_mode_that_the_umask_gives_whatever_a_library_sets(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
@@ -48,29 +38,24 @@ def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_break
         assert (a.read_text(), b.read_text()) == (str(number), str(number - 1))
     with pytest.raises(KeyboardInterrupt), atomic_write(a, b) as partial:
         partial.write_text("4, not yet compl")
+        assert re.fullmatch(r"a\.[0-9a-f]{8}" + re.escape(PART), partial.name) and a.read_text() == "3"
         raise KeyboardInterrupt
     assert (a.read_text(), b.read_text()) == ("3", "2")
     assert names(tmp_path) == ["a", "b"]
 
 
 def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    def fail_as_torch(partial: Path) -> None:
+    def fail(error: Exception) -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904 (torch sets no cause either)
+            raise error  # noqa: B904 (torch sets no cause either)
 
-    def fail_with_a_failure(partial: Path) -> None:
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise Failure("the net cannot be traced") from error
-
-    with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a") as partial:
-        fail_as_torch(partial)
+    with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a"):
+        fail(RuntimeError("unexpected pos 64 vs 0"))
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
-    with pytest.raises(Failure, match="traced"), atomic_write(tmp_path / "a") as partial:
-        fail_with_a_failure(partial)
+    with pytest.raises(Failure, match="traced"), atomic_write(tmp_path / "a"):
+        fail(Failure("the net cannot be traced"))
     with pytest.raises(FileNotFoundError) as missing, atomic_write(tmp_path / "a"):
         (tmp_path / "input").read_text()
     assert missing.value.filename == str(tmp_path / "input")

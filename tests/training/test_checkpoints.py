@@ -98,34 +98,12 @@ def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
 # ---- damage
 
 
-@pytest.mark.parametrize(("previous", "best"), [(20, 30), (30, 20)])
-def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp_path: Path, previous: int, best: int) -> None:
-    for name, step in (("last", 40), ("previous", previous), ("best", best)):
-        AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
-    os.truncate(tmp_path / "last.ckpt", 1000)
-    assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
-
-
-def test_damage_is_refused_in_one_line_or_changes_nothing(checkpoint: Path) -> None:
-    """300 flipped bits, 10 zeroed stretches: what gets past lies where nothing is read, such as in dates."""
-    content, draw = checkpoint.read_bytes(), random.Random(1)
-    refused = 0
-    for case in range(310):
-        damaged, place = bytearray(content), draw.randrange(len(content))
-        if case < 300:
-            damaged[place] ^= 1 << draw.randrange(8)
-        else:
-            damaged[place : place + 512] = bytes(len(content[place : place + 512]))
-        checkpoint.write_bytes(bytes(damaged))
-        try:
-            assert equal(read_checkpoint(checkpoint), CONTENT), f"case {case}: byte {place}"
-        except Failure as failure:
-            refused += 1
-            assert "\n" not in str(failure)
-    assert refused > 200
-    for kept in (1, 4, 100, *range(200, len(content), 300), len(content) - 22, len(content) - 1):
-        checkpoint.write_bytes(content[:kept])
-        assert "damaged" in refusal(checkpoint)
+def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp_path: Path) -> None:
+    for previous, best in ((20, 30), (30, 20)):
+        for name, step in (("last", 40), ("previous", previous), ("best", best)):
+            AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
+        os.truncate(tmp_path / "last.ckpt", 1000)
+        assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
 
 
 def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
@@ -139,22 +117,15 @@ def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
             read_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        *((content, "damaged") for content in (b"hello, world\n" * 50, b"\x89PNG\r\n\x1a\n" + bytes(500))),
-        (b"", "the file is empty"),
-        *((content, "no Lightning checkpoint") for content in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3))),
-        (None, "there is no checkpoint"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Path, content: Any, line: str) -> None:
+def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Path) -> None:
     path = tmp_path / "other"
-    if content is not None:
-        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    assert line in refusal(path)
-    assert "execute code" not in refusal(path)
+    assert "there is no checkpoint" in refusal(path)
+    for content, line in ((b"hello, world\n" * 50, "damaged"), (b"", "the file is empty")):
+        path.write_bytes(content)
+        assert line in refusal(path) and "execute code" not in refusal(path)
+    for stored in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3)):
+        torch.save(stored, path)
+        assert "no Lightning checkpoint" in refusal(path)
 
 
 def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:

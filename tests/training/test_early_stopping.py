@@ -17,9 +17,7 @@ from cifar_lit.training.classifier import ImageClassifier
 STILL = 1e-12  # a learning rate at which no validation differs from the one before
 
 
-@pytest.mark.parametrize(
-    ("patience", "epochs"), [(0, 6), (2, 3), (0.5, 4), (0.4, 4), (5, 6), (10, 6)]
-)  # of six, the first of which is better than none
+@pytest.mark.parametrize(("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)])  # of six; the first one is better than none
 def test_it_ends_when_so_many_epochs_or_that_share_of_them_have_not_been_better(patience: float, epochs: int) -> None:
     done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), max_epochs=6)
     assert done.global_step == epochs * BATCHES

@@ -70,23 +70,12 @@ def test_a_net_takes_pretrained_weights_all_but_a_head_for_other_classes(file: s
     assert same(weights(again), weights(pretrained))
 
 
-class Wrapped(nn.Module):
-    """A net of one's own that calls its layers `net`, as runs do."""
-
-    def __init__(self, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(images)
-
-
 def test_layers_of_ones_own_may_be_called_as_what_runs_put_before_names(tmp_path: Path) -> None:
-    first, *others = (Wrapped(3, (16, 16), 10, 1.0) for _ in range(3))
+    first, *others = (nn.Sequential(OrderedDict(net=nn.Linear(8, 4))) for _ in range(3))
     save_file(first.state_dict(), tmp_path / "own.safetensors")
     torch.save({"state_dict": {f"net.{name}": value for name, value in first.state_dict().items()}}, tmp_path / "run.pth")
     for other, name in zip(others, ("own.safetensors", "run.pth"), strict=True):
-        load_pretrained(other, "own.Wrapped", str(tmp_path / name))
+        load_pretrained(other, "own.Net", str(tmp_path / name))
         assert same(weights(other), weights(first))
 
 
@@ -153,15 +142,8 @@ def test_the_penalty_is_chosen_with_few_images_a_class_too() -> None:
     features = torch.randn(12, 8) + 9 * F.one_hot(labels, 8)
     weight, bias, _ = fit_head(features, labels, 4, views=1)
     assert float((features @ weight.T + bias).softmax(1)[range(12), labels].min()) > 0.95  # far surer than with the strongest
-
-
-def test_features_without_a_pattern_have_the_strongest_penalty() -> None:
-    torch.manual_seed(0)
-    noise = fit_head(torch.randn(100, 300), torch.arange(100) % 2, 2, views=1).weight
-    torch.manual_seed(0)
-    labels = torch.arange(100) % 2
-    pattern = fit_head(torch.randn(100, 300) + 6.0 * labels[:, None] * (torch.arange(300) < 3), labels, 2, views=1).weight
-    assert noise.norm() < pattern.norm()
+    noise, _, _ = fit_head(torch.randn(12, 8), labels, 4, views=1)
+    assert noise.norm() < weight.norm()
 
 
 def test_views_of_one_image_are_held_out_together() -> None:
@@ -212,16 +194,14 @@ def test_the_last_layer_alone_is_trained_where_nothing_is_unfrozen(file: str, da
 
 
 def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    seen, heads, compute = list[int](), [], finetune.compute_features
 
     def counted(*given: Any) -> Tensor:
         features = compute(*given)
         seen.append(len(features))
         return features
 
-    compute = finetune.compute_features
-    monkeypatch.setattr("cifar_lit.training.finetune.compute_features", counted)
-    heads = []
+    monkeypatch.setattr(finetune, "compute_features", counted)
     for seed, width in ((0, 2), (1, 2), (0, 3)):
         data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=width, seed=seed)
         tuned = model(file, unfreeze=False)
@@ -300,7 +280,7 @@ def test_a_resumed_fine_tuning_goes_on_from_its_weights_and_fits_no_head(
 
 
 def test_fixed_norms_keep_their_statistics_while_their_scales_are_trained(file: str, data: ImageData) -> None:
-    for fixed, views in ((True, 1), (True, 0), (False, 1)):
+    for fixed, views in ((True, 0), (False, 1)):
         tuned = model(file, fixed_norms=fixed, head_views=views)
         before = weights(tuned.net)
         fitted(tuned, data, max_epochs=1)

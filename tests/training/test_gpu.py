@@ -45,15 +45,6 @@ def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(tmp_path: Path
     assert net(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
 
 
-def test_a_stopped_training_on_the_gpu_goes_on_from_its_step(tmp_path: Path) -> None:
-    words = ["train", *SHAPES, "--epochs", "2", "--accelerator", "gpu", "--trainer.callbacks=at_step.AtStep"]
-    assert here(words, tmp_path, AT_STEP="80", AT_STEP_SIGNAL="2").code == 130
-    resumed = here(["train", "--resume"], tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert "at epoch 2, step 81" in resumed.out
-    assert metrics(tmp_path)["accelerator"] == "gpu"
-
-
 # ---- images on the device
 
 

@@ -1,4 +1,4 @@
-"""A training that is stopped by a signal, or dies, goes on to the same bits from whichever checkpoint there is; which is best."""
+"""A training that is stopped by a signal, or dies, goes on to the same bits from whichever checkpoint there is."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from torch import Tensor
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
 from cifar_lit.training.callbacks import Clock, RandomState
-from cifar_lit.training.checkpoint import LastCheckpoint, latest_valid_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 pytestmark = pytest.mark.usefixtures("dropout_net")
@@ -126,7 +126,7 @@ def press(*numbers: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("sgd", 1), ("averaged", 9), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9), ("augmented", 9)],
+    [("sgd", 1), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9), ("augmented", 9)],
 )
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(
     tmp_path: Path, name: str, step: int, undisturbed: Undisturbed
@@ -150,8 +150,7 @@ def test_a_stop_waits_for_the_update_that_gradients_are_gathered_for(tmp_path: P
     training.assert_goes_on_as(undisturbed("sgd", accumulate=3))
 
 
-@pytest.mark.parametrize("step", [7, 21])
-@pytest.mark.parametrize("in_validation", [True, False])
+@pytest.mark.parametrize(("in_validation", "step"), [(True, 7), (False, 7), (True, 21)])
 def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
     in_validation: bool, step: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -231,21 +230,6 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
             regular_checkpoint(interval)
 
 
-class Saves(Callback):
-    """Notes the steps at which something was saved, and lets 25 s pass in each batch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: list[int] = []
-        self.now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.steps.append(trainer.global_step)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self.now += 25.0
-
-
 @pytest.mark.parametrize(
     ("every", "accumulate", "steps"),
     [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
@@ -254,10 +238,15 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
     every: str, accumulate: int, steps: list[int], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two accumulated batches, the second one ends an update; where time is up after the first, it is waited for."""
-    whole, saves = undisturbed("averaged", accumulate), Saves(monkeypatch)
-    result = Training(tmp_path, "averaged", every, accumulate).run(saves)
-    assert sorted({step for step in saves.steps if step <= steps[-1]}) == steps  # in the first two epochs
-    assert all(saves.steps.count(step) == 1 for step in steps if step % (BATCHES // accumulate + accumulate - 1))
+    whole, saved, now = undisturbed("averaged", accumulate), list[int](), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    note = LambdaCallback(
+        on_train_batch_start=lambda *_: now.append(now.pop() + 25),  # seconds
+        on_save_checkpoint=lambda trainer, *_: saved.append(trainer.global_step),
+    )
+    result = Training(tmp_path, "averaged", every, accumulate).run(note)
+    assert sorted({step for step in saved if step <= steps[-1]}) == steps  # in the first two epochs
+    assert all(saved.count(step) == 1 for step in steps if step % (BATCHES // accumulate + accumulate - 1))
     assert same(result.weights, whole.weights) and result.rows == whole.rows
 
 
@@ -295,36 +284,20 @@ def pull_the_plug(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "accumulate", "every", "reached"),
-    [(7, 1, "3", 6), (9, 1, "3", 7), (7, 2, "3", 6), (11, 1, None, 7)],
+    ("end", "accumulate", "every", "reached", "limits"),
+    [(9, 1, "3", 7, None), (7, 2, "3", 6, None), (11, 1, None, 7, {"max_epochs": -1, "max_steps": 3 * BATCHES})],
 )
 def test_a_run_that_died_goes_on_from_its_last_checkpoint_as_if_it_had_not(
-    end: int,
-    accumulate: int,
-    every: str | None,
-    reached: int,
-    tmp_path: Path,
-    undisturbed: Undisturbed,
-    recwarn: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    end: int, accumulate: int, every: str | None, reached: int, limits: Any, tmp_path: Path, undisturbed: Undisturbed,
+    recwarn: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     if not every:  # with checkpoints within epochs their ends have one, however short they are
         monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-    training = Training(tmp_path, "averaged", every, accumulate)
+    training = Training(tmp_path, "averaged", every, accumulate, limits)
     training.stop(At(end, pull_the_plug), RuntimeError)
     assert read_checkpoint(training.last)["global_step"] == reached
     training.assert_goes_on_as(undisturbed("averaged", accumulate), every=every and "5")  # another interval will do
     assert not [warning for warning in recwarn if "callbacks used to create the checkpoint" in str(warning.message)]
-
-
-def test_a_training_of_a_number_of_steps_goes_on_from_an_epochs_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-    limits = {"max_epochs": -1, "max_steps": 3 * BATCHES}
-    whole = Training(tmp_path / "whole", "averaged", limits=limits).run()
-    training = Training(tmp_path / "died", "averaged", limits=limits)
-    training.stop(At(11, pull_the_plug), RuntimeError)
-    assert read_checkpoint(training.last)["global_step"] == BATCHES
-    training.assert_goes_on_as(whole)
 
 
 @pytest.mark.parametrize(("every", "end", "reached"), [("3", 5, 3), (None, 3, 3)])
@@ -343,36 +316,13 @@ def test_a_validation_within_an_epoch_that_was_due_at_a_stop_is_not_lost(
     training.assert_goes_on_as(whole)
 
 
-@pytest.mark.parametrize(("gone", "left"), [(["last.ckpt"], "previous.ckpt"), (["last.ckpt", "previous.ckpt"], "best.ckpt")])
-def test_the_checkpoint_before_a_damaged_one_leads_to_the_same_bits(
-    gone: list[str], left: str, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
-    training = Training(tmp_path, "averaged", "3")
-    training.stop(At(12, pull_the_plug), RuntimeError)
-    for name in gone:
-        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-100])
-    chosen = latest_valid_checkpoint(training.last)
-    assert chosen.path.name == left
-    assert chosen.damaged is not None and "last.ckpt is cut short or damaged" in chosen.damaged
-    training.assert_goes_on_as(undisturbed("averaged"), chosen.path, every="3")
-
-
-def test_the_best_is_of_the_epoch_with_the_highest_accuracy_and_is_known_after_a_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accuracies, before, after = [], tmp_path / "before", tmp_path / "after"
-    model, names = classifier(net="shapenet", lr=0.3, momentum=0.9), ["best.ckpt", "last.ckpt", "previous.ckpt"]
-
-    note = LambdaCallback(on_validation_end=lambda _, pl_module: accuracies.append(pl_module.score.accuracy))
+def test_the_best_checkpoint_is_known_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, names = tmp_path / "before", tmp_path / "after", ["best.ckpt", "last.ckpt", "previous.ckpt"]
+    model = classifier(net="shapenet", lr=0.3, momentum=0.9)
     monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-    fitted(model, shapes_data(), *best_and_last(before), note, max_epochs=5)
-    assert sorted(file.name for file in before.iterdir()) == names
-    winner = accuracies.index(max(accuracies))
-    assert len(set(accuracies)) > 1
-    kept, final, previous = (read_checkpoint(before / f"{name}.ckpt") for name in ("best", "last", "previous"))
-    assert (kept["epoch"], final["epoch"], previous["epoch"]) == (winner, 4, 3)
-    assert same(final["state_dict"], weights(model))
-    assert kept["cifar_lit"]["score"]["accuracy"] == accuracies[winner]
+    fitted(model, shapes_data(), *best_and_last(before), max_epochs=5)
+    final, previous = (read_checkpoint(before / f"{name}.ckpt") for name in ("last", "previous"))
+    assert (final["epoch"], previous["epoch"]) == (4, 3) and same(final["state_dict"], weights(model))
 
     before.rename(after)
     best, last = best_and_last(after)

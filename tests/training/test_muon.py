@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import SGD
 
@@ -77,12 +76,9 @@ def test_a_filter_has_the_norm_of_the_root_of_its_outputs_before_each_update(sha
     torch.testing.assert_close(filters.detach(), direction * shape[0] ** 0.5)
 
 
-@pytest.mark.parametrize(("products", "tolerance"), [("bfloat16", 5e-3), ("float32", 1e-5)])
 @pytest.mark.parametrize("form", ["alone", "flat", "channels_last"])
-def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_and_in_any_format(
-    products: str, tolerance: float, form: str
-) -> None:
-    settings: dict[str, Any] = {"products": products, "rescale": True}
+def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_and_in_any_format(form: str) -> None:
+    settings: dict[str, Any] = {"products": "float32", "rescale": True}
     expected, params = stepped(Muon(parameters(FILTERS), 0.1, **settings)), parameters(FILTERS)
     for parameter in params:
         if form == "flat":
@@ -90,7 +86,7 @@ def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_an
         elif form == "channels_last" and parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     optimizers = [Muon(part, 0.1, **settings) for part in ([[one] for one in params] if form == "alone" else [params])]
-    assert_alike(stepped(*optimizers), expected, tolerance)
+    assert_alike(stepped(*optimizers), expected, 1e-5)
     if form != "alone":
         assert all(optimizers[0].state[one]["momentum_buffer"].stride() == one.stride() for one in params)
 
@@ -140,20 +136,3 @@ def test_a_rate_may_be_in_a_tensor_is_read_anew_at_each_step_and_counts_as_zero_
     before = [parameter.detach().clone() for parameter in params]
     change_rates(-0.1)
     assert_alike(stepped(optimizer), before)
-
-
-def test_a_step_never_waits_for_the_device() -> None:
-    """Tensors without content refuse every question about their values, and to meet tensors of another device."""
-    with FakeTensorMode(), torch.device("cuda:0"):
-        shapes = {True: FILTERS, False: VECTORS}
-        groups: list[dict[str, Any]] = [
-            {"params": [Parameter(torch.ones(shape)) for shape in shapes[kind]], "lr": torch.tensor(0.1), "orthogonal": kind}
-            for kind in (True, False)
-        ]
-        groups[0]["rescale"] = True
-        optimizer = Muon(groups, 0.1, weight_decay=0.1)
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.found_inf = torch.zeros(1)
-        optimizer.step()

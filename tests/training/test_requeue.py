@@ -22,23 +22,16 @@ WORDS = ["train", *SETTINGS]
 USR1, TERM = str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))
 
 
-@pytest.mark.parametrize(
-    ("moment", "step"),
-    [
-        ({"AT_STEP": "20"}, 21),
-        ({"AT_STAGE": "validation"}, STEPS_PER_EPOCH),
-        ({"AT_STAGE": "test"}, 3 * STEPS_PER_EPOCH),
-    ],
-)
 def test_slurms_signal_leaves_a_checkpoint_and_requeues_and_the_next_start_goes_on_to_the_same_bits(
-    tmp_path: Path, alone: Path, moment: dict[str, str], step: int
+    tmp_path: Path, alone: Path
 ) -> None:
+    """In the test that follows a training; within it: test_processes."""
     path = scontrol(tmp_path / "bin")
-    done = here(WORDS, tmp_path, **SLURM, PATH=path, **moment, AT_STEP_SIGNAL=USR1)
+    done = here(WORDS, tmp_path, **SLURM, PATH=path, AT_STAGE="test", AT_STEP_SIGNAL=USR1)
     assert (done.code, done.err) == (138, f"cifar-lit: stopped at its checkpoint; SLURM's job 7 {QUEUED}\n")
     asked = (tmp_path / "bin/asked").read_text().split()
     assert asked[:2] == ["requeue", "7"] and "last.ckpt" in asked
-    assert read_checkpoint(only_run(tmp_path) / "checkpoints/last.ckpt")["global_step"] == step
+    assert read_checkpoint(only_run(tmp_path) / "checkpoints/last.ckpt")["global_step"] == 3 * STEPS_PER_EPOCH
     again = here(WORDS, tmp_path, **SLURM, SLURM_RESTART_COUNT="1")
     assert (again.code, again.err) == (0, "going on with lightning_logs/tudui-1: SLURM's job 7 was started again\n")
     assert_same_run(tmp_path, alone)
@@ -72,22 +65,16 @@ def test_a_signal_that_comes_while_libraries_are_imported_waits_for_the_handler(
     assert not (tmp_path / "lightning_logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [("echo no permission >&2; exit 1", "failed: no permission"), ("exit 3", "exit status 3")],
-)
-def test_a_requeue_that_fails_says_how_to_go_on_by_hand(tmp_path: Path, script: str, reason: str) -> None:
+def test_a_requeue_that_fails_says_how_to_go_on_by_hand(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    path = scontrol(tmp_path / "bin", script)
+    path = scontrol(tmp_path / "bin", "echo no permission >&2; exit 1")
     done = here(WORDS, tmp_path, **SLURM, **array, PATH=path, AT_STEP="3", AT_STEP_SIGNAL=USR1)
     assert done.code == 138
     assert f"{QUEUED}\ncifar-lit: it is not, as `scontrol requeue 5_2` failed: " in done.err
-    assert done.err.endswith(f"{reason}. Go on with:\n  cifar-lit train --resume lightning_logs/tudui-1\n")
+    assert done.err.endswith("failed: no permission. Go on with:\n  cifar-lit train --resume lightning_logs/tudui-1\n")
 
 
-@pytest.mark.parametrize(
-    ("moment", "step"), [({"AT_STEP": "3", **SLURM}, 4), ({"AT_STAGE": "fit"}, None), ({"AT_STAGE": "test"}, 3 * STEPS_PER_EPOCH)]
-)
+@pytest.mark.parametrize(("moment", "step"), [({"AT_STEP": "3", **SLURM}, 4), ({"AT_STAGE": "fit"}, None)])
 def test_sigterm_ends_the_command_with_the_checkpoint_that_there_is_and_requeues_nothing(
     tmp_path: Path, moment: dict[str, str], step: int | None
 ) -> None:

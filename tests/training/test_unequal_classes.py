@@ -72,26 +72,14 @@ def test_the_gradient_is_of_the_weighted_losses_over_the_number_of_images_on_any
         torch.testing.assert_close(gradient(model, parts), expected, rtol=1e-4, atol=1e-7)
 
 
-def test_the_whole_loss_of_an_image_is_weighed_also_what_smoothing_spreads() -> None:
-    torch.manual_seed(1)
-    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 0, 0, 1])
-    model, given = classifier(label_smoothing=0.2), torch.tensor([0.25, 3.25, *[100.0] * 8])
-    model.loss_hooks.append(weighing(given))
-    losses = [F.cross_entropy(model(images[[place]]), labels[[place]], label_smoothing=0.2) for place in range(4)]
-    expected = sum(given[label] * loss for label, loss in zip(labels, losses, strict=True)) / 4
-    torch.testing.assert_close(model.training_step(Batch(images, labels, labels), 0), expected)
-
-
-def test_a_mixed_image_is_weighed_by_its_shares_of_the_classes() -> None:
+def test_a_mixed_image_is_weighed_by_its_shares_of_the_classes_with_the_whole_of_its_smoothed_loss() -> None:
     torch.manual_seed(1)
     images, labels, targets = torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.zeros(2, 10)
     targets[0, :2] = torch.tensor([0.25, 0.75])
     targets[1, 1] = 1.0
-    model = classifier()
-    model.loss_hooks.append(weighing(torch.tensor([2.0, 4.0, *[0.0] * 8])))
-    logs = model(images).log_softmax(1)
-    first = -(0.25 * logs[0, 0] + 0.75 * logs[0, 1])
-    second = -logs[1, 1]
+    model = classifier(label_smoothing=0.2)
+    model.loss_hooks.append(weighing(torch.tensor([2.0, 4.0, *[100.0] * 8])))
+    first, second = F.cross_entropy(model(images), targets, label_smoothing=0.2, reduction="none")
     loss = model.training_step(Batch(images, labels, labels, 1.0, targets), 0)
     torch.testing.assert_close(loss, (3.5 * first + 4.0 * second) / 2)
 
@@ -105,6 +93,7 @@ def test_images_are_left_out_by_their_plain_losses_whatever_their_classes_weigh(
     model.loss_hooks = [recorded, weighing(torch.tensor([0.5, 50.0, *[0.0] * 8]))]
     model.training_step(Batch(images, labels, torch.arange(2)), 0)
     torch.testing.assert_close(recorded.latest, F.cross_entropy(model(images), labels, reduction="none").detach())
+    assert not recorded.latest.requires_grad  # no graph of the step stays alive
 
 
 def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without() -> None:

@@ -1,4 +1,4 @@
-"""A whitened net in a fit: its first layer from the training images, once; and its test with several views."""
+"""A whitened net in a fit: its first layer from the training images, once."""
 
 from dataclasses import replace
 from itertools import count
@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
-from cifar_lit.models.tta import view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training import whitening
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.metrics import Evaluation
 from cifar_lit.training.schedules import Schedule
 
 CPU = torch.device("cpu")
@@ -101,7 +99,6 @@ def test_the_first_layer_comes_from_images_where_they_are_placed_and_within_the_
     [
         ({"whiten_epochs": 1}, {}, BATCHES),
         ({"whiten_epochs": 1.5}, {}, 11),  # of 7 steps an epoch; the rate of the 12th is 0
-        ({"whiten_epochs": 1, "schedule": "triangular", "schedule_every": "epoch"}, {}, BATCHES),
         ({"whiten_epochs": 1, "schedule": "triangular", "ema_decay": 0.9}, {"accumulate_grad_batches": 2}, BATCHES),
         ({"whiten_epochs": 1}, {"gradient_clip_val": 0.5}, None),  # which counts that gradient too
         ({"whiten_epochs": None}, {}, None),
@@ -133,28 +130,3 @@ def test_without_a_datamodule_the_first_layer_is_computed_from_the_first_batches
     trainer(max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
     expected.net.initialise(images)
     torch.testing.assert_close(model.net.whiten.weight, expected.net.whiten.weight)
-
-
-def test_views_are_scored_beside_the_plain_images() -> None:
-    trained, data, scored, plain_scores = classifier(**SMALL), shapes_data(eval_batch_size=50), [], set[float]()
-    fitted(trained, data)
-    for views in ("none", "mirror", "full"):
-        model, looks = classifier(**SMALL, tta=views), list[int]()
-        model.load_state_dict(trained.state_dict())
-        scored.append(trainer().test(model, datamodule=data, verbose=False))
-        assert model.score is not None
-        plain_scores.add(model.score.loss)
-        if views == "none":
-            assert model.views_score is None
-            continue
-        evaluation, labels = Evaluation(10), data.test_images.labels
-        with torch.no_grad():
-            evaluation.update(view_logits(model.net.eval(), normalised(data, data.test_images.images), views), labels)
-        score, expected = model.views_score, evaluation.compute()
-        assert score is not None
-        assert (score.accuracy, score.confusion, score.images) == (expected.accuracy, expected.confusion, 24)
-        assert score.loss == pytest.approx(expected.loss, abs=2e-6) != model.score.loss
-        model.net.register_forward_pre_hook(lambda net, images, looks=looks: looks.append(len(images[0])))
-        trainer().validate(model, datamodule=data, verbose=False)
-        assert looks == [20]  # as they are
-    assert scored[0] == scored[1] == scored[2] and len(plain_scores) == 1
