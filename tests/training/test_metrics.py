@@ -1,10 +1,12 @@
 """Metrics are exact, in whatever order and company images come; and every image's prediction is kept once."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from real_runs import SETTINGS, here, only_run
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
@@ -170,3 +172,11 @@ def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
+
+
+def test_a_net_that_has_diverged_leaves_results_that_are_valid_json(tmp_path: Path) -> None:
+    flags = ["--lr", "3e7", "--model.schedule", "constant", "--epochs", "1", "--trainer.limit_train_batches", "1"]
+    done = here(["train", *SETTINGS, *flags], tmp_path)
+    assert done.code == 0, done.err
+    results = json.loads((only_run(tmp_path) / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert (results["test"]["loss"], results["test"]["images"]) == (None, 24)
