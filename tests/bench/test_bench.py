@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.bench.commands import BENCHES, bench
+from cifar_lit.bench.commands import bench
 from cifar_lit.bench.devices import rows_of
 from cifar_lit.bench.process import child_environment, without_places
 from cifar_lit.bench.report import spread, write_figures
@@ -50,17 +50,6 @@ def test_a_gpu_is_compared_with_the_cpu() -> None:
     figures = measured(["devices", "--recipe", "quickstart", "--epochs", "1"])
     assert figures["environment"]["gpu"] and figures["accelerator"] == "gpu"
     assert any(label.startswith("gpu 0, ") and label.endswith("speed-up") for label in figures["headline"])
-
-
-def test_the_list_of_measurements_names_each(capsys: pytest.CaptureFixture[str]) -> None:
-    bench(["--help"])
-    listed = capsys.readouterr().out
-    assert list(BENCHES) == ["recipe", "devices"]
-    for name in BENCHES:
-        assert f"  {name} " in listed
-        with pytest.raises(SystemExit):
-            bench([name, "--help"])
-        assert "--json FILE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

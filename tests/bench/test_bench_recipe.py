@@ -12,7 +12,7 @@ import torch
 
 from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
-from cifar_lit.bench.recipe import mean_text, process_age, run_once, texts_of
+from cifar_lit.bench.recipe import process_age, run_once
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -100,11 +100,9 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("", "which recipe"),
         ("quickstrat", "Did you mean quickstart"),
         ("quickstart --rusn 3", "Did you mean --runs"),
         ("quickstart --runs 0", "--runs must be at least 1"),
-        ("quickstart --runs many", "invalid int"),
         ("quickstart --seed 1", "--seed0 and --runs"),
         ("quickstart small.yaml ./small.yaml", "called alike"),
         ("quickstart --devices 2", "one device"),
@@ -114,15 +112,3 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(line: str, answ
     with pytest.raises(UsageError, match=answer):
         bench(["recipe", *line.split()])
     assert [path.name for path in Path().iterdir()] == ["small.yaml"]
-
-
-def test_accuracy_counts_all_runs_and_time_the_warm_ones() -> None:
-    views = {"views": "mirror", "accuracy": 0.81}
-    first = {**RUN, "accuracy": 0.8, "seconds": 50.0, "cold_seconds": 9.0, "first": True, "views": views}
-    warm = [{**RUN, "accuracy": accuracy, "seconds": seconds, "first": False} for accuracy, seconds in ((0.9, 10.0), (0.7, 20.0))]
-    texts = texts_of([first, *warm])
-    assert (texts["test accuracy"], texts["with views"]) == ("80.00 ± 10.00 % (n = 3)", "81.00 % (n = 1), mirror")
-    assert (texts["training"], texts["start to end"], texts["peak memory"]) == ("15 s (10 … 20, n = 2)", "9 s (n = 1)", "100 MB")
-    assert texts_of([first])["training"] == "50 s (n = 1)"
-    four = mean_text([0.90, 0.91, 0.92, 0.93])  # 91.5 ± 3.1824 × 1.29099 / 2, of the tables
-    assert four == "91.50 ± 1.29 % (n = 4; 89.45 … 93.55)"

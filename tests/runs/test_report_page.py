@@ -13,7 +13,7 @@ import pytest
 import torch
 from browser import Open
 
-from cifar_lit.runs.figures import Picture, line_chart
+from cifar_lit.runs.figures import Picture
 from cifar_lit.runs.label_errors import Findings, Pair, Suspects
 from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import render
@@ -26,7 +26,6 @@ METRICS = {
     "test": {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99,
              "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
 }  # fmt: skip
-COLOURS = {"train": "first", "val": "second", "test": "third"}
 CURVES = f"step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTILE}\n1,0,2,0.1,0.2,3,,,1\n2,1,1,0.1,0.2,2,4,1,1\n"
 
 
@@ -69,17 +68,6 @@ def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(
     assert "Loss over training steps: training ends at 1, validation ends at 2, test ends at 4" in page
     assert all(f">{part}</text>" in page for part in ("training", "validation", "test"))
     assert "config.yaml&#39;</pre>" in page and "cifar-lit report" in page
-
-
-def test_each_part_has_one_colour_in_all_charts_and_a_single_point_lies_on_top(tmp_path: Path) -> None:
-    page = page_of(tmp_path)
-    charts = dict(re.findall(r"<figcaption>([^<]*)</figcaption>(<svg.*?</svg>)", page, flags=re.DOTALL))
-    in_loss = {part: f"var(--{colour})" in charts["loss"] for part, colour in COLOURS.items()}
-    assert in_loss == {"train": True, "val": True, "test": True}
-    assert not any(f"var(--{colour})" in charts["learning rate"] for colour in COLOURS.values())
-    single = line_chart("single", {"test": [(2, 0.5)], "val": [(1, 0.4), (2, 0.6)]}, "scores")
-    line, point = single.index("stroke: var(--second)"), single.rindex("var(--third)", 0, single.index("legend_1"))
-    assert line < point  # SVG draws what comes later on top
 
 
 @pytest.mark.parametrize(("settings", "told"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)])

@@ -20,7 +20,6 @@ from cifar_lit.runs.run_folder import (
     OWNER,
     RunFolder,
     check_unfinished,
-    display_path,
     find_resumable,
     owner_of,
     read_curves,
@@ -240,9 +239,3 @@ def test_metrics_of_wrong_kinds_are_none(tmp_path: Path, damage: dict[str, objec
     assert read_metrics(tmp_path) == whole
     (tmp_path / "metrics.json").write_text(json.dumps({**whole, **damage}))
     assert read_metrics(tmp_path) == {}
-
-
-def test_paths_are_shown_as_one_would_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert display_path(tmp_path / "logs" / "a-1") == display_path(Path("logs/a-1")) == "logs/a-1"
-    assert display_path(Path("/elsewhere/a-1")) == "/elsewhere/a-1"

@@ -33,6 +33,7 @@ DOWNLOAD = [*FIT, "--dataset", "cifar10", "--data-dir", "data", "--data.url", "m
 DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
 TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
 KERNEL = "/proc/kmsg"  # a regular file of size 0, whose reading waits
+REDIRECTION = b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"
 LEADS_OUT = "is a link that leads out of its run"
 
 Prepare = Callable[[Path], object]
@@ -193,17 +194,22 @@ def empty_lines(name: str, text: str) -> Prepare:
     return lambda folder: (folder / name).write_text(text + "\n" * 20_000_000)
 
 
-def endless_continue() -> int:
-    """Downloads from a server that answers "100 Continue" for as long as somebody listens."""
-    server = socket.create_server(("127.0.0.1", 0))
+def answered(data: bytes) -> Callable[[], int]:
+    """Downloads from a server that answers with these bytes, for as long as somebody listens."""
 
-    def answer() -> None:
-        with suppress(OSError), server.accept()[0] as connection:
+    def typed() -> int:
+        server = socket.create_server(("127.0.0.1", 0))
+
+        def answer() -> None:
             while True:
-                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 50)
+                with suppress(OSError), server.accept()[0] as connection:
+                    while True:
+                        connection.sendall(data * 50)
 
-    threading.Thread(target=answer, daemon=True).start()
-    return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        threading.Thread(target=answer, daemon=True).start()
+        return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
+
+    return typed
 
 
 def from_kernel(name: str, line: list[str], says: str, refused: bool = True) -> Attack:
@@ -269,7 +275,10 @@ ATTACKS: dict[str, Attack] = {
     # data and their cache
     "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
-    "a server that announces its answer without end": Attack(data_with("x"), endless_continue, says="without end"),
+    "a server that announces its answer without end": Attack(
+        data_with("x"), answered(b"HTTP/1.1 100 Continue\r\n\r\n"), says="without end"
+    ),
+    "a redirection of endless length": Attack(data_with("x"), answered(REDIRECTION), says="could not be downloaded"),
     "a link for the cache of a folder": harmless(cache_that_is_a_link, DECODE, "is a link"),
     "a link for the index of a cache": harmless(cache_with("index.json"), DECODE),
     "a link for the lock of a cache": harmless(cache_with("lock"), DECODE, "nothing is cached"),

@@ -223,6 +223,9 @@ ATTACKS: dict[str, Attack] = {
     "class folders that are markup, formulas and from right to left": harmless(
         classes("[x]", ":cat:", "=1+1", r"$\frac$", "\u202eb"), on_terminal(*FOLDER), r"\u202eb"
     ),
+    "class folders that are options, patterns, images and hidden": harmless(
+        classes("-r", "*", "a.png", ".hidden", "__MACOSX", "con"), FOLDER, "test accuracy"
+    ),
     "a class folder that a spreadsheet would run": harmless(
         classes("=1+1"), and_then_shows(FOLDER, "runs/*/predictions.csv"), "'=1+1"
     ),

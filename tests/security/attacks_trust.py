@@ -257,7 +257,6 @@ ATTACKS: dict[str, Attack] = {
     "a momentum smaller than its weights, beyond whose end torch would write": Attack(
         momentum(lambda weight: torch.zeros(1)), RESUME, says="its optimizer has another momentum_buffer"
     ),
-    "a momentum that is text": Attack(momentum(lambda weight: "x"), RESUME, says="its optimizer has another momentum_buffer"),
     "best scores that are text": Attack(
         removal("x", inside=True, **WATCHED, state=lambda path: {**best(path), "best_k_models": {str(path): "x"}}),
         RESUME,
@@ -300,9 +299,7 @@ ATTACKS: dict[str, Attack] = {
         metric("MulticlassConfusionMatrix", num_classes=10**5), "model.metrics.curve.num_classes"
     ),
     "a net of a million times the width": Attack(
-        config("model: {width: 1000000}"),
-        beside(),
-        says="width multiplies the hidden widths: it must be above 0",
+        config("model: {width: 1000000}"), beside(), says="width multiplies the hidden widths: it must be above 0"
     ),
     "a table of curves in the user's folder": refused_place(
         trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"

@@ -1,13 +1,10 @@
-"""Readers of files: models, checkpoints, configurations, images, folders of them."""
+"""Readers of files: models, checkpoints, configurations, images."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
 import struct
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,9 @@ from PIL import Image
 from safetensors.torch import save
 from security.fuzzing import Reader, refused_or_read
 from security.hostile_files import png
-from security.mutations import ODD_TEXTS, as_json, changed, damaged, plain, yaml_files, zip_files
+from security.mutations import as_json, changed, damaged, plain, yaml_files, zip_files
 
 from cifar_lit.data.decode import decode
-from cifar_lit.data.folder import folder
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.model_file import CHECKSUM, FORMAT, ModelCard, checksum, load_model_file
@@ -107,7 +103,7 @@ def read_config(content: bytes) -> None:
     refused_or_read(lambda: plain_values(Path("own.yaml")))
 
 
-# ---- Images and folders of them.
+# ---- Images.
 
 
 def image_file(kind: str, side: int = 16, **settings: Any) -> bytes:
@@ -141,57 +137,6 @@ def read_image(content: bytes) -> None:
         assert pixels is None or pixels.shape == (*shape, channels)
 
 
-FOLDER_NAMES = ("train", "test", "val", "cat", "dog", "Ä 猫", ".hidden", "__MACOSX", "-r", "--x", "*", "a.png")
-names = (st.sampled_from(FOLDER_NAMES + ODD_TEXTS) | st.text(min_size=1, max_size=5)).map(
-    lambda text: os.fsencode(text.replace("/", ":").replace("\0", "").encode(errors="surrogatepass"))[:200] or b"x"
-) | st.binary(min_size=1, max_size=5).map(lambda name: name.replace(b"/", b":").replace(b"\0", b"0"))
-file_names = st.tuples(names, st.sampled_from([b".png", b".JPG", b".gif", b".txt", b""])).map(b"".join)
-LINKS = (b"..", b".", b"/dev/zero", b"/dev/null", b"nowhere", b"../../outside/secret.png", b"../outside")
-links = st.sampled_from([("link", target) for target in LINKS] + [("pipe", b"")])
-files = st.sampled_from(PICTURES) | images | links
-trees = st.recursive(
-    st.dictionaries(file_names, files, max_size=3),
-    lambda inner: st.dictionaries(names, inner | st.dictionaries(file_names, files, min_size=1, max_size=3), max_size=4),
-    max_leaves=12,
-)
-data_sets = (
-    trees | st.fixed_dictionaries({b"cat": trees, b"dog": trees}) | st.fixed_dictionaries({b"train": trees, b"test": trees})
-)
-
-
-def make_tree(tree: dict[bytes, Any], place: Path) -> None:
-    """Puts files, links and pipes below a new folder."""
-    place.mkdir()
-    for name, content in tree.items():
-        path = place / os.fsdecode(name)
-        with suppress(OSError):  # a name that is taken, such as "."
-            match content:
-                case dict():
-                    make_tree(content, path)
-                case ("link", target):
-                    path.symlink_to(os.fsdecode(target))
-                case ("pipe", _):
-                    os.mkfifo(path)
-                case _:
-                    path.write_bytes(content)
-
-
-def put_secret() -> None:
-    Path("outside").mkdir()
-    Path("outside/secret.png").write_bytes(PICTURES[0])
-
-
-def read_folder(tree: dict[bytes, Any]) -> None:
-    make_tree(tree, Path("images"))
-    try:
-        for train in (True, False):
-            data = refused_or_read(lambda: folder(Path("images"), train, 8, skip_bad=True, cache_dir=Path("cache")))  # noqa: B023
-            assert data is None or len(data.images) == len(data.labels)
-    finally:
-        shutil.rmtree("images")
-        shutil.rmtree("cache", ignore_errors=True)
-
-
 READERS = {
     "a model": Reader(
         damaged(MODEL)
@@ -213,5 +158,4 @@ READERS = {
     ),
     "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
     "an image": Reader(images, read_image),
-    "a folder of images": Reader(data_sets, read_folder, put_secret),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from hypothesis import strategies as st
-from security.fuzz_files import ODD_TENSORS, checkpoint_file, put_secret
+from security.fuzz_files import ODD_TENSORS, PICTURES, checkpoint_file
 from security.fuzzing import Reader, typed
 from security.mutations import changed, csv_files, damaged, json_files, plain, yaml_files, zip_files
 
@@ -85,6 +85,11 @@ BOUNDS = ("--dataset=shapes", "--data.image_size=16", "--data.num_classes=4", "-
 def resume_run(given: dict[str, Any]) -> None:
     put_run({"metrics.json": None, **given})
     typed("fit", "--resume", "logs/run", "--epochs=2", "--trainer.limit_train_batches=1", "--devices=1", *BOUNDS)
+
+
+def put_secret() -> None:
+    Path("outside").mkdir()
+    Path("outside/secret.png").write_bytes(PICTURES[0])
 
 
 COMPARED = ("config.yaml", "metrics.json", "metrics.csv", "predictions.csv")

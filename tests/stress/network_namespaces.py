@@ -12,8 +12,6 @@ from pathlib import Path
 
 NETWORK = "10.77.31"
 CLONE_NEWNET = 0x40000000  # of Linux's <sched.h>
-# Process numbers and a name of its own too; the shell is its first process, which no signal from within can end.
-_OWN_PROCESSES = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
 
 
 def why_not() -> str | None:
@@ -40,11 +38,6 @@ class TwoMachines:
     def address(self, number: int) -> str:
         """A machine's address."""
         return f"{NETWORK}.{number + 1}"
-
-    def within(self, number: int) -> list[str]:
-        """The words before a command that is to run on a machine."""
-        own = [*_OWN_PROCESSES, f'hostname machine-{number}; "$@"; exit $?', "sh"]
-        return ["ip", "netns", "exec", self.names[number], *own]
 
     def shut(self, number: int) -> None:
         """Shuts a machine's own end of the network down: it has no way to anybody, and is told so."""
