@@ -20,6 +20,7 @@ from cifar_lit.hardware import core_count
 MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
 MAX_VALUES = 20_000  # with aliases written out
+MAX_LIST = 200  # elements of a list: jsonargparse copies a list for each of its elements
 MAX_DIGITS = 64  # characters of an integer
 MAX_INTEGER = 1 << 63  # the first that torch and numpy cannot hold
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")}
@@ -62,12 +63,14 @@ def plain_text(file: Path) -> str:
 def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> int:
     """Count the values below a node with aliases written out.
 
-    Raise UsageError for foreign tags, huge integers, loops, depth and growth.
+    Raise UsageError for foreign tags, huge integers, long lists, loops, depth and growth.
     """
     if node.tag not in _TAGS:
         raise UsageError(f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only")
     if node.tag == _INTEGER and isinstance(node, yaml.ScalarNode) and _is_huge(node):
         raise UsageError(f"{file} was not read: it has an integer of more than 64 bits at line {node.start_mark.line + 1}")
+    if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_LIST:
+        raise UsageError(f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements")
     if depth > MAX_DEPTH or known.get(id(node)) == 0:
         raise UsageError(f"{file} was not read: it is nested too deep")
     if id(node) not in known:

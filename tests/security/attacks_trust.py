@@ -292,8 +292,8 @@ ATTACKS: dict[str, Attack] = {
     "a metric of 10⁹ thresholds": refused_place(
         metric("BinaryPrecisionRecallCurve", thresholds=10**9), "model.metrics.curve.thresholds"
     ),
-    "a metric of 1,000 listed thresholds": refused_place(
-        metric("BinaryPrecisionRecallCurve", thresholds=[0.5] * 1000), "model.metrics.curve.thresholds"
+    "a metric of 1,000 listed thresholds": Attack(
+        metric("BinaryPrecisionRecallCurve", thresholds=[0.5] * 1000), beside(), says="has more than 200 elements"
     ),
     "a metric of 10⁵ classes": refused_place(
         metric("MulticlassConfusionMatrix", num_classes=10**5), "model.metrics.curve.num_classes"
