@@ -45,6 +45,7 @@ def quieten() -> None:
     for message in (
         ".*LeafSpec.*",  # torch's own deprecation inside Lightning's batch handling
         ".*Total length of `list` across ranks is zero.*",  # data.val_size 0 is meant
+        ".*but have no logger configured.*",  # `validate` prints its score
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
         "Grad strides do not match bucket view strides",  # of 1×1 filters, whose two memory orders are one
     ):

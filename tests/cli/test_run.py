@@ -141,6 +141,12 @@ def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_err
     assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
 
 
+def test_a_validation_without_a_logger_prints_no_warning_either(working_folder: Path) -> None:
+    """`fit` ends with one: the score is logged by then."""
+    answer = run_process([sys.executable, "-W", "error", "-m", "cifar_lit", "fit", *ONE_EPOCH], working_folder)
+    assert (answer.code, answer.err) == (0, "")
+
+
 # ---- using it
 
 
