@@ -23,7 +23,7 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
 from cifar_lit.training.features import check_features, feature_callbacks
-from cifar_lit.training.metrics import TOP, Evaluation, RunningMetrics, Score
+from cifar_lit.training.metrics import TOP, Evaluation, RunningMetrics, Score, value_names
 from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
@@ -43,7 +43,7 @@ def check_model(settings: Mapping[str, Any]) -> None:
     if is_import_path(settings["optimizer"]):
         import_callable(settings["optimizer"])
     _check_choices(settings)
-    check_choice("model.monitor", settings["monitor"], [*Evaluation(num_classes=TOP + 1).names, *(settings["metrics"] or {})])
+    check_choice("model.monitor", settings["monitor"], value_names(TOP + 1, settings["metrics"] or {}))
 
 
 def _check_choices(h: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ class ImageClassifier(pl.LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule if it is not built yet. Return the callbacks that the settings ask for."""
-        if "num_classes" not in self.hparams or self.hparams["num_classes"] is None:
+        if self.hparams["num_classes"] is None:
             data = self.trainer.datamodule  # type: ignore[attr-defined]
             if not hasattr(data, "class_count"):
                 raise UsageError("the number of classes is not known: use ImageClassifier(num_classes=…)")

@@ -7,7 +7,7 @@ TensorBoard, metrics.json and the report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,12 @@ class Score(NamedTuple):
 TAKEN = ("accuracy", "loss", "images", "interval", "per_class", "tta", "calibration", "fingerprint")
 
 
+def value_names(num_classes: int, further: Iterable[str] = ()) -> list[str]:
+    """Return the names of the values in a score. further: names of `model.metrics`."""
+    top5 = ["top5"] if num_classes > TOP else []
+    return list(dict.fromkeys(["accuracy", "loss", "balanced_accuracy", "macro_f1", *top5, *further]))
+
+
 class Evaluation(nn.Module):
     """Loss, confusion matrix, top-5 hits and further metrics of one pass over a set.
 
@@ -185,8 +191,7 @@ class Evaluation(nn.Module):
     @property
     def names(self) -> list[str]:
         """Names of the values in a score."""
-        ours = ["accuracy", "loss", "balanced_accuracy", "macro_f1", *(["top5"] if self.top5 is not None else [])]
-        return list(dict.fromkeys([*ours, *self.further]))
+        return value_names(self.confusion.num_classes, map(str, self.further))
 
     def reset(self) -> None:
         """Start counting anew."""
