@@ -13,7 +13,7 @@ from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import Machine, detect_machine
-from cifar_lit.text import note
+from cifar_lit.text import counted, note
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
@@ -48,7 +48,7 @@ def each_count(text: str) -> dict[str, list[str]]:
     counts = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
     if min(counts) < 1 or len(set(counts)) < len(counts):
         raise UsageError(f"--devices {text}: give different numbers of devices, such as --devices 1,2")
-    return {f"{count} device{'s' * (count > 1)}": ["--devices", str(count)] for count in counts}
+    return {counted(count, "device"): ["--devices", str(count)] for count in counts}
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -84,7 +84,7 @@ def run(settings: argparse.Namespace) -> None:
     shared = {name: first[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs")}
     precisions = ", ".join(f"{place} in {same[0]['precision']}" for place, same in runs.items())
     count, epochs = len(next(iter(runs.values()))), shared["epochs"]
-    lines = [f"{count} run{'s' * (count > 1)} of {epochs} epoch{'s' * (epochs > 1)} each: {precisions}"]
+    lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
     if last["accelerator"] == "cpu" and last["devices"] > 1:
         lines.append(f"All processes share the {machine.threads} cores that one process already uses: expect no speed-up.")
     elif len(places) == 1:

@@ -17,6 +17,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.hardware import detect_machine
 from cifar_lit.runs.results import versions
+from cifar_lit.text import counted
 
 FEW = 4  # under so many values a spread is their range, and a mean has no interval
 
@@ -76,7 +77,7 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
         return str(environment["gpu"])
     threads = environment["threads"]
     bf16 = " with bf16" if environment.get("bf16") else ""  # without it a training takes several times as long
-    return f"{environment['cpu']}{bf16}, {threads} thread{'s' * (threads != 1)}"
+    return f"{environment['cpu']}{bf16}, {counted(threads, 'thread')}"
 
 
 def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import augmented_sample, captioned
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import note, say
+from cifar_lit.text import counted, note, say
 
 DESCRIPTION = (
     "Draws a contact sheet of your own images: a row for each, first the original, then the image as the first epochs of a "
@@ -61,7 +61,7 @@ def preview(argv: list[str]) -> None:
     save_picture(Image.fromarray(sheet.permute(1, 2, 0).numpy()), out)
     if data.augmentation == Augmentation() and data.device_augmentation is None:
         note("nothing is augmented by these settings: name a recipe, as in --recipe finetune, or set --data.augment.x")
-    of = f"{count} of {len(files):,} images" if count < len(files) else f"{count} image{'s' * (count > 1)}"
+    of = f"{count} of {len(files):,} images" if count < len(files) else counted(count, "image")
     say(f"{of}, as they are and in epochs 0 … {EPOCHS - 1}: {display_path(out)}")
 
 
