@@ -127,7 +127,9 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
         if kind == "cpu" or (kind == "mps" and machine.mps and not number):
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
-    raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} auto takes the fastest.")
+    raise UsageError(
+        f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} auto takes the fastest."
+    )
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
@@ -146,7 +148,9 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
     chosen, count = _parse_devices(devices), len(machine.gpus)
     if kind == "cpu" and (isinstance(chosen, list) or chosen == -1):
-        raise UsageError(f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it")
+        raise UsageError(
+            f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it"
+        )
     if kind == "gpu" and chosen != "auto" and (max(chosen) >= count if isinstance(chosen, list) else chosen > count):
         raise UsageError(f"--devices {devices} asks for more GPUs than there are: this machine has {machine}")
     return accelerator, chosen

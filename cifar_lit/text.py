@@ -19,7 +19,11 @@ _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
 
 def is_name(value: object) -> bool:
     """Whether something can name a class, a net or a run: a text without control characters, and without halves of pairs."""
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= MAX_NAME
+        and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
+    )
 
 
 def printable(text: str) -> str:

@@ -40,7 +40,9 @@ class Results:
     test: Score | None
 
 
-def fit(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None) -> Results | None:
+def fit(
+    run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path | None
+) -> Results | None:
     """Train, load the best weights, test them if the command is `train`, and write the results.
 
     Returns None in a `fast_dev_run` and on all processes but the first.
@@ -50,7 +52,9 @@ def fit(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, 
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     best = load_weights(model, run.checkpoint)
-    val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if run.best.best_model_path else None
+    val = (
+        Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if run.best.best_model_path else None
+    )
     test = _score("test", trainer, model, data) if run.command == "train" else None
     if val and not test:
         trainer.loggers = []  # This pass only collects predictions; the score is already logged.
@@ -58,7 +62,9 @@ def fit(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, 
     return write_results(run, model, data, val, test)
 
 
-def evaluate(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> Results | None:
+def evaluate(
+    run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path
+) -> Results | None:
     """Score a checkpoint on the validation or test images, and write the results. Returns None where `fit` does."""
     if run.command == "validate" and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: data.val_size is 0")
@@ -78,7 +84,9 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
     return write_predictions(run.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
 
 
-def write_results(run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None) -> Results | None:
+def write_results(
+    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
+) -> Results | None:
     """Write weights, predictions, pictures, report and metrics.json, the last of which marks the run as finished."""
     trainer, folder = model.trainer, run.folder.path
     if not trainer.is_global_zero:
@@ -106,7 +114,11 @@ def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageDat
     data.train_dataloader()
     h, (channels, height, width) = model.hparams, data.input_shape
     for side in data.resolutions:  # the net refuses images that are too small for it
-        shape = {"channels": channels, "image_size": (side, round(side * width / height)), "num_classes": data.class_count}
+        shape = {
+            "channels": channels,
+            "image_size": (side, round(side * width / height)),
+            "num_classes": data.class_count,
+        }
         build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
 
 

@@ -17,7 +17,9 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: workers with a thread for each core slow each other down
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # before torch is imported: workers with a thread for each core slow each other down
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -63,7 +65,8 @@ def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
 
             name = Path(request.node.path).stem.removeprefix("test_") + part
             write_figures(
-                Path(folder) / f"stress-{name}.json", {"bench": f"stress {name}", **counts, "environment": environment()}
+                Path(folder) / f"stress-{name}.json",
+                {"bench": f"stress {name}", **counts, "environment": environment()},
             )
 
     return write
@@ -107,7 +110,9 @@ def forking(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
     if not hasattr(os, "fork"):
         pytest.skip("these trainings are forked, which this system cannot do")
     command = [sys.executable, "-m", "stress.forked"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
 
         def call(function: Callable[..., Any], **arguments: Any) -> Any:

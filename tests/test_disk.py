@@ -44,12 +44,14 @@ def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_break
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_errors_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
     def fail(error: Exception) -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            raise error  # noqa: B904 (torch sets no cause either)
+            raise error
 
     with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a"):
         fail(RuntimeError("unexpected pos 64 vs 0"))
@@ -80,7 +82,9 @@ def test_a_kill_between_the_renames_and_a_file_system_without_second_names_lose_
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
     sync = os.fsync
 
@@ -97,7 +101,9 @@ def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(tmp_path
     assert folder == (tmp_path.name, True)
 
 
-def test_neither_a_link_in_its_place_nor_one_in_that_of_the_part_or_the_previous_is_written_through(tmp_path: Path) -> None:
+def test_neither_a_link_in_its_place_nor_one_in_that_of_the_part_or_the_previous_is_written_through(
+    tmp_path: Path,
+) -> None:
     theirs = tmp_path / "theirs"
     theirs.write_text("as it was")
     a, b = tmp_path / "a", tmp_path / "b"
@@ -116,7 +122,12 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 40)
     (tmp_path / "empty").touch()  # files of the kernel that block, such as /proc/kmsg, have size 0 too
-    reasons = {"pipe": "a pipe or a device", "device": "a pipe or a device", "large": "larger than 8 MiB", ".": "a folder"}
+    reasons = {
+        "pipe": "a pipe or a device",
+        "device": "a pipe or a device",
+        "large": "larger than 8 MiB",
+        ".": "a folder",
+    }
     for name, reason in {**reasons, "empty": "is empty"}.items():
         with pytest.raises(OSError, match=reason):
             read_text(tmp_path / name)

@@ -19,8 +19,30 @@ from cifar_lit.cli.flags import parse
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # From sbatch's manual, https://slurm.schedmd.com/sbatch.html, of those that a training may want.
 SBATCH = {
-    *("account", "array", "chdir", "constraint", "cpus-per-task", "error", "exclusive", "gpus-per-node", "gres", "job-name"),
-    *("mail-type", "mail-user", "mem", "nodes", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue"),
+    *(
+        "account",
+        "array",
+        "chdir",
+        "constraint",
+        "cpus-per-task",
+        "error",
+        "exclusive",
+        "gpus-per-node",
+        "gres",
+        "job-name",
+    ),
+    *(
+        "mail-type",
+        "mail-user",
+        "mem",
+        "nodes",
+        "ntasks-per-node",
+        "open-mode",
+        "output",
+        "partition",
+        "qos",
+        "requeue",
+    ),
     *("signal", "time"),
 }
 # From srun's, https://slurm.schedmd.com/srun.html.

@@ -78,7 +78,9 @@ NONE = "{} names no device, or one twice: use a number (2), ids (0,1) or auto."
         ),
     ],
 )
-def test_what_the_machine_lacks_is_answered_with_what_it_has(machine: Machine, accelerator: str, devices: Any, line: str) -> None:
+def test_what_the_machine_lacks_is_answered_with_what_it_has(
+    machine: Machine, accelerator: str, devices: Any, line: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         choose_devices(machine, accelerator, devices)
     assert str(refusal.value) == line
@@ -138,7 +140,9 @@ def test_a_name_is_turned_into_torchs_or_answered_with_the_devices_there_are(
 def test_this_machine_is_seen_and_computes_where_auto_says() -> None:
     machine = detect_machine()
     assert machine.threads >= 1 and machine.cpu and "GPU" in str(machine)
-    assert torch.zeros(1, device=resolve_device("auto")).device.type in {name.partition(":")[0] for name in machine.devices}
+    assert torch.zeros(1, device=resolve_device("auto")).device.type in {
+        name.partition(":")[0] for name in machine.devices
+    }
 
 
 # ---- memory
@@ -159,7 +163,9 @@ print([step() for _ in range(4)][-1])
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
 def test_what_a_step_frees_serves_the_next_without_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", COUNT_FAULTS]
-    kept, left = (int(subprocess.run([*command, how], capture_output=True, check=True).stdout) for how in ("kept", "left"))
+    kept, left = (
+        int(subprocess.run([*command, how], capture_output=True, check=True).stdout) for how in ("kept", "left")
+    )
     assert kept < 10
     assert left > kept  # some 17,000 where pages are of 4 KiB
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())

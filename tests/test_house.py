@@ -47,15 +47,19 @@ def test_a_folder_imports_only_what_stands_before_it(folder: str) -> None:
         for name in imported(path):
             inner = name.removeprefix("cifar_lit.")
             if inner != name:
-                assert any(inner == other or inner.startswith(f"{other}.") for other in allowed), f"{path} imports {name}"
+                assert any(inner == other or inner.startswith(f"{other}.") for other in allowed), (
+                    f"{path} imports {name}"
+                )
 
 
 def test_no_module_imports_itself_through_others_not_even_for_type_checkers() -> None:
     modules = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCES
     }
     graph = {
-        name: {full if full in modules else full.rpartition(".")[0] for full in imported(path)} & modules.keys() - {name}
+        name: {full if full in modules else full.rpartition(".")[0] for full in imported(path)}
+        & modules.keys() - {name}
         for name, path in modules.items()
     }
     list(TopologicalSorter(graph).static_order())  # raises CycleError

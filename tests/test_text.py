@@ -50,7 +50,9 @@ def test_no_cell_is_computed_and_different_texts_stay_different(text: str) -> No
     assert csv_cell(cell) != cell
 
 
-@pytest.mark.parametrize("value", [1, -0.5, None, True, "-1", "+1e5", "1", "cat", "a=b", "T-shirt/top", "", "'s", "日本"])
+@pytest.mark.parametrize(
+    "value", [1, -0.5, None, True, "-1", "+1e5", "1", "cat", "a=b", "T-shirt/top", "", "'s", "日本"]
+)
 def test_numbers_and_common_texts_stay_as_they_are(value: object) -> None:
     assert csv_cell(value) is value or csv_cell(value) == value
 

@@ -28,7 +28,9 @@ Metrics = dict[str, Any]  # metrics.json of a run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("--devices", metavar="1,2", help="numbers of devices to compare; the CPU and each GPU if not given")
+    parser.add_argument(
+        "--devices", metavar="1,2", help="numbers of devices to compare; the CPU and each GPU if not given"
+    )
     parser.add_argument("--runs", type=int, default=1, help="trainings of each row")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run; each further run adds one")
 
@@ -86,7 +88,9 @@ def run(settings: argparse.Namespace) -> None:
     count, epochs = len(next(iter(runs.values()))), shared["epochs"]
     lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
     if last["accelerator"] == "cpu" and last["devices"] > 1:
-        lines.append(f"All processes share the {machine.threads} cores that one process already uses: expect no speed-up.")
+        lines.append(
+            f"All processes share the {machine.threads} cores that one process already uses: expect no speed-up."
+        )
     elif len(places) == 1:
         lines.append("This machine has no GPU.")
     publish(

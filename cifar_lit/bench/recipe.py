@@ -40,7 +40,14 @@ WHAT = (
     "goes on when the same line is typed again. What is not listed here goes to the training."
 )
 NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
-CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")  # what results depend on
+CODE = (
+    "data/**/*.py",
+    "models/**/*.py",
+    "training/**/*.py",
+    "cli/fit.py",
+    "hardware.py",
+    "train.py",
+)  # what results depend on
 LEGEND = (
     f"± is the standard deviation over n seeds; behind n, from n = {FEW} on, the 95 % interval of the mean (Student's t)",
     "training is the whole fit with its validations: median and quartiles, of n < 4 the range, warm if any is",
@@ -53,8 +60,12 @@ Runs = dict[int, dict[str, Any]]  # of a recipe, as `run_once` returns them, by 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes, or YAML files of your own; first on the line")
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe; those that the --json FILE holds are kept")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="recipes, or YAML files of your own; first on the line"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="seeds of each recipe; those that the --json FILE holds are kept"
+    )
     parser.add_argument("--seed0", type=int, default=0, help="the first of them")
 
 
@@ -80,7 +91,9 @@ def run(settings: argparse.Namespace) -> None:
     try:
         for name, seed in [(recipe, seed) for recipe in recipes for seed in missing[recipe]]:
             done = runs[name]
-            run = run_once(str(recipes[name]), settings.flags, seed, command.logs, not trained, StepProgress(progress, trained))
+            run = run_once(
+                str(recipes[name]), settings.flags, seed, command.logs, not trained, StepProgress(progress, trained)
+            )
             done[seed] = run | {"first": seed == missing[name][0]}
             trained += 1
             if file:
@@ -167,13 +180,21 @@ def read_runs(file: Path | None, conditions: Mapping[str, Mapping[str, str]]) ->
         raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
     for name, entry in figures["recipes"].items():
         if name not in conditions:
-            raise UsageError(f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}")
-        if differing := " and ".join(part for part, own in conditions[name].items() if entry["settings"].get(part) != own):
-            raise UsageError(f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}")
+            raise UsageError(
+                f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}"
+            )
+        if differing := " and ".join(
+            part for part, own in conditions[name].items() if entry["settings"].get(part) != own
+        ):
+            raise UsageError(
+                f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}"
+            )
     return {name: {run["seed"]: run for run in entry["runs"]} for name, entry in figures["recipes"].items()}
 
 
-def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool, *callbacks: Callback) -> dict[str, Any]:
+def run_once(
+    recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool, *callbacks: Callback
+) -> dict[str, Any]:
     """Trains and tests a recipe with one seed, as `train` does in this process; what it prints is not shown.
 
     Args:
@@ -195,10 +216,14 @@ def run_once(recipe: str, flags: Sequence[str], seed: int, logs: str | None, col
         folder = Path(name).expanduser()
         before = set(folder.glob("*"))
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-            TrainingCLI(parse("train", ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]), *callbacks)
+            TrainingCLI(
+                parse("train", ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]), *callbacks
+            )
         age = process_age() if cold else None
         every = map(read_metrics, set(folder.glob("*")) - before)
-        metrics = next((one for one in every if one.get("seed") == seed and one.get("test") and one.get("train_seconds")), None)
+        metrics = next(
+            (one for one in every if one.get("seed") == seed and one.get("test") and one.get("train_seconds")), None
+        )
     if metrics is None:
         raise Failure(f"{recipe} with seed {seed} ended without a test: leave flags out that cut a run short")
     gc.collect()  # net and Trainer refer to each other, and would keep the device's memory until the next collection
@@ -253,7 +278,8 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "training": spread_text(spread(run["seconds"] for run in warm), "s"),
         "start to end": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
-        "peak memory": f"{max(run['memory_mb'] for run in runs):,} MB" + (f" + {device:,} MB on the device" if device else ""),
+        "peak memory": f"{max(run['memory_mb'] for run in runs):,} MB"
+        + (f" + {device:,} MB on the device" if device else ""),
     }
 
 

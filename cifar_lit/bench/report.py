@@ -32,7 +32,14 @@ class Spread(TypedDict):
 
 
 Row = tuple[str, float | Spread, str]  # what was measured, its value, the unit
-NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # settings that say where files lie, or are told elsewhere
+NOT_FIGURES = (
+    "json",
+    "plot",
+    "root",
+    "threads",
+    "names",
+    "line",
+)  # settings that say where files lie, or are told elsewhere
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -40,7 +47,12 @@ def spread(values: Iterable[float]) -> Spread:
     listed = sorted(values)
     quartiles = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) >= FEW else None
     low, median, high = quartiles or (listed[0], statistics.median(listed), listed[-1])
-    return {"n": len(listed), "median": float(f"{median:.5g}"), "low": float(f"{low:.5g}"), "high": float(f"{high:.5g}")}
+    return {
+        "n": len(listed),
+        "median": float(f"{median:.5g}"),
+        "low": float(f"{low:.5g}"),
+        "high": float(f"{high:.5g}"),
+    }
 
 
 def number_text(value: float) -> str:
@@ -93,13 +105,17 @@ def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = ()
     }
 
 
-def publish(bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any) -> dict[str, Any]:
+def publish(
+    bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any
+) -> dict[str, Any]:
     """Prints rows as a table with lines under it, and writes the figures, which it returns, to the file that --json names."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
     table = [(label, spread_text(value, unit)) for label, value, unit in rows]
-    print_table(figures["environment"], f"{bench} · {title}", ["", "median (quartiles, of n < 4 the range)"], table, *lines)
+    print_table(
+        figures["environment"], f"{bench} · {title}", ["", "median (quartiles, of n < 4 the range)"], table, *lines
+    )
     return figures
 
 

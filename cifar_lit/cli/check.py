@@ -70,7 +70,12 @@ def run_probe(word: str) -> str:
     """Run this module in a process, with a device or "machine"; return its last line, and raise Failure if it has none."""
     command = [sys.executable, "-m", "cifar_lit.cli.check", word]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
     )
     try:
         out, err = process.communicate(timeout=LIMIT)

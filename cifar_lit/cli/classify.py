@@ -73,11 +73,25 @@ def _settings(argv: list[str]) -> Namespace:
     parser = command_parser("classify", description)
     add = parser.add_argument
     add("run", type=str, metavar="RUN", help="a run folder, or its model.safetensors")
-    add("paths", type=str, nargs="*", metavar="PATH", help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin")
+    add(
+        "paths",
+        type=str,
+        nargs="*",
+        metavar="PATH",
+        help="files, folders, patterns such as '*.jpg' or '**/*.png', - for stdin",
+    )
     add("--top", type=int, default=3, help="how many classes a row names")
     csv = "write CSV, to stdout if no file is named"
     add("--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help=csv)
-    add("--jsonl", type=str, nargs="?", const="-", default=None, metavar="FILE.jsonl", help="a JSON object a line, likewise")
+    add(
+        "--jsonl",
+        type=str,
+        nargs="?",
+        const="-",
+        default=None,
+        metavar="FILE.jsonl",
+        help="a JSON object a line, likewise",
+    )
     add("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
     explain = f"draw where each class was found, as --explain=FOLDER, or in {EXPLAINED}/"
     add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
@@ -88,8 +102,12 @@ def _settings(argv: list[str]) -> Namespace:
         raise UsageError(f"the run comes before the pictures: cifar-lit classify {run} {settings.run}")
     if not settings.paths:
         if not _may_be_run(settings.run):
-            raise UsageError(f"classify needs a run before the pictures: cifar-lit classify lightning_logs/NAME {settings.run}")
-        raise UsageError("classify what? Name files, folders or patterns after the run, or - for a list on standard input.")
+            raise UsageError(
+                f"classify needs a run before the pictures: cifar-lit classify lightning_logs/NAME {settings.run}"
+            )
+        raise UsageError(
+            "classify what? Name files, folders or patterns after the run, or - for a list on standard input."
+        )
     if settings.top < 1 or settings.max_pixels < 1:
         raise UsageError("--top and --max-pixels must be at least 1")
     if settings.csv == "-" and settings.jsonl == "-":
@@ -102,7 +120,7 @@ def _settings(argv: list[str]) -> Namespace:
 
 def _may_be_run(path: str) -> bool:
     names = ("config.yaml", "model.safetensors")
-    return path.endswith(".safetensors") or any(os.path.exists(os.path.join(path, name)) for name in names)  # noqa: PTH110, PTH118
+    return path.endswith(".safetensors") or any(os.path.exists(os.path.join(path, name)) for name in names)
 
 
 def _sorted_argv(argv: list[str]) -> list[str]:
@@ -124,7 +142,11 @@ def _sorted_argv(argv: list[str]) -> list[str]:
         elif arg in _VALUED and rest:
             arg += f"={rest.popleft()}"
         (flags if arg.startswith("-") and arg != "-" else paths).append(arg)
-    return [*flags, "--", *paths, *rest] if any(path.startswith("-") for path in (*paths, *rest)) else [*flags, *paths, *rest]
+    return (
+        [*flags, "--", *paths, *rest]
+        if any(path.startswith("-") for path in (*paths, *rest))
+        else [*flags, *paths, *rest]
+    )
 
 
 def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
@@ -137,7 +159,7 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
         target = Path(settings[flag] or "-")
         if flag != "sheet" and target.name.lower().endswith(SUFFIXES):
             raise UsageError(f"--{flag}={target} would write rows into a picture: name a .{flag} file")
-        if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
+        if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):
             raise UsageError(f"--{flag} {target} is among the pictures to classify: choose another file")
 
 
@@ -155,19 +177,27 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     with ExitStack() as stack:
         if settings.explain is not None:  # before anything is written: not every net has maps
             activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
-        targets = [(target, kind) for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)) if target is not None]
+        targets = [
+            (target, kind)
+            for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows))
+            if target is not None
+        ]
         writers = [stack.enter_context(_row_file(target, kind, top, len(files))) for target, kind in targets]
         if not targets:
             writers.append(_class_table([file.path for file in files], classifier.classes, top))
         # a bar would be drawn into rows that appear on the same terminal
         quiet = sys.stdout.isatty() and (not targets or "-" in (settings.csv, settings.jsonl))
-        advance = stack.enter_context(nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0))
+        advance = stack.enter_context(
+            nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0)
+        )
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
             if settings.explain is not None and len(images):
                 readable = (row for row in rows if row.error is None)
-                for row, image, activation in zip(readable, images, activation_maps(classifier.net, images), strict=True):
+                for row, image, activation in zip(
+                    readable, images, activation_maps(classifier.net, images), strict=True
+                ):
                     stem = Path(row.path or "").stem.encode(errors="ignore")[:MAX_STEM].decode(errors="ignore")
                     name = f"{row.index:05}-{stem}.png"
                     save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
@@ -191,7 +221,10 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
         yield kind(sys.stdout, top).write
         return
     path = Path(target)
-    with writing(path, "Choose another place.", parents=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+    with (
+        writing(path, "Choose another place.", parents=True) as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
         yield kind(file, top).write
     note(f"{count:,} rows in {display_path(path)}")
 

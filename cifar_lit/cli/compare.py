@@ -43,9 +43,13 @@ Pairs = list[tuple[str, str, "McNemar"]]
 def compare(words: list[str]) -> None:
     """Compares runs; raises UsageError where there is none, Failure where a file cannot be written."""
     parser = command_parser("compare", DESCRIPTION)
-    parser.add_argument("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of logs")
+    parser.add_argument(
+        "runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of logs"
+    )
     parser.add_argument("--plot", type=str | None, default=None, help="draw the curves of all into this PNG")
-    parser.add_argument("--csv", type=str | None, default=None, help="write a row for each run to this file; - for stdout")
+    parser.add_argument(
+        "--csv", type=str | None, default=None, help="write a row for each run to this file; - for stdout"
+    )
     parser.add_argument("--json", type=str | None, default=None, help="write everything to this file; - for stdout")
     settings = parsed(parser, words)
     if settings.csv == settings.json == "-":
@@ -84,7 +88,13 @@ def compare(words: list[str]) -> None:
     if len(tests) > 1:
         say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
     say(*reasons)
-    say(*(f"wrote {display_path(Path(name).expanduser())}" for name in (settings.plot, settings.csv, settings.json) if name))
+    say(
+        *(
+            f"wrote {display_path(Path(name).expanduser())}"
+            for name in (settings.plot, settings.csv, settings.json)
+            if name
+        )
+    )
 
 
 # ---- on the console
@@ -104,16 +114,22 @@ def _show_figures(runs: Sequence[RunRecord]) -> None:
     figures = [run.figures | {"interval": _interval(run.figures), "size": _size(run.figures)} for run in runs]
     known = {*(name for name, _, _ in COLUMNS), *HIDDEN}
     further = dict.fromkeys(name for row in figures for name in row if name not in known)
-    unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in figures if row["low"])
+    unequal = any(
+        abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in figures if row["low"]
+    )
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):
-        values = [f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures]
+        values = [
+            f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures
+        ]
         if name == "accuracy" or (any(values) and (unequal or name not in UNEQUAL)):
             cells[title] = values
     if any(run.note for run in runs):
         cells["note"] = [run.note for run in runs]
     _table(
-        "results on the test images; val: accuracy on the validation images", list(cells), list(zip(*cells.values(), strict=True))
+        "results on the test images; val: accuracy on the validation images",
+        list(cells),
+        list(zip(*cells.values(), strict=True)),
     )
 
 
@@ -136,7 +152,9 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
         accuracy, seconds = group["accuracy"], group["train_seconds"]
         deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
         figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy)]
-        rows.append([group["recipe"], *group["settings"].values(), *figures, f"{seconds['mean']:,.1f}" if seconds else ""])
+        rows.append(
+            [group["recipe"], *group["settings"].values(), *figures, f"{seconds['mean']:,.1f}" if seconds else ""]
+        )
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
     title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
     _table(title, columns, rows, 1 + len(names))

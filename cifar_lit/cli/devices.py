@@ -52,7 +52,9 @@ def _list_machine() -> None:
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
-    ram = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB" if hasattr(os, "sysconf") else ""
+    ram = (
+        f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB" if hasattr(os, "sysconf") else ""
+    )
     what = f"{machine.cpu}, {machine.threads} threads, {'computes in bf16' if machine.bf16 else 'no bf16 in hardware'}"
     table.add_row("cpu", what, ram, choose_precision(machine, "cpu")[0], "--accelerator cpu")
     console = for_tables()

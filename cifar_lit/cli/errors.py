@@ -83,27 +83,35 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _while_restoring(error: BaseException) -> bool:
     """Whether Lightning was putting a checkpoint's values in their places, which may be of any kind."""
-    return any(frame.f_code.co_filename.endswith("checkpoint_connector.py") for frame, _ in walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_filename.endswith("checkpoint_connector.py") for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 # ---- the parser's errors
 
-UNTRUSTED = (
-    "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
-)
+UNTRUSTED = "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
 _PRECISIONS = {  # names of other programs
     **dict.fromkeys(("fp16", "float16", "half", "amp", "mixed", "mixed16", "mixed_float16"), "16-mixed"),
     **dict.fromkeys(("bfloat16", "mixed_bfloat16"), "bf16-mixed"),
     **dict.fromkeys(("fp32", "float32", "float", "full", "single"), "32-true"),
     **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
 }
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "settings by name"}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "settings by name",
+}
 
 
 def command_parser(name: str, description: str) -> ArgumentParser:
     """The parser of a command of ours on runs: it raises its errors, and takes no abbreviations."""
     parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
-    text = "let a run name a net or a data set of any package, whose code then runs, and places to fetch data from or to"
+    text = (
+        "let a run name a net or a data set of any package, whose code then runs, and places to fetch data from or to"
+    )
     parser.add_argument("--trust", action="store_true", help=text)  # which `main` looks for
     return parser
 
@@ -179,7 +187,9 @@ def _dashed(name: str) -> str:
 
 
 def _lightning_classes() -> set[str]:
-    modules = (sys.modules.get(f"lightning.pytorch.{group}") for group in ("callbacks", "loggers", "profilers", "strategies"))
+    modules = (
+        sys.modules.get(f"lightning.pytorch.{group}") for group in ("callbacks", "loggers", "profilers", "strategies")
+    )
     return {name for module in modules for name in getattr(module, "__all__", ())}
 
 

@@ -79,5 +79,8 @@ def export(argv: list[str]) -> None:
         f"wrote {file}",
         "",
         "use it:",
-        *(line.replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file)) for line in USAGE[settings.to]),
+        *(
+            line.replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file))
+            for line in USAGE[settings.to]
+        ),
     )

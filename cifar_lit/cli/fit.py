@@ -85,7 +85,9 @@ class RankProgress(Callback):
         self._stages, self._step = self._stages + 1, 0
         self._move(trainer, 0)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """A step begins, in which the ranks share their gradients."""
         self._step = batch_idx + 1
         self._move(trainer, 0)
@@ -143,7 +145,9 @@ class TrainingCLI(LightningCLI):
         checkpoint = Path(chosen) if chosen else find_resumable(logs_of(command), resume, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
-            raise UsageError(f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/")
+            raise UsageError(
+                f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/"
+            )
         check_unfinished(run, needs_test)
         # a line may be repeated from the history: the run's own recipe, and searches that it has made, are said again
         if command.recipe:
@@ -182,9 +186,13 @@ class TrainingCLI(LightningCLI):
         for action in parser._actions:
             if action.dest in WORDS:
                 action._enable_path = False  # type: ignore[attr-defined]  # "auto" is no file of the working folder
-        parser.add_argument("--recipe", type=str | None, default=None, help="name of the recipe, used to name the run folder")
+        parser.add_argument(
+            "--recipe", type=str | None, default=None, help="name of the recipe, used to name the run folder"
+        )
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
-        text = "also write checkpoints within epochs: every 500 steps, or every 10m (a checkpoint ends each epoch anyway)"
+        text = (
+            "also write checkpoints within epochs: every 500 steps, or every 10m (a checkpoint ends each epoch anyway)"
+        )
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
         text = "end the run if one of several processes sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
@@ -212,17 +220,23 @@ class TrainingCLI(LightningCLI):
         if self.name != "fit":
             tested = self.settings.ckpt_path
             if tested is None:
-                raise UsageError("which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt")
+                raise UsageError(
+                    "which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt"
+                )
             check_checkpoint_path(Path(tested).expanduser())
         trainer, self.machine = self.settings.trainer, hardware.detect_machine()
-        trainer.accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        trainer.accelerator, trainer.devices = hardware.choose_devices(
+            self.machine, trainer.accelerator, trainer.devices
+        )
         if self.name == "predict" and trainer.devices == "auto":
             trainer.devices = 1
         devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or name one")
         if trainer.sync_batchnorm and trainer.accelerator == "cpu" and devices * trainer.num_nodes > 1:
-            raise UsageError("--trainer.sync_batchnorm true works on GPUs only, as torch's SyncBatchNorm does: leave it out")
+            raise UsageError(
+                "--trainer.sync_batchnorm true works on GPUs only, as torch's SyncBatchNorm does: leave it out"
+            )
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
@@ -238,7 +252,9 @@ class TrainingCLI(LightningCLI):
             load_into(self.model)  # before a run folder exists
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
-            raise UsageError(f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1")
+            raise UsageError(
+                f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1"
+            )
         configured = self.config_init[self.name].trainer
         callbacks, loggers = (
             each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
@@ -366,13 +382,17 @@ def check_settings(settings: Any) -> None:
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
     if (recipe := settings.recipe) is not None and (not is_name(recipe) or Path(recipe).name != recipe):
-        raise UsageError(f"recipe: {recipe!r} cannot name the run's folder: leave slashes, tabs, line breaks and the like out")
+        raise UsageError(
+            f"recipe: {recipe!r} cannot name the run's folder: leave slashes, tabs, line breaks and the like out"
+        )
     strategy = str(settings.trainer.strategy)
     if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
         reason = "shares tensors out, which checkpoints and Muon need whole: use --trainer.strategy ddp"
         raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
-        raise UsageError(f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp")
+        raise UsageError(
+            f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp"
+        )
     epochs, data = settings.trainer.max_epochs, settings.data
     numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
     for flag, number in numbers.items():

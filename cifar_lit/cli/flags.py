@@ -224,7 +224,11 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
         return f" Did you mean --config {word}?"
     if path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
         checkpoint = path if path.suffix == ".ckpt" else path / "checkpoints" / "best.ckpt"
-        return f" Did you mean --resume {word}?" if command in ("fit", "train") else f" Did you mean --ckpt_path {checkpoint}?"
+        return (
+            f" Did you mean --resume {word}?"
+            if command in ("fit", "train")
+            else f" Did you mean --ckpt_path {checkpoint}?"
+        )
     if path.is_dir():
         return f" Did you mean --dataset folder --data-dir {word}?"
     return " Flags begin with --, see --help."

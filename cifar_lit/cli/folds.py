@@ -37,7 +37,10 @@ def train_folds(command: Command) -> None:
     runs: list[tuple[str, dict[str, Any]]] = []
     parts: list[Mapping[str, Tensor]] = []
     for fold in range(folds):
-        say("" if fold else f"{folds} trainings, each tested on a part that it was not trained on", f"fold {fold + 1} of {folds}")
+        say(
+            "" if fold else f"{folds} trainings, each tested on a part that it was not trained on",
+            f"fold {fold + 1} of {folds}",
+        )
         one = replace(command, folds=None, flags=[*command.flags, f"--data.folds={folds}", f"--data.fold={fold}"])
         cli = TrainingCLI(one)
         data, predictions = cli.datamodule, cli.model.predictions
@@ -60,11 +63,15 @@ def check_folds(command: Command) -> int:
     """How many folds are asked for; raises UsageError for what a cross-validation cannot be made of."""
     text = command.folds or ""
     if command.name != "train":
-        raise UsageError(f"--folds trains and tests, so it goes with `train` or scripts/train.py, not with `{command.name}`")
+        raise UsageError(
+            f"--folds trains and tests, so it goes with `train` or scripts/train.py, not with `{command.name}`"
+        )
     if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) < 2:
         raise UsageError(f"--folds is a number of parts from 2 on, such as 5, not {text!r}")
     if command.resume is not None:
-        raise UsageError("--folds starts new trainings: leave --resume out, or go on with one of its runs without --folds")
+        raise UsageError(
+            "--folds starts new trainings: leave --resume out, or go on with one of its runs without --folds"
+        )
     if command.value("trainer.num_nodes") not in (None, "1"):
         raise UsageError("--folds trains on one machine: leave --nodes out")
     devices = command.value("trainer.devices")
@@ -114,7 +121,9 @@ def write_label_errors(path: Path, images: ImageSet, indices: Tensor, labels: Te
     ranking = rank_suspects(labels, probabilities.float())
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["index", "path", "label", "probability_of_label", "suggested", "probability_of_suggested", "confident"])
+        writer.writerow(
+            ["index", "path", "label", "probability_of_label", "suggested", "probability_of_suggested", "confident"]
+        )
         for row, confident in zip(ranking.rows.tolist(), ranking.confident.tolist(), strict=True):
             index = int(indices[row])
             names = [images.names[index] if images.names else "", images.classes[labels[row]]]

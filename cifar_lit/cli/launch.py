@@ -35,11 +35,18 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
     per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
     if len(per_node) > 1:
-        raise UsageError(f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node")
+        raise UsageError(
+            f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node"
+        )
     here = min(per_node.pop(), tasks)
     _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
     environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"] = str(here), str(tasks // here)
-    ranks = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "NODE_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
+    ranks = {
+        "RANK": "SLURM_PROCID",
+        "LOCAL_RANK": "SLURM_LOCALID",
+        "NODE_RANK": "SLURM_NODEID",
+        "WORLD_SIZE": "SLURM_NTASKS",
+    }
     environment.update({name: environment[slurm_name] for name, slurm_name in ranks.items()})
 
 
@@ -79,7 +86,9 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     if run is not None and is_finished(run, needs_test=command.name == "train"):
         if first:
             results = display_path(run / "metrics.json")
-            text.say(f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do")
+            text.say(
+                f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do"
+            )
         raise SystemExit(0)
     if note and first:
         text.note(note)
@@ -102,4 +111,6 @@ def logs_of(command: Command) -> Path:
     """The folder of runs that a new training of this line would use."""
     files = [*map(Path, reversed(command.configs)), *([recipe_path(command.recipe)] if command.recipe else [])]
     configs = (plain_values(file.expanduser()) or {} for file in files)
-    return Path(command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)).expanduser()
+    return Path(
+        command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)
+    ).expanduser()

@@ -51,7 +51,9 @@ def preview(argv: list[str]) -> None:
     data = _data(settings.data.as_dict(), chosen)
     count = len(chosen)
     plain = data.train_images.images.permute(0, 3, 1, 2)
-    columns = torch.stack([plain, *(augmented_sample(data, count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(0, 1)
+    columns = torch.stack([plain, *(augmented_sample(data, count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(
+        0, 1
+    )
     times = -(-LEAST_SIDE // min(plain.shape[2:]))
     images = columns.repeat_interleave(times, 2).repeat_interleave(times, 3)
     ways = ["original", *(f"augmented ({epoch})" for epoch in range(EPOCHS))]
@@ -101,7 +103,7 @@ def _check_target(out: Path, files: Sequence[ImageFile]) -> None:
 def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     """The images of some files as a data set to train on, in their order and of the size that a training has them in."""
     for file in files:
-        if file.error or not os.path.exists(file.path):  # noqa: PTH110 (a Path refuses names that cannot be)
+        if file.error or not os.path.exists(file.path):
             raise UsageError(f"{file.path}: {file.error or 'there is no such file'}")
     chosen, paths = settings["image_size"], [file.path for file in files]
     sizes = {image_size(path) for path in paths} if chosen is None else {parse_image_size(chosen)}

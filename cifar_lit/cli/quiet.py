@@ -57,7 +57,7 @@ def quieten() -> None:
 
     threading.excepthook = hook
 
-    import lightning.pytorch  # noqa: F401 (sets its loggers' levels, which would undo ours)
+    import lightning.pytorch
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -54,4 +54,9 @@ def _measured(header: list[str]) -> tuple[str, str, str, str]:
     data = fields.get("Data", details).partition(",")[0]
     seconds = float(fields["Time"].partition(" s")[0])
     threads = re.search(r"(\d+) threads?", fields["Hardware"])
-    return accuracy, data, f"{seconds:.0f} s", f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0]
+    return (
+        accuracy,
+        data,
+        f"{seconds:.0f} s",
+        f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0],
+    )

@@ -41,7 +41,11 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
     channels, height, width = data.input_shape
     device = trainer.strategy.root_device.type
     in_memory = data.placed("train")[1] == "device"
-    read = f"in {'CPU' if device == 'cpu' else 'GPU'} memory" if in_memory else f"read by {counted(data.workers, 'worker')}"
+    read = (
+        f"in {'CPU' if device == 'cpu' else 'GPU'} memory"
+        if in_memory
+        else f"read by {counted(data.workers, 'worker')}"
+    )
     classes = f"{data.class_count} classes · {channels}×{height}×{width}"
     fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
@@ -58,11 +62,15 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         "sizes": f"{sizes}then {height} px" if sizes else "",
         "skips": skipped if data.skip_easy else "",
         "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
-        "trains": training_plan(model, data, max(trainer.max_epochs or 1, 1)) if h["weights"] and not run.folder.resumed else "",
+        "trains": training_plan(model, data, max(trainer.max_epochs or 1, 1))
+        if h["weights"] and not run.folder.resumed
+        else "",
         "devices": f"{trainer.world_size} × {device}",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
         **_step_rows(trainer, h, data),
-        "resumes": f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}" if resumed else "",
+        "resumes": f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+        if resumed
+        else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
     rows = {name: value for name, value in rows.items() if value}
@@ -167,7 +175,9 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
-        code = f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)  # a shell looks for commands between "
+        code = (
+            f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)
+        )  # a shell looks for commands between "
         say(f"  python -c {code}")
 
 

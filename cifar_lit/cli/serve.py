@@ -30,14 +30,29 @@ def serve(argv: list[str]) -> None:
     parser = command_parser("serve", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="folder of a run that ended, or its model.safetensors")
-    add("--host", type=str, default="127.0.0.1", help="address or name to be reached at; 0.0.0.0 for all of this machine's")
+    add(
+        "--host",
+        type=str,
+        default="127.0.0.1",
+        help="address or name to be reached at; 0.0.0.0 for all of this machine's",
+    )
     add("--port", type=int, default=8000, help="0 takes a free one")
     add("--accelerator", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest body of a request, in MB")
     add("--max-pixels", type=int, default=default.pixels, help="of one image, as its header says")
     add("--max-images", type=int, default=default.images, help="in one request")
-    add("--decode-seconds", type=float, default=default.decode_seconds, help="of a CPU for a request's images to be decoded")
-    add("--body-seconds", type=float, default=default.body_seconds, help="for which a client may pause; a slow one uses them up")
+    add(
+        "--decode-seconds",
+        type=float,
+        default=default.decode_seconds,
+        help="of a CPU for a request's images to be decoded",
+    )
+    add(
+        "--body-seconds",
+        type=float,
+        default=default.body_seconds,
+        help="for which a client may pause; a slow one uses them up",
+    )
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
     for name in names:
@@ -87,9 +102,13 @@ def _listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(f"--host {host} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
         if error.errno == errno.EACCES:
-            raise UsageError(f"port {port} may not be used without more rights: choose one above 1023 with --port") from None
+            raise UsageError(
+                f"port {port} may not be used without more rights: choose one above 1023 with --port"
+            ) from None
         raise
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: an answer would wait 40 ms otherwise
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # connections inherit it: an answer would wait 40 ms otherwise
     return sock
 
 

@@ -125,7 +125,7 @@ def remember(text: str) -> None:
 
 def _mark(text: str) -> Path:
     """Where a configuration is noted: in the user's own cache, and not in $CIFAR_LIT_CACHE, which others may have filled."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (raises nothing without a home)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 

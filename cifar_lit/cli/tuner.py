@@ -31,7 +31,9 @@ from cifar_lit.training.finetune import hold_norms
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 from cifar_lit.training.whitening import images_to_whiten
 
-SIZES = [2**power for power in range(4, 13)]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
+SIZES = [
+    2**power for power in range(4, 13)
+]  # of a batch: above 4,096 no device takes less time for an image, and accuracy falls
 RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # settings of a model that the range test changes by one factor
 RESERVE = 0.1  # of the free memory, for what else comes
 MIN_EPOCH_STEPS = 20  # that the largest batch leaves an epoch, where the smallest does
@@ -48,7 +50,9 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 def device_of(machine: Machine, accelerator: str, devices: Any, nodes: int) -> torch.device:
     """The one device that the Trainer would take; raises UsageError for several, also of several machines."""
     if count_devices(machine, accelerator, devices) * nodes > 1:
-        raise UsageError("--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them")
+        raise UsageError(
+            "--auto-batch and --auto-lr look on one device: find the values with --devices 1, then give them"
+        )
     by_id = isinstance(devices, list) and machine.kind(accelerator) == "gpu"
     return torch.device(resolve_device(f"cuda:{devices[0]}" if by_id else accelerator, machine))
 
@@ -101,7 +105,9 @@ def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[
         torch.cuda.empty_cache()  # what torch only keeps does not count as free where images are placed
     else:
         bytes_per_image = 2 * _kept_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
-        fitting = [size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)]
+        fitting = [
+            size for size in sizes if size * bytes_per_image < (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)
+        ]
     if not fitting:
         raise Failure(f"not even {SIZES[0]} images fit into the memory of {trial.device.type}: choose a smaller --net")
     return fitting[-1]
@@ -188,7 +194,9 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
     count, lr = len(data.split[0]), model.hparams["lr"]
     if "batch" in auto:
         limit = count // MIN_EPOCH_STEPS
-        size = largest_batch(Trial(model, data, device, precision), data.input_shape, limit, partial(bytes_on_device, data))
+        size = largest_batch(
+            Trial(model, data, device, precision), data.input_shape, limit, partial(bytes_on_device, data)
+        )
         say(f"--auto-batch: {size} images ({data.batch_size} were set)")
         data.batch_size = size
     if "lr" in auto:

@@ -127,7 +127,9 @@ def decoded(
             text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
             note(f"{text}; $CIFAR_LIT_CACHE can name another folder")
             # the mapped file lives on without its name
-            slot = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)))
+            slot = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True))
+            )
         index = _load(slot, folder, files) or _decode_own_size(slot, folder, files, size, channels, resize)
         if index.duplicates is None:
             index = _searched(slot, index)
@@ -229,7 +231,13 @@ def _decode_own_size(
 
 
 def _decode(
-    slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int], channels: int, resize: str, all_of_size: bool = False
+    slot: Path,
+    folder: Path,
+    files: Sequence[File],
+    size: tuple[int, int],
+    channels: int,
+    resize: str,
+    all_of_size: bool = False,
 ) -> Index:
     """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it, or adds to it what comes behind."""
     rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
@@ -261,7 +269,9 @@ def _decode(
         for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
             decoded_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))
-            yield from (reasons[position] if position in reasons else next(decoded_rows) for position in range(len(chunk)))
+            yield from (
+                reasons[position] if position in reasons else next(decoded_rows) for position in range(len(chunk))
+            )
 
     def save() -> Index:
         """Has the index name what is there so far."""

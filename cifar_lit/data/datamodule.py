@@ -237,7 +237,9 @@ class ImageData(pl.LightningDataModule):
         """Make the training loader of this device."""
         self.preprocessing.check()
         if self.device_augmentation and self.device_augmentation.mixes and not self._share["weighted"]:
-            raise UsageError("data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier")
+            raise UsageError(
+                "data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier"
+            )
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {

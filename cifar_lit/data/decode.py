@@ -29,7 +29,16 @@ from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")  # of what is taken for an image in folders
+SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+)  # of what is taken for an image in folders
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
 MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
@@ -110,7 +119,9 @@ def decode(
         return _upright(image, size, channels, resize)
 
 
-def pixels_of(image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop") -> np.ndarray:
+def pixels_of(
+    image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
+) -> np.ndarray:
     """A picture of Pillow's, of any mode, as uint8 (H, W, channels), by the steps that `decode` takes with a file.
 
     Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
@@ -150,7 +161,7 @@ def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> I
     def enter(path: str) -> bool:
         """Return whether a folder is new, and put its entries on the stack."""
         with suppress(OSError):  # `visible` meets the error again, and handles it
-            status = os.stat(path)  # noqa: PTH116
+            status = os.stat(path)
             if (status.st_dev, status.st_ino) in visited:
                 return False
             visited.add((status.st_dev, status.st_ino))
@@ -191,7 +202,9 @@ def decode_files(
     return b"".join(pixels), bad
 
 
-def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool) -> Iterator[Pixels]:
+def decode_chunks(
+    work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool
+) -> Iterator[Pixels]:
     """`work` (a `decode_files` with its settings) of each chunk of paths in order, with `all_cores` in a process a core."""
     cores = core_count()
     if not all_cores or cores == 1:
@@ -199,7 +212,9 @@ def decode_chunks(work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequ
         return
     workers = min(cores, len(chunks), 32)
     start_resource_tracker()
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,))
+    pool = ProcessPoolExecutor(
+        workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,)
+    )
     ahead: deque[Future[Pixels]] = deque()
     try:
         for chunk in chunks:

@@ -40,7 +40,10 @@ from cifar_lit.errors import UsageError, check_choice, nearest
 
 POLICIES = ("none", "trivial", "randaugment")
 TRIES = 10  # boxes that are drawn until one fits, as torchvision does
-ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (1 / 3.3, 1 / 0.3)  # torchvision's defaults (Zhong et al., 2017); width over height
+ERASED_AREA, ERASED_RATIO = (
+    (0.02, 0.33),
+    (1 / 3.3, 1 / 0.3),
+)  # torchvision's defaults (Zhong et al., 2017); width over height
 CHUNK_BYTES = 1 << 22  # of floats that a CPU takes through all operations at once, so that they stay in its cache
 
 # Least and largest value of the settings that are one number.
@@ -101,7 +104,9 @@ class DeviceAugmentation:
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                raise UsageError(f"data.augment has no setting {name!r}.{nearest(str(name), known)} It has {', '.join(known)}.")
+                raise UsageError(
+                    f"data.augment has no setting {name!r}.{nearest(str(name), known)} It has {', '.join(known)}."
+                )
         return cls(**settings)
 
     def __post_init__(self) -> None:
@@ -117,7 +122,11 @@ class DeviceAugmentation:
                 continue
             pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
             if not pair or not 0 < value[0] <= value[1] <= most:
-                rule = "two rising shares of the area, above 0 and up to 1" if name == "scale" else "two rising numbers above 0"
+                rule = (
+                    "two rising shares of the area, above 0 and up to 1"
+                    if name == "scale"
+                    else "two rising numbers above 0"
+                )
                 raise UsageError(f"data.augment.{name} must be {rule}, such as [0.35, 1], not {value!r}")
         if self.ratio and not self.scale:
             raise UsageError("data.augment.ratio is of the random crop: set data.augment.scale too, such as [0.35, 1]")
@@ -182,7 +191,9 @@ class DeviceAugmentation:
 
         parameters: Parameters = {}
         if self.scale:
-            parameters["crop"] = _crops(draws("crop", 2 * TRIES + 2), self.scale, self.ratio or (3 / 4, 4 / 3), height, width)
+            parameters["crop"] = _crops(
+                draws("crop", 2 * TRIES + 2), self.scale, self.ratio or (3 / 4, 4 / 3), height, width
+            )
         if self.rotation:
             parameters["rotation"] = (2 * draws("rotation", 1)[:, 0] - 1) * self.rotation
         if self.perspective:
@@ -211,7 +222,9 @@ class DeviceAugmentation:
         """The operations of each image and their magnitudes, both (B, operations). draws: (B, operations, 3)."""
         choices, strengths, signs = draws.unbind(2)
         operations = (choices * len(OPERATIONS)).long()
-        bins = (strengths * BINS).long() if self.policy == "trivial" else torch.full_like(operations, int(self.magnitude))
+        bins = (
+            (strengths * BINS).long() if self.policy == "trivial" else torch.full_like(operations, int(self.magnitude))
+        )
         magnitudes = policy_magnitudes(self.policy, height, width, draws.device)[operations, bins]
         negated = (operations <= SIGNED) & (signs <= 0.5)
         return {"operations": operations, "magnitudes": torch.where(negated, -magnitudes, magnitudes)}
@@ -227,7 +240,9 @@ class DeviceAugmentation:
                 matrices = reduce(torch.matmul, moves)
                 images = warp(images, matrices if "perspective" in drawn else matrices[:, :2], fill)
         if "operations" in drawn:
-            for operations, magnitudes in zip(drawn["operations"].unbind(1), drawn["magnitudes"].unbind(1), strict=True):
+            for operations, magnitudes in zip(
+                drawn["operations"].unbind(1), drawn["magnitudes"].unbind(1), strict=True
+            ):
                 images = apply_operations(images, operations, magnitudes, fill)
         for name, adjust in _COLOURS.items():
             if name in drawn:
@@ -238,7 +253,9 @@ class DeviceAugmentation:
 
     # ---- with another of the batch
 
-    def mix(self, images: Tensor, labels: Tensor, classes: int, rows: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    def mix(
+        self, images: Tensor, labels: Tensor, classes: int, rows: Tensor, seed: int, epoch: int
+    ) -> tuple[Tensor, Tensor]:
         """Mixes each image of a device's part of a batch with another one of it, by mixup or cutmix.
 
         Which one and how follows from (seed, epoch, rows): on another number of devices other images come together.

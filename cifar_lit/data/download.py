@@ -111,9 +111,7 @@ def disk_errors(folder: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         text = f"{error.filename or folder.absolute()}: {error.strerror or error}; mend that"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = (
-                f"the disk is full: {folder.absolute()} needs {f'{needed:,} bytes more' if needed else 'more space'}; make room"
-            )
+            text = f"the disk is full: {folder.absolute()} needs {f'{needed:,} bytes more' if needed else 'more space'}; make room"
         raise Failure(f"{text}, or choose another folder with --data-dir PATH") from error
 
 
@@ -182,7 +180,9 @@ def _transfer(name: str, url: str, part: Path, min_rate: float) -> int:
     ):
         while True:
             try:
-                chunk = response.read1(CHUNK_BYTES)  # what has come, not waiting for a full chunk: the rate can be judged
+                chunk = response.read1(
+                    CHUNK_BYTES
+                )  # what has come, not waiting for a full chunk: the rate can be judged
             except TimeoutError as error:
                 raise _MirrorError(f"timed out at {position()}") from error
             except (OSError, HTTPException) as error:
@@ -250,8 +250,12 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
             raise _MirrorError("no network (host not found)") from error
         if isinstance(cause, InvalidURL | ValueError) and not isinstance(cause, OSError):
             raise _MirrorError("not a usable URL") from error  # the exception's own text would show a password in it
-        raise _MirrorError(" ".join((getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).split())) from error
-    if response.headers.get_content_type() == "text/html":  # log-in pages of public networks; they must not replace the part
+        raise _MirrorError(
+            " ".join((getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).split())
+        ) from error
+    if (
+        response.headers.get_content_type() == "text/html"
+    ):  # log-in pages of public networks; they must not replace the part
         response.close()
         raise _MirrorError("a web page instead of the file")
     if getattr(response, "status", None) != 206:  # the server does not know Range, or the file is local

@@ -27,7 +27,9 @@ MAX_SHARE, FEW = 0.1, 10  # more of the images than this share or number say tha
 AT_ONCE_BYTES = 1 << 22  # of images
 PAIRS_AT_ONCE = 1 << 14
 
-_ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(1, dtype=np.uint8)  # by word
+_ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
+    1, dtype=np.uint8
+)  # by word
 
 
 def near_duplicates(images: np.ndarray) -> list[list[int]]:

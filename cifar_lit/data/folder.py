@@ -26,7 +26,13 @@ from cifar_lit.errors import Failure, UsageError, nearest
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 HEIC_REMEDY = "convert HEIC photos to JPEG first, such as with `magick mogrify -format jpg *.heic`"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
-PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}  # by what a table calls them
+PARTS = {
+    "train": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+}  # by what a table calls them
 
 Tree = dict[str, list[File]]  # the files of each class, both sorted
 
@@ -89,7 +95,9 @@ def folder(
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if group is not None and not is_table:
-        raise UsageError(f"data.group names a column of a table, and {root} is none: list the images in one, a row an image")
+        raise UsageError(
+            f"data.group names a column of a table, and {root} is none: list the images in one, a row an image"
+        )
     listing, where = (list_table(root, group, skip_bad), f"of {root}") if is_table else (scan(root), f"below {root}")
 
     def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
@@ -123,7 +131,9 @@ def folder(
         for name, members in tree.items():
             if members and all(file.path in left_out for file in members):
                 raise Failure(f"no {part} image of class {name} {where} can be read: {_listed(bad)}")
-        labels[part] = [label for label, members in enumerate(tree.values()) for file in members if file.path not in bad]
+        labels[part] = [
+            label for label, members in enumerate(tree.values()) for file in members if file.path not in bad
+        ]
         if left_out and part in chosen:
             of = f"{sum(map(len, tree.values())):,} {part} images {where}"
             note_once(f"{len(left_out):,} of {of} are {_fault(left_out)} and left out: {_listed(left_out)}")
@@ -178,7 +188,9 @@ def _tell_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: s
     kind = "near-duplicates (the same but for scaling, encoding, a slight crop or brightness)"
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"
-        note_once(f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good")
+        note_once(
+            f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good"
+        )
     else:
         of = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
         note_once(f"{of} are {kind} of each other: such are kept on one side of a split")
@@ -205,9 +217,14 @@ def scan(root: Path) -> Listing:
             note_once(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
         parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
         for name in names[1:]:
-            only = {part: sorted(parts[part].keys() - parts[other].keys()) for part, other in (("train", name), (name, "train"))}
+            only = {
+                part: sorted(parts[part].keys() - parts[other].keys())
+                for part, other in (("train", name), (name, "train"))
+            }
             if any(only.values()):
-                differences = " and ".join(f"{part}/ alone has {_listed(classes)}" for part, classes in only.items() if classes)
+                differences = " and ".join(
+                    f"{part}/ alone has {_listed(classes)}" for part, classes in only.items() if classes
+                )
                 raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
     else:
         parts = {"all": _tree(root, "", ignored)}
@@ -238,7 +255,9 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
             fault = f"split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}"
         elif path in rows:
             repeated += 1
-            for what, above, here in zip(("label", "split", "group"), rows[path], (label, part, group_name), strict=True):
+            for what, above, here in zip(
+                ("label", "split", "group"), rows[path], (label, part, group_name), strict=True
+            ):
                 if above != here:
                     fault = f"{path[:200]} has the {what} {here[:80]!r}, and {above[:80]!r} in a row above"
         elif files and bool(part) != bool(rows[files[0].path][1]):
@@ -248,7 +267,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         else:
             rows[path] = label, part, group_name
             try:
-                status = os.stat(os.path.join(folder, path))  # noqa: PTH116, PTH118 (faster than Path's for many files)
+                status = os.stat(os.path.join(folder, path))
                 files.append(File(path, status.st_size, status.st_mtime_ns))
             except OSError:
                 missing.append(path)
@@ -281,7 +300,9 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         parts[part or "all"][label].append(file)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
-        raise UsageError(f"{table} has no training images of class {_listed(untrained)}: add some, or leave the class out")
+        raise UsageError(
+            f"{table} has no training images of class {_listed(untrained)}: add some, or leave the class out"
+        )
     return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
 
 
@@ -321,7 +342,7 @@ def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
             ignored.append(name)
             continue
         try:
-            status = os.stat(entry.path)  # noqa: PTH116 (faster than Path's for many files)
+            status = os.stat(entry.path)
         except OSError:  # a link to nothing: decoding reports it as missing
             yield File(name, 0, 0)
             continue
@@ -335,7 +356,9 @@ def _visible(path: str) -> list[os.DirEntry[str]]:
     """Entries of a folder by name, without hidden ones and what macOS adds to zip files."""
     try:
         with os.scandir(path) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))), key=lambda e: e.name)
+            return sorted(
+                (entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))), key=lambda e: e.name
+            )
     except OSError as error:
         raise Failure(f"the folder {path} cannot be read: {error.strerror}") from error
 

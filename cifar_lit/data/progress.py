@@ -42,7 +42,12 @@ def progress(
         from rich.markup import escape
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeRemainingColumn(),
+        )
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         task = bar.add_task(escape(printable(what)), total=total or None, amount="")
 

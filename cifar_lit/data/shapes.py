@@ -47,7 +47,10 @@ def _cross(x: Array, y: Array) -> Array:
 
 
 def _heart(x: Array, y: Array) -> Array:
-    half, reach = 0.47, 0.65  # two bars of half width `half`, at right angles from a common corner, each ending in a half disc
+    half, reach = (
+        0.47,
+        0.65,
+    )  # two bars of half width `half`, at right angles from a common corner, each ending in a half disc
     x, y = x + 0.1, y + 0.1
     bars = (np.maximum(np.abs(a - (reach - half) / 2) - (reach - half) / 2, np.abs(b)) for a, b in ((x, y), (y, x)))
     discs = (_length(x - reach, y), _length(x, y - reach))

@@ -131,7 +131,10 @@ def _fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
     raw = settings.path / "FashionMNIST" / "raw"
     urls = [settings.url] if settings.url else [*FashionMNIST.mirrors, FASHION_MIRROR]
     missing = not all((raw / filename).exists() for filename, _ in FashionMNIST.resources)
-    with disk_errors(raw), file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}") if missing else nullcontext():
+    with (
+        disk_errors(raw),
+        file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}") if missing else nullcontext(),
+    ):
         packed = [
             fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls], md5, raw / filename)
             for filename, md5 in FashionMNIST.resources
@@ -147,7 +150,9 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     from cifar_lit.data.folder import folder
 
     if settings.root is None:
-        raise UsageError("the data set `folder` needs --data-dir PATH: a table, or what holds train/<class>/… and test/<class>/…")
+        raise UsageError(
+            "the data set `folder` needs --data-dir PATH: a table, or what holds train/<class>/… and test/<class>/…"
+        )
     images = folder(
         settings.path,
         train,
@@ -176,7 +181,9 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
     count = settings.count if train else settings.count // 5
     size = 32 if settings.image_size is None else settings.image_size
     channels, num_classes = settings.channels or 3, settings.num_classes or 10
-    return shapes(train, image_size=size, channels=channels, num_classes=num_classes, count=count, seed=settings.split_seed)
+    return shapes(
+        train, image_size=size, channels=channels, num_classes=num_classes, count=count, seed=settings.split_seed
+    )
 
 
 def _has_cifar(name: str, settings: SourceSettings) -> bool:
@@ -270,6 +277,6 @@ def _source(dataset: str) -> Source:
         target = import_callable(dataset)
         return target if isinstance(target, Source) else Source(target)
     check_no_file(dataset)
-    own = os.path.isdir(dataset)  # noqa: PTH112 (a Path raises errors for names that no file can have)
+    own = os.path.isdir(dataset)
     hint = f" Did you mean --dataset folder --data-dir {dataset}?" if own else nearest(dataset, SOURCES)
     raise UsageError(f"no data set is called {dataset!r}.{hint} There are {', '.join(SOURCES)}.")

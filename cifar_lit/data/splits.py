@@ -48,7 +48,9 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
         order[rng.permutation(rows)] = np.arange(len(rows))
     validation = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
     if val_count and not validation.any():
-        raise UsageError(f"no group of the {count} images can be spared to validate on: use --data.val_size 0, or more groups")
+        raise UsageError(
+            f"no group of the {count} images can be spared to validate on: use --data.val_size 0, or more groups"
+        )
     return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
 
 
@@ -148,7 +150,9 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
             sizes[fold] = size
         few += min(heap)[0] == 0
     if few:
-        note(f"{few} of {len(classes)} classes have fewer images, or groups of them, than there are folds: some folds lack them")
+        note(
+            f"{few} of {len(classes)} classes have fewer images, or groups of them, than there are folds: some folds lack them"
+        )
     return torch.from_numpy(result)
 
 
@@ -157,7 +161,9 @@ def further_off(members: Mapping[int, int], surplus: Sequence[float], totals: Se
     return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in members.items())
 
 
-def list_groups(labels: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> list[tuple[np.ndarray, Counter[int]]]:
+def list_groups(
+    labels: np.ndarray, order: np.ndarray, groups: np.ndarray | None
+) -> list[tuple[np.ndarray, Counter[int]]]:
     """Groups of several rows, the largest first: their rows, and how many of each class.
 
     Those of like size, up to the double, are in the order of their first rows, so that another seed draws others of them.
@@ -185,7 +191,9 @@ def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
             firsts[:] = further
 
 
-def group_files(paths: Sequence[str], groups: Mapping[str, str], duplicates: Sequence[Sequence[str]]) -> np.ndarray | None:
+def group_files(
+    paths: Sequence[str], groups: Mapping[str, str], duplicates: Sequence[Sequence[str]]
+) -> np.ndarray | None:
     """The group of each file, int64 (N,): its first row; None where every file stands alone.
 
     paths: of the files. groups: names of groups, by path. duplicates: paths of pictures that are alike.
@@ -194,7 +202,9 @@ def group_files(paths: Sequence[str], groups: Mapping[str, str], duplicates: Seq
     pairs = [(row, known.setdefault(("group", groups[path]), row)) for row, path in enumerate(paths) if path in groups]
     if duplicates:
         copies = {path: number for number, paths in enumerate(duplicates) for path in paths}
-        pairs += [(row, known.setdefault(("copy", copies[path]), row)) for row, path in enumerate(paths) if path in copies]
+        pairs += [
+            (row, known.setdefault(("copy", copies[path]), row)) for row, path in enumerate(paths) if path in copies
+        ]
     firsts = np.arange(len(paths))
     connect(firsts, *np.array(pairs, np.int64).reshape(-1, 2).T)
     return None if (firsts == np.arange(len(paths))).all() else firsts

@@ -49,7 +49,9 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
     records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
     plain = [_plain(name) for name in names]
-    places = {kind: next((plain.index(name) for name in aliases if name in plain), None) for kind, aliases in COLUMNS.items()}
+    places = {
+        kind: next((plain.index(name) for name in aliases if name in plain), None) for kind, aliases in COLUMNS.items()
+    }
     columns = ", ".join(name[:80] for name in names[:20])
     for kind in ("path", "label"):
         if places[kind] is None:
@@ -104,7 +106,9 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
             names = [*values]
             known = set(names)
             yield 0, names
-        if late := [name for name in values if name not in known and any(_plain(name) in COLUMNS[kind] for kind in COLUMNS)]:
+        if late := [
+            name for name in values if name not in known and any(_plain(name) in COLUMNS[kind] for kind in COLUMNS)
+        ]:
             raise UsageError(
                 f"{table}, row {number} has {late[0][:80]!r}, which the first row has not: give it there, null if empty"
             )

@@ -47,7 +47,9 @@ def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
     distance = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-6)).add_(1)
     hue = torch.copysign(distance, green - blue).add_(6 * shifts[:, None, None])
     for channel, place in enumerate((0, 2, -2)):
-        distance = (hue - place).abs_().sub_(3).abs_().sub_(3).abs_()  # from the channel's own place, the short way around
+        distance = (
+            (hue - place).abs_().sub_(3).abs_().sub_(3).abs_()
+        )  # from the channel's own place, the short way around
         # at its highest up to a distance of 1, at its lowest from 2 on
         torch.addcmul(highest, chroma, distance.sub_(1).clamp_(0, 1), value=-1, out=images[:, channel])
     return images
@@ -249,7 +251,9 @@ def image_corners(height: int, width: int, device: torch.device) -> Tensor:
 def _matrices(first: tuple[Tensor | float, ...], second: tuple[Tensor | float, ...]) -> Tensor:
     """(B, 3, 3) of two rows, and 0, 0, 1."""
     like = next(value for value in (*first, *second) if isinstance(value, Tensor))
-    values = [value if isinstance(value, Tensor) else torch.full_like(like, value) for value in (*first, *second, 0, 0, 1)]
+    values = [
+        value if isinstance(value, Tensor) else torch.full_like(like, value) for value in (*first, *second, 0, 0, 1)
+    ]
     return torch.stack(values, 1).view(-1, 3, 3)
 
 
@@ -273,7 +277,9 @@ def policy_magnitudes(policy: str, height: int, width: int, device: torch.device
     ends = (0.0, shear, shear, *moves, turn, blend, blend, blend, blend)
     rising = [torch.linspace(0.0, end, BINS) for end in ends]
     bits = (8 - torch.arange(BINS) / ((BINS - 1) / lost_bits)).round()
-    return torch.stack((*rising, bits, torch.linspace(255.0, 0.0, BINS), torch.zeros(BINS), torch.zeros(BINS))).to(device)
+    return torch.stack((*rising, bits, torch.linspace(255.0, 0.0, BINS), torch.zeros(BINS), torch.zeros(BINS))).to(
+        device
+    )
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fill: Tensor) -> Tensor:

@@ -42,15 +42,21 @@ class Job(NamedTuple):
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
     """The job that a process of this environment belongs to, None outside one."""
-    again = any(int(environment.get(count) or 0) >= 1 for count in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    again = any(
+        int(environment.get(count) or 0) >= 1 for count in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    )
     if name := environment.get(NAME):
         return Job(name, f"job {name}", again, named=True)
     if "SLURM_JOB_ID" in environment:
         number = slurm_number(environment)
         return Job(f"slurm:{environment.get('SLURM_CLUSTER_NAME', '')}:{number}", f"SLURM's job {number}", again)
     if by_torchrun(environment):
-        run = environment["TORCHELASTIC_RUN_ID"]  # the same on all nodes, which may change places; "none" where none was given
-        return Job(f"torchrun:{run}" + (f":{os.getppid()}@{platform.node()}" if run == "none" else ""), "torchrun's job", again)
+        run = environment[
+            "TORCHELASTIC_RUN_ID"
+        ]  # the same on all nodes, which may change places; "none" where none was given
+        return Job(
+            f"torchrun:{run}" + (f":{os.getppid()}@{platform.node()}" if run == "none" else ""), "torchrun's job", again
+        )
     return None
 
 

@@ -67,7 +67,9 @@ def meet_anew(environment: MutableMapping[str, str]) -> None:
         return
     from torch.distributed import TCPStore
 
-    address, port, restarts = (environment[name] for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    address, port, restarts = (
+        environment[name] for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    )
     store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
     agreed = agree_on_port(store, int(environment["RANK"]), world, int(restarts), MEET_SECONDS)
     environment["MASTER_PORT"], environment["TORCHELASTIC_RESTART_COUNT"] = map(str, agreed)
@@ -95,7 +97,9 @@ def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: flo
 
     def wait() -> None:
         if time.monotonic() > deadline:
-            raise Failure(f"process {os.getpid()} has waited {limit:.0f} s for the others of this run: see what they printed")
+            raise Failure(
+                f"process {os.getpid()} has waited {limit:.0f} s for the others of this run: see what they printed"
+            )
         time.sleep(POLL_SECONDS)
 
     if rank > 0:
@@ -195,7 +199,9 @@ def _coordinator(info: RankInfo, limit: float) -> Coordinator:
 
 
 def _worker(info: RankInfo, limit: float) -> Worker:
-    address, port, token = json.loads(os.environ[COORDINATOR]) if COORDINATOR in os.environ else (info.address, info.port, "")
+    address, port, token = (
+        json.loads(os.environ[COORDINATOR]) if COORDINATOR in os.environ else (info.address, info.port, "")
+    )
     timeout, watch = JOIN_FACTOR * limit, None
     deadline = time.monotonic() + timeout
     while watch is None:
@@ -205,7 +211,9 @@ def _worker(info: RankInfo, limit: float) -> Worker:
             if time.monotonic() > deadline:
                 reason = f"for {timeout:.0f} s: {error.strerror or error}. Start it within that time"
                 hint = "is MASTER_ADDR its address, and does no firewall lie between?"
-                raise Failure(f"cannot reach rank 0 of {info.world} at {address}, port {port}, {reason}; {hint}") from None
+                raise Failure(
+                    f"cannot reach rank 0 of {info.world} at {address}, port {port}, {reason}; {hint}"
+                ) from None
             time.sleep(0.2)
     if not watch.is_welcome():
         hint = "what is there does not answer. Choose another MASTER_PORT, the same for all."

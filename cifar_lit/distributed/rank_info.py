@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from cifar_lit.errors import UsageError
 
-COORDINATOR = "CIFAR_LIT_COORDINATOR"  # tells ranks that another one's Trainer starts where the first one's watch listens
+COORDINATOR = (
+    "CIFAR_LIT_COORDINATOR"  # tells ranks that another one's Trainer starts where the first one's watch listens
+)
 
 
 class RankInfo(NamedTuple):
@@ -44,7 +46,9 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
         if kind.detect():
             cluster = kind()
             parent = os.getppid() if kind is known.TorchElasticEnvironment else None
-            return RankInfo(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, parent=parent)
+            return RankInfo(
+                cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, parent=parent
+            )
     own = known.LightningEnvironment()
     rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
     by_hand = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ
@@ -85,7 +89,9 @@ def by_slurm(environment: Mapping[str, str]) -> bool:
 
 def starts_again(environment: Mapping[str, str]) -> bool:
     """Whether torchrun will start the processes again when one of them fails."""
-    restarts, max_restarts = (int(environment.get(f"TORCHELASTIC_{name}") or 0) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    restarts, max_restarts = (
+        int(environment.get(f"TORCHELASTIC_{name}") or 0) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
     return restarts < max_restarts
 
 

@@ -38,7 +38,9 @@ EXIT_SECONDS = {GONE: 3.0, ORPHANED: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, 
 CLEANUP_SECONDS = 10.0  # after which a process that ends by itself is ended
 REQUEUE_SECONDS = 90.0  # the same for one that was stopped, which may hand its job back to a scheduler
 CHILD_EXIT_SECONDS = 3.0  # that ranks which this one has started are given to end
-REPLY_SECONDS = 1.0  # for the first rank's word on whose fault it is, and for the exit code of a rank whose connection closed
+REPLY_SECONDS = (
+    1.0  # for the first rank's word on whose fault it is, and for the exit code of a rank whose connection closed
+)
 HEARTBEAT_SECONDS = 1.0
 JOIN_FACTOR = 5.0  # times the limit: how long ranks wait for each other at the start
 HANG_FACTOR = 1.5  # times the limit: how long one rank's main thread may keep the others waiting
@@ -318,7 +320,9 @@ class Coordinator(RankWatch):
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
             try:
-                self._listener = socket.create_server(("", info.port or 0), family=family, backlog=128, dualstack_ipv6=dual)
+                self._listener = socket.create_server(
+                    ("", info.port or 0), family=family, backlog=128, dualstack_ipv6=dual
+                )
             except OSError:
                 reason = "which MASTER_PORT names, is taken on this machine by another process"
                 raise UsageError(f"port {info.port}, {reason}: choose another, the same for all") from None

@@ -67,7 +67,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
         else:
             literal = [path]
         for name in literal:
-            if os.path.isdir(name):  # noqa: PTH112
+            if os.path.isdir(name):
                 files = _files_below(name)
                 yield next(files, ImageFile(name, "the folder holds no JPEG, PNG, WebP, BMP or GIF"))
                 yield from files
@@ -79,15 +79,15 @@ def _matches(pattern: str) -> set[str]:
     """Return the paths that fit a pattern; of one with **, files only. Folders below ** are visited once each, as in `walk`."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
-        return set(glob.glob(pattern))  # noqa: PTH207
+        return set(glob.glob(pattern))
     place = parts.index("**")
     rest = "/".join(part for part in parts[place + 1 :] if part) or "*"
     matches: set[str] = set()
-    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:  # noqa: PTH207
+    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:
         folders = [top, *(f"{entry.path}/" for entry in walk(top, _visible_if_readable) if is_folder(entry))]
         folders = folders if place else [path.removeprefix("./") for path in folders]
         matches |= {match for folder in folders for match in _matches(glob.escape(folder) + rest)}
-    return {match for match in matches if not os.path.isdir(match)}  # noqa: PTH112
+    return {match for match in matches if not os.path.isdir(match)}
 
 
 def _files_below(folder: str) -> Iterator[ImageFile]:
@@ -120,7 +120,9 @@ def _visible_if_readable(path: str) -> list[os.DirEntry[str]]:
 def _visible(path: str) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in natural order, without hidden ones."""
     with os.scandir(path) as entries:
-        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: natural_key(entry.name))
+        return sorted(
+            (entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: natural_key(entry.name)
+        )
 
 
 # ---- From files to rows: decoded by other processes where that pays, classified as they come, in their order.
@@ -129,7 +131,9 @@ CHUNK = 64  # files that are decoded and then computed at once; four chunks a pr
 POOL_FROM = 200  # fewer files are decoded before other processes have started
 
 
-def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int = TOP) -> Iterator[tuple[list[Row], Tensor]]:
+def classify_files(
+    classifier: Classifier, files: Sequence[ImageFile], top: int = TOP
+) -> Iterator[tuple[list[Row], Tensor]]:
     """Classifies files in order, a chunk at a time; only some chunks are in memory, however many files there are.
 
     Yields for each chunk its rows, those of unreadable files with the reason as `error`, and the readable images, uint8
@@ -140,7 +144,9 @@ def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int 
     paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
     indices = count()
     try:
-        for chunk, (pixels, errors) in zip(chunks, decode_chunks(work, paths, all_cores=len(files) >= POOL_FROM), strict=True):
+        for chunk, (pixels, errors) in zip(
+            chunks, decode_chunks(work, paths, all_cores=len(files) >= POOL_FROM), strict=True
+        ):
             array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *classifier.size, classifier.channels)
             images = torch.from_numpy(array).permute(0, 3, 1, 2)
             predictions = iter(classifier.predict_batch(images, top))
@@ -154,13 +160,20 @@ def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int 
                     rows.append(Row(next(indices), best.top, path=file.path, novelty=best.novelty, unlike=best.unlike))
             yield rows, images
     except BrokenProcessPool as error:
-        raise Failure("a decoding process was ended from outside, mostly for want of memory: lower --max-pixels") from error
+        raise Failure(
+            "a decoding process was ended from outside, mostly for want of memory: lower --max-pixels"
+        ) from error
 
 
 # ---- From rows to a contact sheet.
 
 MAX_PICTURES = 120  # on a sheet; of more none would be recognised
-SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 144, 12, 17, 13  # pixels: of a picture, between pictures, of a line of text, of its letters
+SIDE, GAP, LINE_HEIGHT, FONT_SIZE = (
+    144,
+    12,
+    17,
+    13,
+)  # pixels: of a picture, between pictures, of a line of text, of its letters
 COLUMNS = 8
 BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
 

@@ -24,7 +24,9 @@ from cifar_lit.inference.load import batch_size_of
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
-MIN_MAP_SIDE = 4  # of feature maps that show a place; later, smaller ones would say little more than the image as a whole
+MIN_MAP_SIDE = (
+    4  # of feature maps that show a place; later, smaller ones would say little more than the image as a whole
+)
 MAX_DISTORTION = 2  # of a map's proportions against the image's
 SIDE = 256  # pixels of each of the two pictures
 

@@ -48,7 +48,9 @@ MAX_ACCURACY_LOSS = 0.02  # in int8
 TIMED_BATCHES = (1, 64)
 TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # of which the fastest counts; after so many seconds there are no further ones
 
-Runner = Callable[[Tensor], Tensor]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
+Runner = Callable[
+    [Tensor], Tensor
+]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
 
 
 def check_request(to: str, quantize: str | None) -> None:
@@ -247,7 +249,9 @@ def traced(net: LoadedNet) -> ExportedProgram:
             return export(Probabilities(net).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
     except Exception as error:  # of many kinds, all internal to torch
         reason = first_line(error)
-        raise Failure(f"torch cannot trace the net {net.card.net}: {reason}; --to safetensors keeps its weights") from error
+        raise Failure(
+            f"torch cannot trace the net {net.card.net}: {reason}; --to safetensors keeps its weights"
+        ) from error
 
 
 def onnx_model(net: LoadedNet) -> ModelProto:
@@ -320,12 +324,16 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
                     )  # fmt: skip
                     result: ModelProto = onnx.load(ready)
         except Exception as error:
-            raise Failure(f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out") from error
+            raise Failure(
+                f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
+            ) from error
     if not layers:
         raise Failure("this net has no layer that int8 would pay for: leave --quantize out")
     del result.metadata_props[:]
     result.metadata_props.extend(model.metadata_props)
-    result.metadata_props.add(key="quantized", value=f"int8 weights and activations, calibrated on {len(images)} training images")
+    result.metadata_props.add(
+        key="quantized", value=f"int8 weights and activations, calibrated on {len(images)} training images"
+    )
     result.producer_name = model.producer_name
     return result
 

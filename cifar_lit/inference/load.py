@@ -127,7 +127,9 @@ def _to_picture(image: Any) -> Image.Image:
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
         if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
-            raise ValueError("an image of floating numbers must lie in 0 … 1: leave out the normalisation, or give uint8")
+            raise ValueError(
+                "an image of floating numbers must lie in 0 … 1: leave out the normalisation, or give uint8"
+            )
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image must be uint8 or floating in 0 … 1, not {array.dtype}")

@@ -51,7 +51,9 @@ def timm_name(name: str) -> str:
         timm.get_pretrained_cfg(short)
     except RuntimeError:
         tags = timm.list_pretrained(f"{short.partition('.')[0]}.*")
-        raise UsageError(f"timm has no weights named {short!r}: there are {', '.join(tags) or 'none for this net'}") from None
+        raise UsageError(
+            f"timm has no weights named {short!r}: there are {', '.join(tags) or 'none for this net'}"
+        ) from None
     return short
 
 
@@ -77,7 +79,9 @@ def build_timm_net(
     if width != 1:
         raise UsageError(f"{name} has a width of its own: leave width at 1")
     if side is not None and not (type(side) is int and min(image_size) <= side <= MAX_SIDE):
-        raise UsageError(f"model.net_options.side is {side!r}, not a number of pixels from {min(image_size)} to {MAX_SIDE}")
+        raise UsageError(
+            f"model.net_options.side is {side!r}, not a number of pixels from {min(image_size)} to {MAX_SIDE}"
+        )
     timm, short = import_timm(), timm_name(name)
     size = scaled_size(image_size, side) if side else image_size
     cfg = timm.get_pretrained_cfg(short)

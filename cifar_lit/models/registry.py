@@ -75,7 +75,9 @@ def build_net(
     if min(channels, num_classes, *size) < 1:
         raise UsageError(f"A net needs 1 channel, class and pixel at least, not {channels}, {num_classes} and {shape}.")
     if not 0 < width <= MAX_WIDTH:
-        raise UsageError(f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}.")
+        raise UsageError(
+            f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}."
+        )
     options = dict(options or {})
     spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
@@ -98,7 +100,9 @@ def check_net(name: str, options: Mapping[str, Any]) -> NetSpec:
     for option in options:
         if spec.options is not None and option not in spec.options:
             known = ", ".join(spec.options) or "none: leave model.net_options out"
-            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, spec.options)} It has {known}.")
+            raise UsageError(
+                f"model.net_options of {name} has no {option!r}.{nearest(option, spec.options)} It has {known}."
+            )
     return spec
 
 

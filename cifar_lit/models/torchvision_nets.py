@@ -30,7 +30,9 @@ def torchvision_names() -> list[str]:
     return models.list_models(module=models)
 
 
-def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
+def build_torchvision_net(
+    name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float
+) -> nn.Module:
     """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
 
     The nets of `SMALL_STEM` get a stem for small images, if these are; all others are as published but for the first
@@ -56,7 +58,9 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
     if not takes(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
         least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: takes(net, channels, (side, side)))
-        raise UsageError(f"{name} cannot take {image_size[0]}×{image_size[1]} images; the least size is {least}×{least}.")
+        raise UsageError(
+            f"{name} cannot take {image_size[0]}×{image_size[1]} images; the least size is {least}×{least}."
+        )
     return net
 
 
@@ -65,11 +69,15 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
     if name.startswith("vit_"):
         patch = int(name.rsplit("_", 1)[1])
         if height != width or height % patch:
-            raise UsageError(f"{name} needs square images with a side that is a multiple of {patch}, not {height}×{width}.")
+            raise UsageError(
+                f"{name} needs square images with a side that is a multiple of {patch}, not {height}×{width}."
+            )
         return {"image_size": height}
     if name.startswith("maxvit_"):
         if height % MAXVIT_STEP or width % MAXVIT_STEP:
-            raise UsageError(f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}.")
+            raise UsageError(
+                f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}."
+            )
         return {"input_size": image_size}
     if name in INCEPTIONS:
         # Without the auxiliary heads forward returns a tensor; to say how to begin silences a warning about that choice.

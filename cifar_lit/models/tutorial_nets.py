@@ -48,8 +48,17 @@ def lenet(
 ) -> nn.Module:
     """LeNet-5 in its ReLU and max-pooling form (seed 002)."""
     first, second = scaled(units[0], width), scaled(units[1], width)
-    rows, columns = (((side - 4) // 2 - 4) // 2 for side in image_size)  # two 5×5 convolutions without padding, each halved
-    layers = [nn.Conv2d(channels, first, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    rows, columns = (
+        ((side - 4) // 2 - 4) // 2 for side in image_size
+    )  # two 5×5 convolutions without padding, each halved
+    layers = [
+        nn.Conv2d(channels, first, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(first, second, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
     return nn.Sequential(*layers, nn.Flatten(), *_mlp(second * rows * columns, *units[2:], num_classes, width))
 
 
@@ -70,6 +79,10 @@ def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, wi
     layers: list[nn.Module] = []
     for units in (16, 32, 64, 128):
         inputs, channels = channels, scaled(units, width)
-        layers += [nn.Conv2d(inputs, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+        layers += [
+            nn.Conv2d(inputs, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+        ]
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))

@@ -130,7 +130,9 @@ class WhitenedOptions:
                 hint = nearest(str(value), ACTIVATIONS) if name == "activation" else ""
                 raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
         if self.residual and max(map(len, self.kernels)) == 1:
-            raise UsageError("model.net_options.residual goes around the second convolution and those after: set depth above 1")
+            raise UsageError(
+                "model.net_options.residual goes around the second convolution and those after: set depth above 1"
+            )
 
     @property
     def kernels(self) -> list[list[int]]:
@@ -187,7 +189,9 @@ class WhitenedNet(nn.Module):
     whitened: Tensor
     bias_is_final = False
 
-    def __init__(self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any) -> None:
+    def __init__(
+        self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any
+    ) -> None:
         super().__init__()
         settings = WhitenedOptions(**options)
         filters = 2 * channels * settings.patch**2
@@ -222,7 +226,9 @@ class WhitenedNet(nn.Module):
     def _whitened(self, images: Tensor) -> Tensor:
         if not self.further_channels:
             return self.whiten(images)
-        padded, weight = (F.pad(tensor, (0, 0, 0, 0, 0, self.further_channels)) for tensor in (images, self.whiten.weight))
+        padded, weight = (
+            F.pad(tensor, (0, 0, 0, 0, 0, self.further_channels)) for tensor in (images, self.whiten.weight)
+        )
         return F.conv2d(padded, weight, self.whiten.bias, self.whiten.stride, self.whiten.padding)
 
     @torch.no_grad()
@@ -245,7 +251,9 @@ class Group(nn.Module):
         sources = [inputs, outputs, *[inner] * (depth - 2)][:depth]
         shapes = list(zip(sources, [*sources[1:], outputs], kernels, strict=True))
         self.convs = nn.ModuleList(nn.Conv2d(*shape, padding=(shape[2] - 1) // 2, bias=False) for shape in shapes)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(units, eps=NORM_EPS, momentum=options.norm_momentum) for _, units, _ in shapes)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(units, eps=NORM_EPS, momentum=options.norm_momentum) for _, units, _ in shapes
+        )
         self.activation = ACTIVATIONS[options.activation]
         self.residual = options.residual and depth > 1
         for conv, norm, source in zip(self.convs, self.norms, sources, strict=True):

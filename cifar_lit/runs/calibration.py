@@ -55,7 +55,9 @@ def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
     """
     places = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
     counts = torch.bincount(places, minlength=bins)
-    confidence, accuracy = (torch.bincount(places, each.double(), minlength=bins) / counts for each in (probability, hits))
+    confidence, accuracy = (
+        torch.bincount(places, each.double(), minlength=bins) / counts for each in (probability, hits)
+    )
     columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
     return [Bin(place / bins, (place + 1) / bins, *column) for place, column in enumerate(columns)]
 

@@ -64,7 +64,9 @@ class RunRecord:
         low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
         figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
         figures["val_accuracy"] = val.get("accuracy")
-        figures |= {name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")}
+        figures |= {
+            name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")
+        }
         for prefix, scores in (("", test), ("val_", val)):
             for name, value in scores.items():
                 if name not in ("accuracy", "loss", "images") and isinstance(value, int | float):
@@ -81,7 +83,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     runs: dict[Path, Path] = {}
     for name in names:
         path = Path(name).expanduser()
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 (may be absolute)
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]
         folders = sorted(filter(Path.is_dir, matches), key=_by_name)
         if not folders:
             wrong = f"{name} is a file" if matches else f"there is no {name}"
@@ -105,7 +107,9 @@ def _is_run(path: Path) -> bool:
 def read_run(path: Path) -> RunRecord:
     """What a folder says; what is wrong with it is in the record's `note`, never raised."""
     try:
-        config = plain_values(path / "config.yaml") if (path / "config.yaml").is_file() else None  # a pipe would be waited for
+        config = (
+            plain_values(path / "config.yaml") if (path / "config.yaml").is_file() else None
+        )  # a pipe would be waited for
     except UsageError:
         config = None
     settings = _flattened(config) if isinstance(config, dict) else {}
@@ -149,7 +153,9 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 def _setting_text(run: RunRecord, name: str) -> str:
     """A setting's value as one would type it."""
     value = run.settings.get(name, "–")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)  # dates too
+    return (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    )  # dates too
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -204,7 +210,9 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     reasons = []
     answers = {run.name: right for run in tested if run.test.get("fingerprint") and (right := _right_answers(run))}
     if missing := [run.name for run in tested if run.name not in answers]:
-        reasons.append(f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}")
+        reasons.append(
+            f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}"
+        )
     usable = [run for run in tested if run.name in answers]
     sets: dict[str, list[RunRecord]] = {}
     for run in usable:
@@ -268,7 +276,9 @@ def _plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -
     parts = [part for part in ("val", "train") if any(f"{part}/accuracy" in row for rows in curves for row in rows)]
     if not parts:
         raise ValueError("none of these runs has a curve yet")
-    times = [(run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs]  # seconds per epoch
+    times = [
+        (run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs
+    ]  # seconds per epoch
     styles = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
     panels = 2 if any(times) else 1
     columns = min(len(styles), 1 + panels)

@@ -23,7 +23,9 @@ MAX_VALUES = 20_000  # with aliases written out
 MAX_LIST = 200  # elements of a list: jsonargparse copies a list for each of its elements
 MAX_DIGITS = 64  # characters of an integer
 MAX_INTEGER = 1 << 63  # the first that torch and numpy cannot hold
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")}
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
+}
 _INTEGER = "tag:yaml.org,2002:int"
 
 
@@ -66,11 +68,17 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
     Raise UsageError for foreign tags, huge integers, long lists, loops, depth and growth.
     """
     if node.tag not in _TAGS:
-        raise UsageError(f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only")
+        raise UsageError(
+            f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only"
+        )
     if node.tag == _INTEGER and isinstance(node, yaml.ScalarNode) and _is_huge(node):
-        raise UsageError(f"{file} was not read: it has an integer of more than 64 bits at line {node.start_mark.line + 1}")
+        raise UsageError(
+            f"{file} was not read: it has an integer of more than 64 bits at line {node.start_mark.line + 1}"
+        )
     if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_LIST:
-        raise UsageError(f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements")
+        raise UsageError(
+            f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements"
+        )
     if depth > MAX_DEPTH or known.get(id(node)) == 0:
         raise UsageError(f"{file} was not read: it is nested too deep")
     if id(node) not in known:
@@ -100,7 +108,9 @@ _NAMED = {"recipe", "filename", "name"}
 PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
 # A file name of at most 255 characters, none a control character. In braces a metric, as ModelCheckpoint takes them, with a
 # width below 100.
-_NAME = re.compile(r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*")
+_NAME = re.compile(
+    r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*"
+)
 _FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # of numbers in a progress bar
 MAX_METRIC_SETTINGS = 100  # numbers and words of all metrics together
 MAX_METRIC_SETTING = 1000  # classes, labels or thresholds of a torchmetrics class, which reserves memory for them

@@ -29,7 +29,13 @@ own_style = style.context("default")  # a matplotlibrc must not choose TeX, colo
 # ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
-OF_PAGE = {INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)"}
+OF_PAGE = {
+    INK: "currentColor",
+    RULE: "var(--rule)",
+    FIRST: "var(--first)",
+    SECOND: "var(--second)",
+    THIRD: "var(--third)",
+}
 PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
 SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
@@ -148,7 +154,9 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
         method = Image.Resampling.NEAREST if smaller else Image.Resampling.LANCZOS  # CIFAR's pixels are to be seen
         sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
         text = "\n".join(_short(line, 20) for line in lines)
-        draw.multiline_text((left + cell // 2, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2)
+        draw.multiline_text(
+            (left + cell // 2, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2
+        )
     if not captions:
         draw.text((sheet.width / 2, sheet.height / 2), "none", "black", font, anchor="mm")
     return pil_to_tensor(sheet)
@@ -163,7 +171,9 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
     sheet = Image.new("RGB", (width, height + CAPTION_PIXELS), "white")
     sheet.paste(_picture(image.permute(1, 2, 0)), (0, 0))
     text = "\n".join(_short(line, max(4, width // 6)) for line in lines)
-    ImageDraw.Draw(sheet).multiline_text((width // 2, height + 2), text, "black", _font(), anchor="ma", align="center", spacing=2)
+    ImageDraw.Draw(sheet).multiline_text(
+        (width // 2, height + 2), text, "black", _font(), anchor="ma", align="center", spacing=2
+    )
     return pil_to_tensor(sheet)
 
 
@@ -225,7 +235,9 @@ def class_accuracies(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     overall = float(matrix.diag().sum() / matrix.sum())
     figure = Figure(figsize=(7.0, 1.2 + 0.26 * len(classes)), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh(range(len(classes)), accuracies, color=[BLUE if value >= overall else VERMILION for value in accuracies])
+    bars = axes.barh(
+        range(len(classes)), accuracies, color=[BLUE if value >= overall else VERMILION for value in accuracies]
+    )
     texts = [f"{value:.3f}" if count else "no image" for value, count in zip(accuracies, counts.tolist(), strict=True)]
     axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.axvline(overall, color="black", linewidth=1, linestyle=":")

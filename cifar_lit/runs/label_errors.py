@@ -88,7 +88,12 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
     ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities)
     pictures = []
     for row in ranked[:GALLERY_SIZE].tolist():
-        name, other, of_label, of_other = images.classes[images.labels[row]], images.classes[suggested[row]], own[row], best[row]
+        name, other, of_label, of_other = (
+            images.classes[images.labels[row]],
+            images.classes[suggested[row]],
+            own[row],
+            best[row],
+        )
         alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
         lines = (
             f"label {name} {of_label:.3f}",

@@ -89,7 +89,9 @@ class CurveFile(Logger):
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
             if _lacks_row(path, self._resumed_step):
-                note(f"{display_path(path)}: its last row was cut short, by a full disk or a power loss: the curves lack it")
+                note(
+                    f"{display_path(path)}: its last row was cut short, by a full disk or a power loss: the curves lack it"
+                )
             rows = [kept for kept in rows if _step_of(kept) <= self._resumed_step]
             rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
         self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))

@@ -151,14 +151,16 @@ def load_model_file(path: str | Path) -> LoadedNet:
             card = ModelCard(**card_values(metadata["card"]))
             if card.net.startswith(TIMM) or is_import_path(card.net):
                 net_spec(card.net)  # a package or module that is not here is no damage
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
             weights = {name: opened.get_tensor(name) for name in slices}
         if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
             raise InvalidFileError("it is not as it was written: its checksum differs")
         net = build_loaded_net(card, weights)
         if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
-            raise InvalidFileError("its weights are not finite numbers: the training diverged")  # nonsense is all it would say
+            raise InvalidFileError(
+                "its weights are not finite numbers: the training diverged"
+            )  # nonsense is all it would say
     except Failure:
         raise
     except (KeyError, TypeError):  # what a card without its values, or with others, leads to
@@ -169,7 +171,11 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
     except MemoryError:  # safetensors maps the whole file, which may be mostly a hole
         raise Failure(f"{file} is larger than the memory: copy or train it again") from None
-    except (InvalidFileError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError where it maps the file
+    except (
+        InvalidFileError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # torch raises RuntimeError where it maps the file
         raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
     return net
 
@@ -183,7 +189,14 @@ MAX_CLASSES = 100_000
 MAX_TEMPERATURE = 20.0  # and the inverse of the least
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
-_EXACT = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_EXACT = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def card_values(text: str) -> dict[str, Any]:
@@ -225,7 +238,13 @@ def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: Model
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
     except UntrustedName:
         raise
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # what settings without sense lead to
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:  # what settings without sense lead to
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
     if claims.keys() != expected.keys() or not all(_fits(tensor, *claims[name]) for name, tensor in expected.items()):
         raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
@@ -237,7 +256,9 @@ def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # which NaN is not, nor an integer beyond all floats
+    return (
+        type(value) in (int, float) and abs(value) <= sys.float_info.max
+    )  # which NaN is not, nor an integer beyond all floats
 
 
 def _numbers(value: Any) -> bool:
@@ -254,7 +275,12 @@ def _plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, list | dict):
         inner = list(value.values()) if isinstance(value, dict) else value
         return depth < 3 and len(inner) <= 1000 and all(_plain(one, depth + 1) for one in inner)
-    return value is None or isinstance(value, bool) or _number(value) or (isinstance(value, str) and len(value) <= MAX_NAME)
+    return (
+        value is None
+        or isinstance(value, bool)
+        or _number(value)
+        or (isinstance(value, str) and len(value) <= MAX_NAME)
+    )
 
 
 _CHECKS = {

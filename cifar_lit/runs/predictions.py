@@ -80,7 +80,9 @@ def write_predictions(
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         path_column = ["path"] if files else []
-        writer.writerow(["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *path_column])
+        writer.writerow(
+            ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *path_column]
+        )
         for rows in order.split(ROWS_AT_ONCE):
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*(column.tolist() for column in part), strict=True):
@@ -171,7 +173,9 @@ class CsvRows:
         """Adds rows."""
         for row in rows:
             values = {**row.values(self._top), "unlike": {True: "yes", False: "no", None: None}[row.unlike]}
-            self._writer.writerow(f"{value:.6f}" if isinstance(value, float) else csv_cell(value) for value in values.values())
+            self._writer.writerow(
+                f"{value:.6f}" if isinstance(value, float) else csv_cell(value) for value in values.values()
+            )
 
 
 class JsonRows:
@@ -182,4 +186,6 @@ class JsonRows:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Adds rows."""
-        self._file.writelines(json.dumps(row.values(self._top)) + "\n" for row in rows)  # ASCII: a path may hold what is no text
+        self._file.writelines(
+            json.dumps(row.values(self._top)) + "\n" for row in rows
+        )  # ASCII: a path may hold what is no text

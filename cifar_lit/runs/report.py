@@ -18,7 +18,15 @@ from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.figures import GALLERY_SIZE, PART_NAMES, Picture, confusion_matrix, data_uri, line_chart, reliability_diagram
+from cifar_lit.runs.figures import (
+    GALLERY_SIZE,
+    PART_NAMES,
+    Picture,
+    confusion_matrix,
+    data_uri,
+    line_chart,
+    reliability_diagram,
+)
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
@@ -51,7 +59,11 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
         metrics = {**metrics, "test": None}
     logits, embeddings = _looked_at(look, test, "test images")
     if predictions is None:
-        scored = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": logits.double().softmax(1)}
+        scored = {
+            "indices": torch.arange(len(test)),
+            "labels": test.labels,
+            "probabilities": logits.double().softmax(1),
+        }
         predictions = prediction_table(scored)
     train_logits, known = _looked_at(look, train, "training images")
     with progress("comparing test with training images", len(test)) as advance:
@@ -87,7 +99,11 @@ def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]
 
 
 def render(
-    run: Path, metrics: Mapping[str, Any], data: ImageData, predictions: PredictionTable, findings: Findings | None = None
+    run: Path,
+    metrics: Mapping[str, Any],
+    data: ImageData,
+    predictions: PredictionTable,
+    findings: Findings | None = None,
 ) -> str:
     """The page as HTML. Every name in it is escaped: of classes, and of whatever else comes from outside.
 
@@ -135,7 +151,9 @@ def render(
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
         mean=float(predictions.probability.mean()),
-        diagram=reliability_diagram("reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"),
+        diagram=reliability_diagram(
+            "reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"
+        ),
         mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
         doubtful=_pictures(data, predictions, predictions.doubtful_hits(GALLERY_SIZE)),
     )
@@ -190,9 +208,13 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     for name, lines in logged.items():
         if any(len(points) > 1 for points in lines.values()):
             ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
-            last = ", ".join(f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
+            last = ", ".join(
+                f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items()
+            )
             title = TITLES.get(name, name.replace("_", " "))
-            drawn.append((title, line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}")))
+            drawn.append(
+                (title, line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}"))
+            )
     return drawn
 
 
@@ -201,7 +223,9 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> li
     wrong, totals = matrix.clone().fill_diagonal_(0), matrix.sum(1)
     places = wrong.flatten().argsort(descending=True, stable=True)[:most]
     cells = [(*divmod(place, len(classes)), int(wrong.flatten()[place])) for place in places.tolist()]
-    return [(classes[row], classes[column], images, images / int(totals[row])) for row, column, images in cells if images]
+    return [
+        (classes[row], classes[column], images, images / int(totals[row])) for row, column, images in cells if images
+    ]
 
 
 def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -209,7 +233,9 @@ def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> 
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
     for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
-        names = (classes[label],) if predicted == label else (f"true {classes[label]}", f"predicted {classes[predicted]}")
+        names = (
+            (classes[label],) if predicted == label else (f"true {classes[label]}", f"predicted {classes[predicted]}")
+        )
         lines.append((*names, f"{probability:.4f} · no. {index}"))
     return lines
 
@@ -217,4 +243,7 @@ def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> 
 def _pictures(data: ImageData, table: PredictionTable, places: Tensor) -> list[Picture]:
     images = data.test_images.images[table.indices[places]]
     lines = captions(table, places, data.classes)
-    return [Picture(data_uri(image), f"Test image: {', '.join(line)}", line) for image, line in zip(images, lines, strict=True)]
+    return [
+        Picture(data_uri(image), f"Test image: {', '.join(line)}", line)
+        for image, line in zip(images, lines, strict=True)
+    ]

@@ -47,7 +47,9 @@ def run_metrics(
         "batch_size": data.batch_size,
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
-        "images_per_second": round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None,
+        "images_per_second": round(clock.images / clock.training_seconds, 1)
+        if clock and clock.training_seconds
+        else None,
         "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),
@@ -100,7 +102,12 @@ def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
 
 
 def draw_for_tensorboard(
-    board: TensorBoardCurves, val: Score | None, test: Score | None, predictions: Predictions | None, data: ImageData, step: int
+    board: TensorBoardCurves,
+    val: Score | None,
+    test: Score | None,
+    predictions: Predictions | None,
+    data: ImageData,
+    step: int,
 ) -> None:
     """Draws confusion matrix and accuracy of each class of what was scored, and galleries where each image's prediction is known.
 

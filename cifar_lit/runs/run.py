@@ -75,7 +75,9 @@ class Run(Callback):
         """Claim the folder. Raise Failure if processes would start from different checkpoints."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        start = " of step ".join(filter(None, ("/".join(Path(self.notes.get("resume", "")).parts[-3:]), self.notes.get("step"))))
+        start = " of step ".join(
+            filter(None, ("/".join(Path(self.notes.get("resume", "")).parts[-3:]), self.notes.get("step")))
+        )
         path, first = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
         if start != first:  # on a file system that shows changes late or not at all to some nodes
             raise Failure(

@@ -58,7 +58,9 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
 
     settings, name = data_settings(run, card, dataset, data_dir), display_path(run)
     if not settings:
-        raise UsageError(f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
+        raise UsageError(
+            f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie"
+        )
     check_choices({"data": settings})
     data = ImageData(**_of_kinds(ImageData, settings, name))
     _check_fit(card, data.classes, data.input_shape)
@@ -72,13 +74,17 @@ def _of_kinds(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]
     try:
         return dict(parser.parse_object(settings).as_dict())
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: of a name that is no text
-        raise Failure(f"{name}/config.yaml has data settings of another version ({first_line(error)}): give --dataset") from None
+        raise Failure(
+            f"{name}/config.yaml has data settings of another version ({first_line(error)}): give --dataset"
+        ) from None
 
 
 def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
     remedy = "name its own with --data-dir"
     if list(classes) != card.classes:
-        own, other = (f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes))
+        own, other = (
+            f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes)
+        )
         raise Failure(f"the data have other classes than the net ({own}; {other}): {remedy}")
     if shape != card.input_shape:
         own, other = ("×".join(map(str, sides)) for sides in (shape, card.input_shape))

@@ -21,15 +21,27 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second")  # in metrics.json, beside the scores
+FIGURES = (
+    "epochs",
+    "batch_size",
+    "parameters",
+    "train_seconds",
+    "images_per_second",
+)  # in metrics.json, beside the scores
 MAX_FIGURE = 1e15  # which NaN is not below
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # of a scheduler, that a run was started by
 PREVIOUS = "checkpoints/previous.ckpt"
-CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in the order in which a run is gone on from them
+CHECKPOINTS = (
+    "checkpoints/last.ckpt",
+    PREVIOUS,
+    "checkpoints/best.ckpt",
+)  # in the order in which a run is gone on from them
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems without locks answer
 WRITING_SECONDS = 0.2  # in which a record is written that was empty
-LEASE_SECONDS = 10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
+LEASE_SECONDS = (
+    10.0  # without a sign of life, of which there are three in this time, a run's owner on another machine is gone
+)
 MAX_DEPTH = 50  # levels of folders in a run that is resumed
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
 
@@ -50,7 +62,9 @@ class RunFolder:
         job: What a new folder records of the scheduler's job that it belongs to, so that the job, started again, finds it.
     """
 
-    def __init__(self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None) -> None:
+    def __init__(
+        self, logs: Path, name: str, path: Path | None = None, first: bool = True, job: str | None = None
+    ) -> None:
         self.logs, self.name, self.resumed = logs, name, path is not None
         self._first, self._job = first, job
         self._path: Path | None = None
@@ -93,7 +107,9 @@ class RunFolder:
                 except FileExistsError:
                     number += 1
         except OSError as error:
-            raise Failure(f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR.") from None
+            raise Failure(
+                f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR."
+            ) from None
 
     def _hold(self, path: Path) -> None:
         """Locks the folder, after a killed process too; says so where that one ran on another machine."""
@@ -111,7 +127,9 @@ class RunFolder:
         except (Timeout, LeaseSettingsMismatch):
             lock.release()
             owner = owner_of(path) or "another process"
-            raise Failure(f"{owner} is writing {path}: wait until it ends, or start a new run without --resume") from None
+            raise Failure(
+                f"{owner} is writing {path}: wait until it ends, or start a new run without --resume"
+            ) from None
         except OSError as error:
             lock.release()
             raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
@@ -131,7 +149,9 @@ class RunFolder:
         lock, self._lock = self._lock, None
         if lock is not None and self._lease is not None and self._path is not None:
             self._lease.release()
-            with suppress(OSError):  # before it is given back, or it might be another's; the folder may be gone or read-only, and
+            with suppress(
+                OSError
+            ):  # before it is given back, or it might be another's; the folder may be gone or read-only, and
                 (self._path / LOCK).unlink()  # some systems do not remove open files
             lock.release()
 
@@ -204,7 +224,9 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
     checkpoint = _newest_checkpoint(path) if path.is_dir() else path
     if not checkpoint.is_file():
         place = display_path(checkpoint)
-        raise UsageError(f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume.")
+        raise UsageError(
+            f"nothing to resume: there is no checkpoint {place}. Name another run, or start one without --resume."
+        )
     if run := path if path.is_dir() else run_of(path):
         check_files(run)
     return checkpoint
@@ -217,7 +239,14 @@ def check_files(run: Path) -> None:
     they are written anew; what is another file's second name is left alone by that.
     """
     top, curves = os.path.realpath(run), run / "metrics.csv"
-    for name in ("config.yaml", "metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html"):
+    for name in (
+        "config.yaml",
+        "metrics.json",
+        "model.safetensors",
+        "predictions.csv",
+        "probabilities.npy",
+        "report.html",
+    ):
         if (run / name).is_dir():
             raise Failure(f"{display_path(run / name)} is a folder, where a file is to be written: move it away")
     for folder, folders, files in os.walk(top):  # links are not followed
@@ -226,9 +255,13 @@ def check_files(run: Path) -> None:
         for place in (Path(folder, name) for name in (*folders, *files)):
             if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(top):
                 link = display_path(run / place.relative_to(top))
-                raise Failure(f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to")
+                raise Failure(
+                    f"{link} is a link that leads out of its run, which is not gone on with: put in what it leads to"
+                )
     if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
-        raise Failure(f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to go on without it")
+        raise Failure(
+            f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to go on without it"
+        )
 
 
 def _started(run: Path) -> int:
@@ -240,7 +273,9 @@ def stamp_start(run: Path) -> None:
     """Dates a run's start, see `_started`, after those of the runs beside it, though the clock may have been set back."""
     with suppress(OSError, OverflowError):  # a run that is gone meanwhile; a file system that takes no such time
         config = run / "config.yaml"
-        latest = max((_started(other.parent) for other in run.parent.glob("*/config.yaml") if other != config), default=0)
+        latest = max(
+            (_started(other.parent) for other in run.parent.glob("*/config.yaml") if other != config), default=0
+        )
         if latest >= _started(run):
             os.utime(config, ns=(latest + 2 * 10**9,) * 2)  # some file systems keep even seconds only
 
@@ -272,7 +307,9 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
     """Raises UsageError when a run has nothing left to do, see `is_finished`."""
     if is_finished(run, needs_test):
         results = display_path(run / "metrics.json")
-        raise UsageError(f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume.")
+        raise UsageError(
+            f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume."
+        )
 
 
 # ---- What a run left.
@@ -308,7 +345,10 @@ def _countable(metrics: Mapping[str, Any]) -> bool:
         figures += [value for part in parts for value in part.values() if isinstance(value, int | float)]
         accuracies = [part["accuracy"] for part in parts if part.get("accuracy") is not None]
         accuracies += [view["accuracy"] for view in views]
-        images, texts = parts[0].get("images", 0), [parts[0].get("fingerprint") or "", *(view["views"] for view in views)]
+        images, texts = (
+            parts[0].get("images", 0),
+            [parts[0].get("fingerprint") or "", *(view["views"] for view in views)],
+        )
         return (
             all(abs(figure) < MAX_FIGURE for figure in figures if figure is not None)
             and all(0 <= accuracy <= 1 for accuracy in accuracies)
@@ -323,7 +363,9 @@ def _countable(metrics: Mapping[str, Any]) -> bool:
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file, empty if it cannot be read or one of its numbers is out of range."""
     try:
-        content = json.loads(read_text(file), parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=_bounded_float)
+        content = json.loads(
+            read_text(file), parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=_bounded_float
+        )
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

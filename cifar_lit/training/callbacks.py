@@ -99,14 +99,18 @@ class RandomState(Callback):
     def __init__(self) -> None:
         self._restored: list[Tensor] | None = None  # uint8 (devices, n) of the CPU, and of the accelerator
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Collects the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
         checkpoint["random_state"] = [gather_rows(trainer, pl_module, state).cpu() for state in states]
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Keeps the states until set-up, which draws numbers too, is over."""
         self._restored = checkpoint.get("random_state")
 
@@ -124,7 +128,9 @@ class RandomState(Callback):
             ):
                 devices = f"{len(self._restored[0])} → {trainer.world_size} devices"
                 remedy = " (GPUs: --trainer.sync_batchnorm true in all parts of a run takes them over the whole batch)"
-                say(f"{devices}: batch norm takes its statistics on each device, so the results differ slightly{remedy}")
+                say(
+                    f"{devices}: batch norm takes its statistics on each device, so the results differ slightly{remedy}"
+                )
             return
         # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
         own = [states[trainer.global_rank].clone() for states in self._restored]

@@ -32,7 +32,9 @@ from cifar_lit.training.checkpoint_pickle import check_pickles
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
-MAX_ENTRIES = 10_000  # of the zip file; one a tensor: a large net with Adam's state and an average of the weights has 7,000
+MAX_ENTRIES = (
+    10_000  # of the zip file; one a tensor: a large net with Adam's state and an average of the weights has 7,000
+)
 MAX_VALUES = 10_000_000  # with shared ones written out
 MAX_DEPTH = 50  # levels of lists and dicts
 MAX_COUNTERS = 10_000  # values that say how far a training is; Lightning's are about 150
@@ -72,7 +74,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
         try:
-            if target.parent not in self._folders:  # once: a folder that is gone is not made anew, without what was in it
+            if (
+                target.parent not in self._folders
+            ):  # once: a folder that is gone is not made anew, without what was in it
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._folders.add(target.parent)
             with atomic_write(target, previous) as partial, partial.open("wb") as file:
@@ -106,14 +110,20 @@ class RunCheckpoint(ModelCheckpoint):
         """Brings the state of every ModelCheckpoint into its folder of today: a run moves, and what it names may be deleted."""
         states = checkpoint.get("callbacks", {})
         for callback in (callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)):
-            for key in {callback.state_key, type(callback)} & states.keys():  # Lightning's own, and that of its old versions
+            for key in {
+                callback.state_key,
+                type(callback),
+            } & states.keys():  # Lightning's own, and that of its old versions
                 states[key] = _in_folder(states[key], str(callback.dirpath))
 
     def save_first(self, trainer: pl.Trainer, scores: Mapping[str, float]) -> None:
         """Saves weights that are there before the first step, with their scores by name: the best so far."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        candidates = {**self._monitor_candidates(trainer), **{name: torch.tensor(score) for name, score in scores.items()}}
+        candidates = {
+            **self._monitor_candidates(trainer),
+            **{name: torch.tensor(score) for name, score in scores.items()},
+        }
         self._save_topk_checkpoint(trainer, candidates)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -175,7 +185,11 @@ class LastCheckpoint(RunCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Saves if it is time for it."""
-        last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        last = (
+            trainer.should_stop
+            or trainer.current_epoch + 1 == trainer.max_epochs
+            or trainer.global_step == trainer.max_steps
+        )
         waited = time.monotonic() - (self._last_time_checked or 0.0)
         if last or self.asked_for or trainer.world_size > 1 or waited >= self.MIN_INTERVAL:
             super().on_train_epoch_end(trainer, pl_module)
@@ -226,7 +240,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Those of `state_dict` or `model` where there is one. Raises what `read_checkpoint` does.
     """
     contents = _read(path, lambda contents: _count_values(contents, {}, 0))
-    weights = next((contents[name] for name in ("state_dict", "model") if isinstance(contents.get(name), Mapping)), contents)
+    weights = next(
+        (contents[name] for name in ("state_dict", "model") if isinstance(contents.get(name), Mapping)), contents
+    )
     tensors = {str(name): tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     if not tensors:
         raise Failure(f"{path} holds no weights: name a file of a net's state_dict")
@@ -262,10 +278,14 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
         raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except pickle.UnpicklingError as error:
         if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
-            raise Failure(f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only.") from None
+            raise Failure(
+                f"{path} was not loaded: it would execute code. Use checkpoints that hold weights only."
+            ) from None
         raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
     except Exception as error:  # a damaged file raises whatever its garbage leads to
-        raise DamagedCheckpoint(f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint") from None
+        raise DamagedCheckpoint(
+            f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint"
+        ) from None
     return contents
 
 
@@ -342,7 +362,9 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
         raise InvalidFileError("its version of Lightning is not a version")
     _count_values(checkpoint, {}, 0)
     loops = checkpoint.get("loops", {})
-    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(type(value) in (int, bool) for value in tree_leaves(loops)):
+    if _count_values(loops, {}, 0) > MAX_COUNTERS or not all(
+        type(value) in (int, bool) for value in tree_leaves(loops)
+    ):
         raise InvalidFileError("its loops are not counted in whole numbers")
 
 

@@ -241,7 +241,9 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is a short number, a text or the like, which Python hashes in no time and without many equal hashes."""
-    return type(value) in (str, bytes, float, bool, NoneType, torch.dtype) or (type(value) is int and abs(value) < MAX_KEY)
+    return type(value) in (str, bytes, float, bool, NoneType, torch.dtype) or (
+        type(value) is int and abs(value) < MAX_KEY
+    )
 
 
 def _whole(value: Any) -> int:

@@ -169,7 +169,11 @@ class ImageClassifier(pl.LightningModule):
         h = self.hparams
         h["input_shape"], h["num_classes"] = input_shape, num_classes
         if not hasattr(self, "net"):
-            shape: dict[str, Any] = {"channels": input_shape[0], "image_size": tuple(input_shape[1:]), "num_classes": num_classes}
+            shape: dict[str, Any] = {
+                "channels": input_shape[0],
+                "image_size": tuple(input_shape[1:]),
+                "num_classes": num_classes,
+            }
             self.net = build_net(h["net"], **shape, width=h["width"], options=h["net_options"])
         if h["channels_last"]:
             for parameter in self.net.parameters():
@@ -324,7 +328,9 @@ class ImageClassifier(pl.LightningModule):
         device = self.device if self.trainer.world_size > 1 else "cpu"  # Apple's GPUs have no float64
         for name, value in values.items():
             tensor = torch.tensor(value, dtype=torch.float64, device=device)
-            self.log(name, tensor, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings)
+            self.log(
+                name, tensor, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings
+            )
 
     # ---- evaluation
 
@@ -332,7 +338,9 @@ class ImageClassifier(pl.LightningModule):
     def monitored(self) -> tuple[str, str]:
         """The score that the best checkpoint is chosen by, such as `val/accuracy`, and whether its `max` or `min` is best."""
         name = self.hparams["monitor"]
-        lowest = name == "loss" or (name in self.evaluation.further and self.evaluation.further[name].higher_is_better is False)
+        lowest = name == "loss" or (
+            name in self.evaluation.further and self.evaluation.further[name].higher_is_better is False
+        )
         return f"val/{name}", "min" if lowest else "max"
 
     def on_validation_epoch_start(self) -> None:

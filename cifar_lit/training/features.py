@@ -25,7 +25,9 @@ def check_features(h: Mapping[str, Any]) -> None:
     """Raise UsageError for invalid settings of these features."""
     check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
     if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
-        raise UsageError("model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0")
+        raise UsageError(
+            "model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0"
+        )
     if h["frozen"] and not h["weights"]:
         raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
 

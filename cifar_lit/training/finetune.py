@@ -62,10 +62,14 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     head = _head_path(net)
     known = {path: _for_channels(tensor, own[path]) for path, tensor in given.items() if path in own}
     fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
-    if any(f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")):  # of other classes
+    if any(
+        f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")
+    ):  # of other classes
         fitting = {path: tensor for path, tensor in fitting.items() if not path.startswith(f"{head}.")}
     missing = [
-        path for path in own if path not in fitting and not path.startswith(f"{head}.") and "num_batches_tracked" not in path
+        path
+        for path in own
+        if path not in fitting and not path.startswith(f"{head}.") and "num_batches_tracked" not in path
     ]
     if missing:
         remedy = "name their net with --net"
@@ -119,7 +123,9 @@ def net_head(net: nn.Module) -> nn.Linear:
     """The last linear layer of a net, which tells the classes apart; raises UsageError for a net without one."""
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
     if not layers or layers[-1].bias is None:
-        raise UsageError("a net without a linear layer, with a bias, at its end cannot be fine-tuned: choose another --net")
+        raise UsageError(
+            "a net without a linear layer, with a bias, at its end cannot be fine-tuned: choose another --net"
+        )
     return layers[-1]
 
 
@@ -171,11 +177,15 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
             return dict(import_timm().create_model(timm_name(name), pretrained=True).state_dict())
         from torchvision import models
 
-        return dict(models.get_model(name, weights="DEFAULT").state_dict())  # builders rename what older files call otherwise
+        return dict(
+            models.get_model(name, weights="DEFAULT").state_dict()
+        )  # builders rename what older files call otherwise
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: take a net of timm's or torchvision's") from None
     except Exception as error:  # whatever a hub, a proxy or a full disk leads to
-        remedy = f"put them into a file for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
+        remedy = (
+            f"put them into a file for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
+        )
         raise Failure(f"the weights of {name} could not be had ({first_line(error)[:200]}): {remedy}") from None
 
 
@@ -295,7 +305,9 @@ class Head(NamedTuple):
     seconds: float
 
 
-def fit_head(features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None) -> Head:
+def fit_head(
+    features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
+) -> Head:
     """Multinomial logistic regression with an L2 penalty, whose strength is chosen by the loss on images that are left out.
 
     Args:
@@ -322,7 +334,10 @@ def fit_head(features: Tensor, labels: Tensor, num_classes: int, views: int, cla
         held_out = fold == part
         solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
         losses += torch.stack(
-            [F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights) for weight, bias in solutions]
+            [
+                F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights)
+                for weight, bias in solutions
+            ]
         )
     best = int(losses.argmin())
     weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
@@ -342,7 +357,9 @@ def _solve(
 
         def loss(strength: float = strength) -> Tensor:
             weight.grad = bias.grad = None
-            value = F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + strength / 2 * weight.square().sum()
+            value = (
+                F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + strength / 2 * weight.square().sum()
+            )
             value.backward()
             return value
 

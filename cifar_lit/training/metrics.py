@@ -105,7 +105,14 @@ class Score(NamedTuple):
             accuracy, loss, counted = float(fields["accuracy"]), float(fields["loss"]), int(fields["images"])
             top5 = None if fields["top5"] is None else float(fields["top5"])
             return cls(accuracy, loss, counted, per_class.tolist(), matrix.tolist(), further, top5)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # a file may hold anything
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ):  # a file may hold anything
             return None
 
     @property
@@ -151,11 +158,15 @@ class Evaluation(nn.Module):
         super().__init__()
         for name in metrics or {}:
             if not is_name(name) or csv_cell(name) != name or name in TAKEN or "." in name:
-                raise UsageError(f"model.metrics: nothing can be called {name!r} beside the values of metrics.json: rename it")
+                raise UsageError(
+                    f"model.metrics: nothing can be called {name!r} beside the values of metrics.json: rename it"
+                )
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.top5 = TopHits() if num_classes > TOP else None
-        self.further = MetricCollection({name: metric.clone() for name, metric in (metrics or {}).items()}, compute_groups=False)
+        self.further = MetricCollection(
+            {name: metric.clone() for name, metric in (metrics or {}).items()}, compute_groups=False
+        )
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count logits (B, classes) against int64 labels (B,). Labels of -1 are padding."""

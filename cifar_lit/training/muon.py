@@ -70,7 +70,13 @@ class Muon(Optimizer):
     ) -> None:
         self._branches = branches
         self._streams: dict[tuple[int, int], Any] = {}  # by shape
-        settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "orthogonal": orthogonal}
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "orthogonal": orthogonal,
+        }
         super().__init__(params, {**settings, "rescale": rescale, "steps": steps, "products": products})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,7 +142,9 @@ class Muon(Optimizer):
             chosen = [updates[index] for index in members]
             with self._branch(shape, chosen[0].device):
                 batch = chosen[0].new_empty((len(members), *shape), dtype=products)
-                torch._foreach_copy_([matrix.view(update.shape) for matrix, update in zip(batch, chosen, strict=True)], chosen)
+                torch._foreach_copy_(
+                    [matrix.view(update.shape) for matrix, update in zip(batch, chosen, strict=True)], chosen
+                )
                 # back in the updates' dtype before the rate is multiplied in, which bfloat16 would round
                 matrices = orthogonalized(batch, steps).to(chosen[0].dtype)
                 for index, matrix in zip(members, matrices, strict=True):

@@ -59,10 +59,16 @@ def parameter_groups(
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     if optimizer != "muon":
         shared: dict[str, Any] = {"lr": lr}
-        if optimizer == "sgd" or (optimizer != "adamw" and momentum):  # one by import path keeps its own where none is set
+        if optimizer == "sgd" or (
+            optimizer != "adamw" and momentum
+        ):  # one by import path keeps its own where none is set
             shared |= {"momentum": momentum, "nesterov": nesterov}
         decays = (("weights", weights, weight_decay), ("biases", others, 0.0))
-        plain = [{"role": role, "params": params, **shared, "weight_decay": decay} for role, params, decay in decays if params]
+        plain = [
+            {"role": role, "params": params, **shared, "weight_decay": decay}
+            for role, params, decay in decays
+            if params
+        ]
         return plain if input_lr is None else [part for group in plain for part in by_depth(group, trained, input_lr)]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
@@ -104,7 +110,8 @@ GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 # Which values of a setting can be meant, and how others are answered; null is always one of them.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
-        ("momentum", "rest_momentum", "label_smoothing"), (lambda value: 0 <= value < 1, "must be 0 or more and below 1")
+        ("momentum", "rest_momentum", "label_smoothing"),
+        (lambda value: 0 <= value < 1, "must be 0 or more and below 1"),
     ),
     **dict.fromkeys(
         ("bias_lr", "head_lr", "whiten_epochs", "input_lr"),
@@ -117,7 +124,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "patience": (lambda value: 0 <= value < math.inf, "is a number of validations, or below 1 a share of them"),
 }
 # What other optimizers than muon leave at these values.
-_MUON_ONLY = {"bias_lr": None, "head_lr": None, "whiten_epochs": None, "rest_momentum": REST_MOMENTUM, "rescale_filters": True}
+_MUON_ONLY = {
+    "bias_lr": None,
+    "head_lr": None,
+    "whiten_epochs": None,
+    "rest_momentum": REST_MOMENTUM,
+    "rescale_filters": True,
+}
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -140,7 +153,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name, unset in _MUON_ONLY.items():
         if optimizer != "muon" and settings[name] != unset:
             text = "null" if unset is None else str(unset).lower()
-            raise UsageError(f"model.{name} goes only with model.optimizer muon: leave it out, or set --model.{name} {text}")
+            raise UsageError(
+                f"model.{name} goes only with model.optimizer muon: leave it out, or set --model.{name} {text}"
+            )
     if settings["schedule_every"] not in ("step", "epoch"):
         raise UsageError(f"model.schedule_every must be step or epoch, not {settings['schedule_every']!r}")
     if settings["schedule_every"] == "epoch" and (settings["warmup_epochs"] or settings["schedule"] == "one_cycle"):
@@ -148,7 +163,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def build_optimizer(
-    net: nn.Module, optimizer: str, lr: float, *, precision: str = "bf16-mixed", capturable: bool = False, **settings: Any
+    net: nn.Module,
+    optimizer: str,
+    lr: float,
+    *,
+    precision: str = "bf16-mixed",
+    capturable: bool = False,
+    **settings: Any,
 ) -> Optimizer:
     """The optimizer over all trainable parameters of `net`, which is where it will be trained.
 
@@ -211,7 +232,9 @@ def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: A
     trainer.fit_loop.setup_data()  # Lightning's estimate leaves it out if there is no limit of epochs
     steps = trainer.estimated_stepping_batches
     if steps == math.inf:
-        raise UsageError("a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant")
+        raise UsageError(
+            "a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant"
+        )
     steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
     schedule = schedule_from(optimizer, settings, int(steps), steps_per_epoch)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": settings["schedule_every"]}}

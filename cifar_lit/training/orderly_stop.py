@@ -73,7 +73,9 @@ class OrderlyStop(Checkpoint):
             raise self._interrupted(number)
         self._received = self._received or number
         self._last.asked_for = True
-        if number == signal.SIGINT:  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
+        if (
+            number == signal.SIGINT
+        ):  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
             note("", "stopping after this step; once more to stop at once")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -20,7 +20,9 @@ def check_resumable(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
     if saved and _schedule_kind(saved) != _schedule_kind(settings):
         names = "model.schedule, schedule_every, warmup_epochs, frozen and input_lr"
-        raise UsageError(f"the schedule or its groups of layers would change in mid-training: leave {names} as they were")
+        raise UsageError(
+            f"the schedule or its groups of layers would change in mid-training: leave {names} as they were"
+        )
 
 
 def _schedule_kind(settings: Mapping[str, Any]) -> tuple[object, ...]:
@@ -43,7 +45,8 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
         line = f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from"
         raise UsageError(f"{line}: leave model.optimizer as it was, or start a new run")
     old, new = (
-        parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known}) for known in (before, settings)
+        parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known})
+        for known in (before, settings)
     )
     scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):
@@ -73,6 +76,8 @@ def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
             if value is None or (not is_shaped and (name != "step" or isinstance(value, int | float))):
                 continue
             if not isinstance(value, Tensor) or value.shape != (parameter.shape if is_shaped else torch.Size()):
-                raise Failure(f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint.")
+                raise Failure(
+                    f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint."
+                )
             if is_shaped and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter).copy_(value)

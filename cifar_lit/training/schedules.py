@@ -47,13 +47,21 @@ class Schedule(LambdaLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0, whitening: float | None = None
+        self,
+        optimizer: Optimizer,
+        name: str,
+        total: float,
+        warmup: float = 0,
+        final: float = 0,
+        whitening: float | None = None,
     ) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} leaves nothing of {total:g} to train: lower model.warmup_epochs")
 
         def factor(done: float) -> float:
-            return max(0.0, schedule_factor(name, done, total, warmup, final))  # a captured step must see no negative rate
+            return max(
+                0.0, schedule_factor(name, done, total, warmup, final)
+            )  # a captured step must see no negative rate
 
         def whitening_factor(done: float) -> float:
             return max(0.0, 1 - done / whitening) if whitening else factor(done)
@@ -82,5 +90,7 @@ class Schedule(LambdaLR):
 def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> Schedule:
     """The schedule of a model's settings for a training of so many optimizer steps, stepped as `schedule_every` says."""
     unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
-    warmup, whitening = ((settings[name] or 0.0) * steps_per_epoch / unit for name in ("warmup_epochs", "whiten_epochs"))
+    warmup, whitening = (
+        (settings[name] or 0.0) * steps_per_epoch / unit for name in ("warmup_epochs", "whiten_epochs")
+    )
     return Schedule(optimizer, settings["schedule"], steps / unit, warmup, settings["final_lr"], whitening or None)

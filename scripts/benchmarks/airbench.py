@@ -64,7 +64,9 @@ def run(settings: argparse.Namespace) -> None:
         finally:
             os.chdir(here)
     names = {"val_acc": "accuracy", "tta_val_acc": "accuracy with views"}
-    rows: list[Row] = [(text, spread(100 * one[name] for one in results), "%") for name, text in names.items() if results]
+    rows: list[Row] = [
+        (text, spread(100 * one[name] for one in results), "%") for name, text in names.items() if results
+    ]
     if results:
         rows.append(("training", spread(one["time_seconds"] for one in results), "s"))
         publish("airbench", {**vars(settings), "file": path.name}, f"{path.name} on this CPU", rows)

@@ -31,7 +31,10 @@ WHAT = (
     "image in a DataLoader with 2 workers. Both take turns in one process; each turn's first batches are off the clock, and the "
     "workers' start too."
 )
-WORKERS, READY = 2, 4  # processes; batches that they make ahead while the first is waited for, which are off the clock too
+WORKERS, READY = (
+    2,
+    4,
+)  # processes; batches that they make ahead while the first is waited for, which are off the clock too
 BILINEAR = v2.InterpolationMode.BILINEAR
 # What is set here, and the transforms of the same meaning for images of a side.
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[int], list[Any]]]] = {
@@ -77,7 +80,9 @@ def run(settings: argparse.Namespace) -> None:
     if settings.rounds < 2 or settings.batches < 1:
         raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
-    device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
+    device = pl.Trainer(
+        accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False
+    ).strategy.root_device
     if device.type == "cpu":
         keep_freed_memory()  # as a fit does
     progress = Progress(len(settings.sides) * len(settings.names), "operation")
@@ -90,7 +95,9 @@ def run(settings: argparse.Namespace) -> None:
                 progress.advance(len(rows) // 3)
     if rows:
         what = f"shapes of {' and '.join(map(str, settings.sides))} px · batch {settings.batch_size} · on {device.type}"
-        publish("augment", vars(settings), what, rows, f"of {settings.rounds} rounds of {settings.batches} batches, in turn")
+        publish(
+            "augment", vars(settings), what, rows, f"of {settings.rounds} rounds of {settings.batches} batches, in turn"
+        )
 
 
 def measure(

@@ -47,7 +47,9 @@ folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.add_argument("--folder", default=".", help="on a disk with room for all images, once decoded and once as JPEGs")
+    parser.add_argument(
+        "--folder", default=".", help="on a disk with room for all images, once decoded and once as JPEGs"
+    )
     parser.add_argument("--limit-mb", type=int, default=1500, help="of memory for all processes together")
     parser.add_argument("--times", type=float, default=10.0, help="how many times as large the decoded images are")
     parser.add_argument("--side", type=int, default=128, help="of the images, in pixels")
@@ -99,7 +101,9 @@ def run(settings: argparse.Namespace) -> None:
         ("batches compared, equal to the bit, also after a kill", len(free_record), ""),
     ]
     own = {name: value for name, value in vars(settings).items() if name != "folder"}
-    publish("bigger than memory", own, f"{count:,} images of {settings.side}×{settings.side}", [(*row,) for row in rows])
+    publish(
+        "bigger than memory", own, f"{count:,} images of {settings.side}×{settings.side}", [(*row,) for row in rows]
+    )
 
 
 def write_jpegs(root: Path, count: int, side: int) -> None:
@@ -107,7 +111,9 @@ def write_jpegs(root: Path, count: int, side: int) -> None:
     for part in ("train", "test"):
         for number in range(CLASSES):
             (root / part / str(number)).mkdir(parents=True)
-    plans = [(root / "train", start, min(DRAWN_AT_ONCE, count - start), side) for start in range(0, count, DRAWN_AT_ONCE)]
+    plans = [
+        (root / "train", start, min(DRAWN_AT_ONCE, count - start), side) for start in range(0, count, DRAWN_AT_ONCE)
+    ]
     plans.append((root / "test", count, 64 * CLASSES, side))
     progress = Progress(len(plans), "drawing part")
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -129,7 +135,7 @@ class BatchRecord(pl.Callback):
     """Writes for each batch the step, a checksum (of every image the sum of its bits, its label and its row) and the time."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(file).open("a", buffering=1)  # noqa: SIM115 (until the process ends)
+        self.file = Path(file).open("a", buffering=1)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
         """Adds a line."""
@@ -157,12 +163,39 @@ def speeds_of(file: Path, batch_size: int) -> list[float]:
 
 def command(place: Path, name: str, settings: argparse.Namespace, placement: str) -> list[str]:
     """The line of a training of one epoch."""
-    record = json.dumps({"class_path": "bigger_than_memory.BatchRecord", "init_args": {"file": str(place / f"{name}.txt")}})
+    record = json.dumps(
+        {"class_path": "bigger_than_memory.BatchRecord", "init_args": {"file": str(place / f"{name}.txt")}}
+    )
     return [
         *(sys.executable, "-m", "cifar_lit", "train", "--recipe", RECIPE, "--epochs", "1", "--accelerator", "cpu"),
-        *("--precision", "32-true", "--dataset", "folder", "--data-dir", str(place / "images"), "--logs", str(place / name)),
-        *("--data.image_size", str(settings.side), "--data.mean", "null", "--data.std", "null", "--data.placement", placement),
-        *("--batch-size", str(settings.batch_size), "--data.eval_batch_size", str(settings.batch_size), "--data.workers", "1"),
+        *(
+            "--precision",
+            "32-true",
+            "--dataset",
+            "folder",
+            "--data-dir",
+            str(place / "images"),
+            "--logs",
+            str(place / name),
+        ),
+        *(
+            "--data.image_size",
+            str(settings.side),
+            "--data.mean",
+            "null",
+            "--data.std",
+            "null",
+            "--data.placement",
+            placement,
+        ),
+        *(
+            "--batch-size",
+            str(settings.batch_size),
+            "--data.eval_batch_size",
+            str(settings.batch_size),
+            "--data.workers",
+            "1",
+        ),
         *("--checkpoint-every", str(settings.interval), f"--trainer.callbacks=[{record}]"),
     ]
 
@@ -195,7 +228,7 @@ class Child:
 
     def __init__(self, argv: Sequence[str], group: MemoryGroup | None) -> None:
         self.what = " ".join(argv[2:5])
-        self.group, self._errors = group, tempfile.TemporaryFile("w+")  # noqa: SIM115 (it goes with this object)
+        self.group, self._errors = group, tempfile.TemporaryFile("w+")
         environment = child_environment()
         environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         if group:

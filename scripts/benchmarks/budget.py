@@ -31,7 +31,9 @@ SIDE, PRODUCTS = 2048, 15
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
-    parser.add_argument("--recipes", nargs="+", default=["laptop", "fast94"], metavar="NAME", help="with nets that take any size")
+    parser.add_argument(
+        "--recipes", nargs="+", default=["laptop", "fast94"], metavar="NAME", help="with nets that take any size"
+    )
     parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
     parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
     parser.add_argument("--epochs", type=int, default=3, help="of the tutorial's loop")
@@ -49,7 +51,10 @@ def run(settings: argparse.Namespace) -> None:
     data, model = build(recipe["model"], {**recipe["data"], **own})
     train, test = data.train_images, data.test_images
     both = replace(
-        train, images=torch.cat((train.images, test.images)), labels=torch.cat((train.labels, test.labels)), mapped=False
+        train,
+        images=torch.cat((train.images, test.images)),
+        labels=torch.cat((train.labels, test.labels)),
+        mapped=False,
     )
     lay_out_plainly(model.net)
     split = torch.arange(len(train)), torch.arange(len(train), len(both))

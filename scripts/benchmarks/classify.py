@@ -33,7 +33,9 @@ POLL_SECONDS = 0.05
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="of pictures, such as one of 32 pixels and one of photos")
+    parser.add_argument(
+        "folders", metavar="FOLDER", nargs="+", help="of pictures, such as one of 32 pixels and one of photos"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="how often each, in turn, after one to warm up")
     parser.add_argument("--device", default="cpu", help="where the net computes")
 
@@ -43,7 +45,9 @@ def run(settings: argparse.Namespace) -> None:
     if settings.rounds < 1:
         raise UsageError("a measurement takes at least --rounds 1")
     card = cifar_lit.load(settings.run).card
-    net = " ".join([card.net, *(f"{name} {value}" for name, value in card.options.items()), "×".join(map(str, card.input_shape))])
+    net = " ".join(
+        [card.net, *(f"{name} {value}" for name, value in card.options.items()), "×".join(map(str, card.input_shape))]
+    )
     folders = {name_of(Path(folder)): Path(folder) for folder in settings.folders}
     rounds: dict[str, list[tuple[int, float, float]]] = {name: [] for name in folders}
     progress = Progress(settings.rounds + 1, "round")

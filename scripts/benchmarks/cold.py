@@ -69,7 +69,12 @@ def _parts(run: FinishedTraining) -> dict[str, float]:
     if card is None:
         raise UsageError("the training printed no start card, so that its first step cannot be timed")
     training = run.metrics["train_seconds"]
-    return {"to the first step": card, "training": training, "test and files": run.seconds - card - training, "all": run.seconds}
+    return {
+        "to the first step": card,
+        "training": training,
+        "test and files": run.seconds - card - training,
+        "all": run.seconds,
+    }
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ class AccuracyCurve(Checkpoint):
             self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]
             self._tested_at = trainer.global_step
             with Path(self._file).open("a") as file:
-                file.write(json.dumps([self._tested_at, clock.seconds, accuracy_of(trainer, model, self._loader)]) + "\n")
+                file.write(
+                    json.dumps([self._tested_at, clock.seconds, accuracy_of(trainer, model, self._loader)]) + "\n"
+                )
             torch.get_device_module(model.device).synchronize()
         clock.on_train_start(trainer, model)
 
@@ -106,7 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="RECIPE", help="first on the line")
     parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe")
     parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="test every so many optimizer steps too")
-    parser.add_argument("--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions")
+    parser.add_argument(
+        "--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions"
+    )
     parser.add_argument("--plot", metavar="FILE.png", required=True, help="what is drawn")
 
 
@@ -197,7 +201,9 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=False)
-    axes.set_title("Accuracy on the test images while training: median and range over n seeds", loc="left", fontsize=10.5, pad=14)
+    axes.set_title(
+        "Accuracy on the test images while training: median and range over n seeds", loc="left", fontsize=10.5, pad=14
+    )
     where = figures["environment"]
     accelerators = {entry["accelerator"] for entry in figures["recipes"].values()}
     machine = machine_text(where, accelerators.pop() if len(accelerators) == 1 else None)

@@ -51,7 +51,12 @@ def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.runs < 1 or not all(10 <= images <= 50_000 for images in settings.images):
         raise UsageError("--runs must be at least 1, and --images from 10 to 50,000")
-    plans = [(seed, images, way) for seed in range(settings.runs) for images in settings.images for way in settings.way or WAYS]
+    plans = [
+        (seed, images, way)
+        for seed in range(settings.runs)
+        for images in settings.images
+        for way in settings.way or WAYS
+    ]
     results: dict[str, list[dict[str, float]]] = {}
     progress = Progress(len(plans), "training")
     with suppress(Interrupted):
@@ -62,12 +67,21 @@ def run(settings: argparse.Namespace) -> None:
                 batch = min(128, round(images * (1 - VAL_SHARE)))
                 steps = max(1, round(images * (1 - VAL_SHARE)) // batch)
                 own = [*own, f"--batch-size={batch}", f"--epochs={round(SCRATCH_STEPS / steps)}"]
-            flags = ["--dataset", FEW, "--devices", "1", *(["--data-dir", settings.root] if settings.root else []), *own]
+            flags = [
+                "--dataset",
+                FEW,
+                "--devices",
+                "1",
+                *(["--data-dir", settings.root] if settings.root else []),
+                *own,
+            ]
             with tempfile.TemporaryDirectory() as cache_dir:  # so that each way computes its own features
                 flags += [f"--data.cache_dir={cache_dir}", *settings.flags]
                 done = run_once(recipe, flags, seed, None, False, StepProgress(progress, number))
             results.setdefault(f"{images:,} images, {way}", []).append(done)
-            progress.advance(number + 1, f"{images:,} images, {way}: {100 * done['accuracy']:.2f} % in {done['seconds']:.0f} s")
+            progress.advance(
+                number + 1, f"{images:,} images, {way}: {100 * done['accuracy']:.2f} % in {done['seconds']:.0f} s"
+            )
     rows: list[Row] = []
     for name, runs in results.items():
         rows.append((name, spread(100 * one["accuracy"] for one in runs), "%"))

@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import default_loader
-from torchvision.transforms import CenterCrop, Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ToTensor
+from torchvision.transforms import (
+    CenterCrop,
+    Compose,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
 
 from cifar_lit.bench.process import FinishedTraining, train, without_places
 from cifar_lit.bench.progress import Progress
@@ -43,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="PHOTOS", help="one folder a class, or train/ and val/ with these")
     parser.add_argument("--runs", type=int, default=1, help="seeds")
     parser.add_argument("--epochs", type=int, default=25, help="of the hand-written loop; the tutorial makes 25")
-    parser.add_argument("--folds", type=int, default=0, help="of a cross-validation of ours over all images, instead of the loop")
+    parser.add_argument(
+        "--folds", type=int, default=0, help="of a cross-validation of ours over all images, instead of the loop"
+    )
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -57,7 +67,9 @@ def run(settings: argparse.Namespace) -> None:
 
 def compare(settings: argparse.Namespace) -> tuple[list[Row], int]:
     """The rows about ours and the hand-written loop, and the number of test images."""
-    values: dict[str, list[float]] = {name: [] for name in ("ours", "hand-written loop", "ours, all", "hand-written loop, all")}
+    values: dict[str, list[float]] = {
+        name: [] for name in ("ours", "hand-written loop", "ours, all", "hand-written loop, all")
+    }
     progress = Progress(2 * settings.runs, "training")
     for seed in range(settings.runs):
         ours = train_ours(settings, ["--seed", str(seed)])
@@ -66,7 +78,9 @@ def compare(settings: argparse.Namespace) -> tuple[list[Row], int]:
         values["ours, all"].append(ours.seconds)
         progress.advance(2 * seed + 1, f"ours {100 * accuracy:.2f} % in {ours.seconds:.0f} s")
         begun = time.perf_counter()
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # unlike multiprocessing's, its loaders may have workers
+        with ProcessPoolExecutor(
+            1, get_context("spawn")
+        ) as pool:  # unlike multiprocessing's, its loaders may have workers
             accuracy = pool.submit(by_hand, settings.folder, settings.epochs, seed, torch.get_num_threads()).result()
         values["hand-written loop"].append(100 * accuracy)
         values["hand-written loop, all"].append(time.perf_counter() - begun)
@@ -129,7 +143,9 @@ def by_hand(folder: str, epochs: int, seed: int, threads: int) -> float:
     }
     sets = []
     for name, move in (("train", moves["train"]), ([*parts][-1], moves["test"])):
-        files = [(str(root / file.path), label) for label, members in enumerate(parts[name].values()) for file in members]
+        files = [
+            (str(root / file.path), label) for label, members in enumerate(parts[name].values()) for file in members
+        ]
         sets.append(Photos(files, move))
     train_set, test_set = sets
     loaders = DataLoader(train_set, 4, shuffle=True, num_workers=2), DataLoader(test_set, 4, num_workers=2)

@@ -47,14 +47,23 @@ SEEDS = (0, 1)
 # All that trainings import from outside of a checkout and that takes its time.
 LIBRARIES = (
     *("lightning.pytorch.cli", "torchmetrics", "torchvision", "torch.utils.tensorboard", "tensorboard.plugins.hparams"),
-    *("matplotlib.figure", "matplotlib.font_manager", "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "rich.table"),
+    *(
+        "matplotlib.figure",
+        "matplotlib.font_manager",
+        "matplotlib.backends.backend_agg",
+        "jinja2",
+        "rich.progress",
+        "rich.table",
+    ),
 )
 # 185 images are 6 batches of 32, the last one of 25, or of 7 where some are held out; their test set is one of 37.
 SHORT = (
     *("--dataset", "shapes", "--data.count", "185", "--batch-size", "32", "--epochs", "3", "--precision", "32-true"),
     *("--accelerator", "cpu", "--trainer.log_every_n_steps", "3"),
 )
-KILLED_AT = 9  # of 18 steps (126 of lenet); the last checkpoint is of step 8, the last row of the curves before it of step 6
+KILLED_AT = (
+    9  # of 18 steps (126 of lenet); the last checkpoint is of step 8, the last row of the curves before it of step 6
+)
 # Narrow nets, rates for batches of 32, and the whitening frozen after the first of the three epochs.
 WHITENED = ("--model.net_options.widths=[16,32,32]", "--model.bias_lr", "1.7", "--model.head_lr", "21")
 FAST = (*WHITENED, "--model.whiten_epochs", "1")
@@ -151,7 +160,9 @@ def outcome(tree: Path, key: str) -> dict[str, Any]:
         try:
             if kind == "resumed":
                 killed = [*words, "--checkpoint-every", "2", "--trainer.callbacks+=kill_at.KillAt"]
-                if (codes := train(tree, folder, killed, {**environment, "KILL_AT": str(KILLED_AT)})) != [-signal.SIGKILL]:
+                if (codes := train(tree, folder, killed, {**environment, "KILL_AT": str(KILLED_AT)})) != [
+                    -signal.SIGKILL
+                ]:
                     raise Broken(f"exit {codes} in place of a kill")
                 (run,) = (path.parent for path in folder.glob("*/checkpoints"))
                 words = ["--resume", str(run), "--trust"]
@@ -174,14 +185,20 @@ def _read(run: Path) -> dict[str, Any]:
     """The arithmetic of a run: checksums and samples of its tensors, the figures of its scores, the rows of its curves."""
     tensors = {f"model/{name}": tensor for name, tensor in load_file(run / "model.safetensors").items()}
     last = torch.load(run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
-    tensors |= {f"last/{name}": tensor for name, tensor in last["state_dict"].items() if isinstance(tensor, torch.Tensor)}
+    tensors |= {
+        f"last/{name}": tensor for name, tensor in last["state_dict"].items() if isinstance(tensor, torch.Tensor)
+    }
     metrics = json.loads((run / "metrics.json").read_text())
     with (run / "metrics.csv").open(newline="") as file:
         rows = [{column: float(text) for column, text in row.items() if text} for row in csv.DictReader(file)]
     return {
         "sha256": {name: _checksum(tensor) for name, tensor in tensors.items()},
-        "tensors": {name: tensor.flatten()[:: max(1, tensor.numel() // SAMPLE)].clone() for name, tensor in tensors.items()},
-        "scores": {f"{part}/{name}": value for part in ("val", "test") for name, value in _figures(metrics[part] or {})},
+        "tensors": {
+            name: tensor.flatten()[:: max(1, tensor.numel() // SAMPLE)].clone() for name, tensor in tensors.items()
+        },
+        "scores": {
+            f"{part}/{name}": value for part in ("val", "test") for name, value in _figures(metrics[part] or {})
+        },
         "curves": {f"{number}/{column}": value for number, row in enumerate(rows) for column, value in row.items()},
     }
 
@@ -240,7 +257,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--tree", type=Path, default=own, help="the checkout, by default the one that holds this script")
+    parser.add_argument(
+        "--tree", type=Path, default=own, help="the checkout, by default the one that holds this script"
+    )
     parser.add_argument("--recipes", help="a comma between them; all if not given")
     parser.add_argument("--only", default=",".join(KINDS), help="kinds, a comma between them")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, each on one thread")

@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(settings: argparse.Namespace) -> None:
     """Measures and reports."""
     if settings.runs < 1 or settings.ratio < 1 or not settings.ratio <= settings.images <= 5000:
-        raise UsageError("--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has")
+        raise UsageError(
+            "--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has"
+        )
     sizes = class_sizes(settings.images, settings.ratio)
     flags = ["--dataset", LONG_TAILED, "--epochs", str(settings.epochs), "--devices", "1", "--data.val_size", "0"]
     flags += [*(["--data-dir", settings.root] if settings.root else []), *settings.flags]
@@ -72,7 +74,9 @@ def run(settings: argparse.Namespace) -> None:
     if rows:
         own = {**vars(settings), "flags": without_places(settings.flags)}
         counts = ", ".join(map(str, sizes))
-        publish("imbalance", own, f"{settings.recipe} on CIFAR-10 1:{settings.ratio:g}", rows, f"training images: {counts}")
+        publish(
+            "imbalance", own, f"{settings.recipe} on CIFAR-10 1:{settings.ratio:g}", rows, f"training images: {counts}"
+        )
 
 
 def class_sizes(images: int, ratio: float) -> list[int]:

@@ -54,7 +54,9 @@ def run(settings: argparse.Namespace) -> None:
     if len(data.train_images) < (settings.batches + 1) * size:
         raise UsageError(f"{len(data.train_images):,} images are too few for a round: lower --batches or --batch-size")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
-    device = pl.Trainer(accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False).strategy.root_device
+    device = pl.Trainer(
+        accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False
+    ).strategy.root_device
     progress = Progress(settings.rounds + 1, "round")
     turns = sides(data, settings.batches, device)
     rounds: list[dict[str, float]] = []

@@ -135,7 +135,9 @@ class BareLoop:
         if model.hparams["class_weights"] != "none":
             raise UsageError("the bare loop has no class weights: choose a --recipe without model.class_weights")
         if trainer.precision not in AUTOCAST:
-            raise UsageError(f"the bare loop has no precision {trainer.precision}: set --precision to {' or '.join(AUTOCAST)}")
+            raise UsageError(
+                f"the bare loop has no precision {trainer.precision}: set --precision to {' or '.join(AUTOCAST)}"
+            )
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net)
         twin.train()
@@ -147,7 +149,9 @@ class BareLoop:
             configured = {"optimizer": configured, "lr_scheduler": {"scheduler": None, "interval": ""}}
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]
         decay = model.hparams["ema_decay"]
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
+        self.average = (
+            AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
+        )
         epochs = batches_on_device(data, model.device)
         self._running = self._steps(epochs, AUTOCAST[trainer.precision], model.hparams["label_smoothing"])
 

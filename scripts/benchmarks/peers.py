@@ -86,7 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="laptop", help="ours")
     parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
     parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of training of each; to compare, what the recipe takes")
+    parser.add_argument(
+        "--seconds", type=float, default=25.0, help="of training of each; to compare, what the recipe takes"
+    )
     parser.add_argument("--turns", type=int, default=10, help="that this time is cut into")
     parser.add_argument("--seed", type=int, default=0, help="of all")
     parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over seconds")
@@ -137,7 +139,9 @@ def run(settings: argparse.Namespace) -> None:
     rows: list[Row] = [(name, spread([100 * curve[-1][2]]), "%") for name, curve in curves.items()]
     rows += [(f"{name}, training", spread([curve[-1][1]]), "s") for name, curve in curves.items()]
     if rows:
-        recipes = {name: {"accelerator": "cpu", "passes": [], "runs": [{"curve": curve}]} for name, curve in curves.items()}
+        recipes = {
+            name: {"accelerator": "cpu", "passes": [], "runs": [{"curve": curve}]} for name, curve in curves.items()
+        }
         figures = publish("peers", vars(settings), f"{settings.dataset}, seed {settings.seed}", rows, recipes=recipes)
         if settings.plot:
             plot(figures, Path(settings.plot))

@@ -69,7 +69,11 @@ def run(settings: argparse.Namespace) -> None:
         busy = 1e-3 * covered(spans) / profiled.steps
         rows += [("kernels", busy, "ms a step"), ("idle", max(0.0, wall - busy), "ms a step")]
     rows += [
-        (f"{one.key:.90}, {one.count / profiled.steps:g} calls", 1e-3 * getattr(one, time_of) / profiled.steps, "ms a step")
+        (
+            f"{one.key:.90}, {one.count / profiled.steps:g} calls",
+            1e-3 * getattr(one, time_of) / profiled.steps,
+            "ms a step",
+        )
         for one in sorted(operators, key=lambda one: -getattr(one, time_of))[: settings.top]
     ]
     publish(

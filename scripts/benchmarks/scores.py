@@ -29,9 +29,13 @@ WHAT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where its images are, if not where its config.yaml says")
+    parser.add_argument(
+        "--data-dir", dest="root", metavar="PATH", help="where its images are, if not where its config.yaml says"
+    )
     parser.add_argument("--outside", metavar="FOLDER", nargs="*", default=[], help="of pictures of other things")
-    parser.add_argument("--images", type=int, default=2500, help="of each of these folders, and test images beside them")
+    parser.add_argument(
+        "--images", type=int, default=2500, help="of each of these folders, and test images beside them"
+    )
     parser.add_argument("--changed", type=float, default=0.05, help="share of the test images' labels that is changed")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn: pictures, and labels that are changed")
 
@@ -70,7 +74,11 @@ def run(settings: argparse.Namespace) -> None:
             rows.append((f"{folder.name}: {name}", spread([float(binary_auroc(ranked, other.long()))]), ""))
     found = _changed_labels_found(logits, torch.as_tensor(test.labels), settings.changed, generator)
     rows.append(("changed labels found by net alone", spread([100 * found]), "%"))
-    own = {**vars(settings), "run": Path(settings.run).name, "outside": [Path(folder).name for folder in settings.outside]}
+    own = {
+        **vars(settings),
+        "run": Path(settings.run).name,
+        "outside": [Path(folder).name for folder in settings.outside],
+    }
     accuracy = float(logits.argmax(1).eq(torch.as_tensor(test.labels)).double().mean())
     publish("scores", own, f"{card.net} · {100 * accuracy:.2f} % of {len(logits):,} test images", rows, "of one net")
 

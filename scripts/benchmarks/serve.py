@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of clients, in turns")
     parser.add_argument("--accelerator", default="auto", help="what the net runs on")
     parser.add_argument("--slow", type=int, default=0, help="slow clients of each kind at a time; none if not given")
-    parser.add_argument("--files", type=int, default=0, help="that the service may have open; as many as this process by default")
+    parser.add_argument(
+        "--files", type=int, default=0, help="that the service may have open; as many as this process by default"
+    )
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -136,7 +138,9 @@ class Service:
             texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in _with_children(self.process.pid)]
         except OSError:
             return None
-        return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pss:")) / 1000
+        return (
+            sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pss:")) / 1000
+        )
 
 
 def _with_children(pid: int) -> list[int]:
@@ -155,7 +159,9 @@ def started(argv: Sequence[str], files: int) -> Iterator[Service]:
         command = [sys.executable, "-m", "cifar_lit", "serve", *argv, "--port", "0"]
         if files:
             command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment()
+        ) as process:
             assert process.stdout is not None
             try:
                 net = "?"

@@ -74,8 +74,10 @@ def renewed_pages(root: Path) -> dict[Path, str]:
             pages[page] = renewed_header(text, root)
             continue
         files = json_files([str(root / "results")])
-        text = TABLE.sub(lambda match: f"{match[1]}\n{results_text(files, page.parent, match[2] is None)}\n\n{match[3]}", text)  # noqa: B023
-        pages[page] = FIGURE.sub(lambda match: figure_link(match, page), text)  # noqa: B023
+        text = TABLE.sub(
+            lambda match: f"{match[1]}\n{results_text(files, page.parent, match[2] is None)}\n\n{match[3]}", text
+        )
+        pages[page] = FIGURE.sub(lambda match: figure_link(match, page), text)
     return pages
 
 
@@ -139,7 +141,9 @@ def figure_texts(figures: Mapping[str, Any]) -> dict[str, str]:
         entries = {name: texts_of(entry["runs"]) for name, entry in figures["recipes"].items()}
         return texts | {f"{name}: {label}": text for name, entry in entries.items() for label, text in entry.items()}
     if "bench" in figures:
-        texts |= {label: spread_text(value, figures["unit"].get(label, "")) for label, value in figures["headline"].items()}
+        texts |= {
+            label: spread_text(value, figures["unit"].get(label, "")) for label, value in figures["headline"].items()
+        }
         return texts | {name: value for name, value in figures.items() if isinstance(value, str)}
     return _run_texts(figures)
 
@@ -170,7 +174,8 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     cold = texts.get("start to end", "–")
     return {
         "Score": "; ".join([f"{score})", ", ".join([first["dataset"], *further])]),
-        "Time": texts["training"] + (f"; {cold} from the start of the process to the tested net" if cold != "–" else ""),
+        "Time": texts["training"]
+        + (f"; {cold} from the start of the process to the tested net" if cold != "–" else ""),
         "Hardware": f"{machine}, {first['precision']}",
         "Date": date,
     }
@@ -239,7 +244,9 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
     command = f"bench {figures['bench']}" if figures["bench"] in BENCHES else figures["bench"]
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]
-    return [[name, machine, label, spread_text(value, units.get(label, ""))] for label, value in figures["headline"].items()]
+    return [
+        [name, machine, label, spread_text(value, units.get(label, ""))] for label, value in figures["headline"].items()
+    ]
 
 
 if __name__ == "__main__":

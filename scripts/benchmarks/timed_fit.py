@@ -57,7 +57,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) 
 def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = None) -> None:
     """Add the flags that select images and device."""
     parser.add_argument("--dataset", "--data.dataset", default=dataset, help="the recipe's, or shapes, if not given")
-    parser.add_argument("--data-dir", "--data.root", dest="root", metavar="PATH", help="folder of archives, or of own images")
+    parser.add_argument(
+        "--data-dir", "--data.root", dest="root", metavar="PATH", help="folder of archives, or of own images"
+    )
     parser.add_argument("--count", "--data.count", type=int, default=20_000, help="training images of `shapes`")
     parser.add_argument("--accelerator", "--trainer.accelerator", default="auto", help="auto, cpu, gpu or mps")
     parser.add_argument("--threads", type=set_threads, help="torch's threads")
@@ -77,7 +79,9 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     for name in ("metrics", "monitor"):  # no validation runs
         model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
-    data |= {name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None}
+    data |= {
+        name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None
+    }
     if data.get("dataset") == "shapes":
         data["count"] = settings.count
     machine = detect_machine()
@@ -164,7 +168,9 @@ class Stopwatch(Callback):
         progress: reports every round.
     """
 
-    def __init__(self, steps: int, count: int, warmup: int, start_other: StartOther, progress: Progress | None = None) -> None:
+    def __init__(
+        self, steps: int, count: int, warmup: int, start_other: StartOther, progress: Progress | None = None
+    ) -> None:
         self._steps, self._count, self._warmup, self._start_other = steps, count, warmup, start_other
         self._progress = progress
         self.rounds: list[Round] = []

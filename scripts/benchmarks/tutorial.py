@@ -42,7 +42,9 @@ def run(settings: argparse.Namespace) -> None:
     data, hparams = subject.data, subject.model.hparams
     net = deepcopy(subject.model.net)
     lay_out_plainly(net)
-    loop = TutorialLoop(data.train_images, data.split, net, data.batch_size, hparams["lr"], hparams["momentum"], *data.statistics)
+    loop = TutorialLoop(
+        data.train_images, data.split, net, data.batch_size, hparams["lr"], hparams["momentum"], *data.statistics
+    )
     watch = EpochStopwatch(
         settings.epochs, lambda trainer, model: in_other_process(loop, model), Progress(settings.epochs, "epoch")
     )

@@ -92,7 +92,9 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     both = dict(settings)
     for name, value in changes.items():
         old = settings.get(name)
-        both[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) and name != "resolutions" else value
+        both[name] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) and name != "resolutions" else value
+        )
     return both
 
 
@@ -101,7 +103,9 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     name, seconds, settings, seed = part
     torch.set_num_threads(1)
     resolutions = {int(side): share for side, share in (settings["data"].get("resolutions") or {}).items()}
-    data, model = build(settings["model"], {**settings["data"], "val_size": HELD_OUT, "resolutions": None, "seed": seed})
+    data, model = build(
+        settings["model"], {**settings["data"], "val_size": HELD_OUT, "resolutions": None, "seed": seed}
+    )
     torch.manual_seed(seed)
     hparams, epochs = model.hparams, settings["trainer"]["max_epochs"]
     net = type(model)(**hparams).net.to(memory_format=torch.channels_last)
@@ -109,7 +113,10 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     precision = choose_precision(detect_machine(), "cpu")[0]
     bf16 = "bf16" in precision
     optimizer = build_optimizer(net, precision=precision, **{setting: hparams[setting] for setting in GROUP_SETTINGS})
-    ends = [hparams[setting] / epochs if hparams[setting] else hparams[setting] for setting in ("warmup_epochs", "whiten_epochs")]
+    ends = [
+        hparams[setting] / epochs if hparams[setting] else hparams[setting]
+        for setting in ("warmup_epochs", "whiten_epochs")
+    ]
     schedule = Schedule(optimizer, hparams["schedule"], 1.0, ends[0], hparams["final_lr"], ends[1])
     constants = torch.tensor(data.statistics)
     images, rows = 0, data.split[0]
@@ -145,7 +152,9 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     for held_out in data.split[1].split(500):
         pixels, labels = normalise(data.train_images.images[held_out], *constants), data.train_images.labels[held_out]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            hits += torch.stack([(view_logits(net, pixels, views).argmax(1) == labels).sum() for views in ("none", "mirror")])
+            hits += torch.stack(
+                [(view_logits(net, pixels, views).argmax(1) == labels).sum() for views in ("none", "mirror")]
+            )
     plain, mirror = (hits / len(data.split[1])).tolist()
     return name, (plain, mirror, images / len(rows))
 

@@ -43,7 +43,14 @@ def small_subject() -> Callable[..., Subject]:
     """LeNet on 100 images of 16 pixels: six batches of 16 and one of 4."""
 
     def make(precision: str = "32-true", batch_size: int = 16, **model: Any) -> Subject:
-        images: dict[str, Any] = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
+        images: dict[str, Any] = {
+            "dataset": "shapes",
+            "count": 120,
+            "val_size": 20,
+            "image_size": 16,
+            "mean": 0.5,
+            "std": 0.25,
+        }
         images |= {"crop": 2, "flip": "random", "batch_size": batch_size}
         loaded, classifier = build({"net": "lenet", "lr": 0.05, **model}, images)
         return Subject(classifier, loaded, {"accelerator": "cpu", "devices": 1, "precision": precision})

@@ -26,7 +26,10 @@ def measured(argv: list[str]) -> dict[str, Any]:
     """The figures of a measurement, which hold what tables of results rely on."""
     bench([*argv, "--json", "made/figures.json"])
     figures: dict[str, Any] = json.loads(Path("made/figures.json").read_text())
-    assert (figures["bench"], figures["environment"].keys()) == (argv[0], {"date", "cpu", "bf16", "threads", "gpu", "versions"})
+    assert (figures["bench"], figures["environment"].keys()) == (
+        argv[0],
+        {"date", "cpu", "bf16", "threads", "gpu", "versions"},
+    )
     assert figures["headline"].keys() == figures["unit"].keys()
     for value in figures["headline"].values():
         assert value["n"] >= 1 and value["low"] <= value["median"] <= value["high"]
@@ -119,10 +122,17 @@ def test_a_signal_ends_a_measurement_with_what_it_has_and_no_process_left(what: 
     line, number, running = STOPPED[what]
     command = [sys.executable, "-m", "cifar_lit", "bench", *line.split(), "--json", "f.json"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(), start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+        start_new_session=True,
     )
     assert process.stderr and any(line.startswith(running) for line in process.stderr)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # typed, it reaches the group
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(
+        number
+    )  # typed, it reaches the group
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     said = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]

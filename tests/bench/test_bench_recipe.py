@@ -87,7 +87,10 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     bench([*argv, "--runs", "5"])
     assert seeds[5:] == [4]
     before = Path("f.json").read_bytes()
-    for others, differs in ((["small.yaml", "--epochs", "2"], "other flags"), (["lenet"], "holds runs of small, which is not")):
+    for others, differs in (
+        (["small.yaml", "--epochs", "2"], "other flags"),
+        (["lenet"], "holds runs of small, which is not"),
+    ):
         with pytest.raises(UsageError, match=differs):
             bench(["recipe", *others, "--json", "f.json"])
     assert Path("f.json").read_bytes() == before

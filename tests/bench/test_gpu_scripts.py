@@ -19,7 +19,22 @@ import pytest
 from cifar_lit.data.shapes import shapes
 
 ROOT = Path(__file__).parent.parent.parent
-TOOLS = ["bash", "cp", "dirname", "mkdir", "mktemp", "realpath", "rm", "sleep", "tail", "tar", "gzip", "tee", "timeout", "env"]
+TOOLS = [
+    "bash",
+    "cp",
+    "dirname",
+    "mkdir",
+    "mktemp",
+    "realpath",
+    "rm",
+    "sleep",
+    "tail",
+    "tar",
+    "gzip",
+    "tee",
+    "timeout",
+    "env",
+]
 TOOLS += ["sh"]
 # Notes what it is asked to run; a run of pytest fails, and a profile never ends.
 NOTING = """#!/bin/sh
@@ -54,7 +69,9 @@ def run(script: str, tools: Path, words: Sequence[str], **variables: str) -> tup
 
 
 @pytest.mark.parametrize("script", ["gpu_bench.sh", "gpu_check.sh"])
-def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(script: str, tools: Path, tmp_path: Path) -> None:
+def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(
+    script: str, tools: Path, tmp_path: Path
+) -> None:
     (tools / "python3").write_text(NOTING)
     (tools / "python3").chmod(0o755)
     out, notes = tmp_path / "out", tmp_path / "notes"
@@ -82,7 +99,9 @@ def test_what_fails_or_takes_too_long_is_named_at_the_end_and_ends_nothing(scrip
 
 
 def test_a_part_that_there_is_not_is_refused(tools: Path, tmp_path: Path) -> None:
-    code, said = run("gpu_bench.sh", tools, [str(tmp_path), str(tmp_path / "out"), "fats94"], NOTES=str(tmp_path / "notes"))
+    code, said = run(
+        "gpu_bench.sh", tools, [str(tmp_path), str(tmp_path / "out"), "fats94"], NOTES=str(tmp_path / "notes")
+    )
     assert (code, said.splitlines()[-1].startswith("no part is called fats94: there are check, step")) == (2, True)
 
 
@@ -103,7 +122,11 @@ def test_the_scripts_run_whole_on_a_cpu_though_one_recipe_is_none(tools: Path, t
     figures = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
     named = {"eager", "captured", "first", "profile", "step", "fast-eager", "fast-benchmark", "fast-padded", "tudui"}
     assert named | {"tutorial", "cold", "input", "devices", "lenet"} == figures.keys()
-    few = {"EPOCHS": "1", "EPOCHS_RESNET": "1", "EXTRA": "--trainer.limit_train_batches 3 --trainer.limit_val_batches 1"}
+    few = {
+        "EPOCHS": "1",
+        "EPOCHS_RESNET": "1",
+        "EXTRA": "--trainer.limit_train_batches 3 --trainer.limit_val_batches 1",
+    }
     code, said = run("gpu_check.sh", tools, [data, str(tmp_path / "check")], ACCELERATOR="cpu", **few)
     assert code == 0, said
     trained = {file.stem for file in (tmp_path / "check").glob("*.json")}

@@ -47,7 +47,11 @@ def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -
 
     watch = Stopwatch(4, 3, 2, start)
     fit(subject, watch, max_epochs=4)
-    assert [(turn.steps, turn.images) for turn in watch.rounds] == [(4, 64), (4, 52), (4, 52)]  # the seventh batch has 4 images
+    assert [(turn.steps, turn.images) for turn in watch.rounds] == [
+        (4, 64),
+        (4, 52),
+        (4, 52),
+    ]  # the seventh batch has 4 images
     net = loops[0].average.module if loops[0].average else loops[0].net  # the Trainer leaves its average in the model
     for name, value in net.state_dict().items():
         torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-5)
@@ -77,11 +81,24 @@ def test_a_variant_trains_in_each_epoch_on_the_images_that_are_chosen_as_it_begi
     choices = iter((rows, rows[:20], rows[5:15]))
     seen = torch.cat([batch[2] for batch in islice(variants.batches(data, lambda: next(choices)), 4 + 2 + 1)])
     epochs = seen.split([40, 20, 10])
-    assert all(torch.equal(one.sort().values, part) for one, part in zip(epochs, (rows, rows[:20], rows[5:15]), strict=True))
+    assert all(
+        torch.equal(one.sort().values, part) for one, part in zip(epochs, (rows, rows[:20], rows[5:15]), strict=True)
+    )
 
 
 def test_each_way_with_unequal_classes_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert imbalance.class_sizes(5000, 100) == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]  # as Cui et al. have them
+    assert imbalance.class_sizes(5000, 100) == [
+        5000,
+        2997,
+        1796,
+        1077,
+        645,
+        387,
+        232,
+        139,
+        83,
+        50,
+    ]  # as Cui et al. have them
     monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
     monkeypatch.setitem(SOURCES, imbalance.LONG_TAILED, SOURCES["shapes"])  # taken away at the end
     line = "--recipe small.yaml --images 20 --ratio 5 --epochs 1 --runs 1 --json f.json"

@@ -19,7 +19,9 @@ GPU = Machine("a CPU", 4, False, (("H200", 2**37),), gpu_bf16=True)
 
 def test_a_device_that_trains_has_a_line_with_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     run_probe = check.run_probe  # a process for the machine alone: for the CPU it would be half a minute
-    monkeypatch.setattr(check, "run_probe", lambda word: run_probe(word) if word == "machine" else check.try_device(word))
+    monkeypatch.setattr(
+        check, "run_probe", lambda word: run_probe(word) if word == "machine" else check.try_device(word)
+    )
     monkeypatch.setattr(check, "BATCH", 8)
     answer = run_command("devices", "--check", "--accelerator", "cpu")
     assert (answer.code, answer.err) == (0, "")
@@ -77,7 +79,9 @@ def test_a_process_that_hangs_or_fails_is_reported(
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_a_device_that_computes_wrong_numbers_fails(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.nn.functional.gelu
-    monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: plain(x) * (factor if x.dtype == torch.float32 else 1))
+    monkeypatch.setattr(
+        torch.nn.GELU, "forward", lambda self, x: plain(x) * (factor if x.dtype == torch.float32 else 1)
+    )
     monkeypatch.setattr(check, "BATCH", 8)
     with pytest.raises(Failure, match=r"wrong losses in float32: off by .*, where 1e-04 is allowed"):
         check.try_device("cpu")

@@ -42,8 +42,13 @@ def test_settings_results_and_the_test_of_the_difference_are_printed(logs: Path,
     assert [row[:2] for row in rows[2:]] == [["logs/small-1", "25.00%"], ["logs/small-2", "75.00%"]]
     assert rows[2][2] == "14.19 … 40.19"  # Wilson's, of 10 in 40
     assert re.search("┃ +balanced ┃ +F1 ┃", answer.out) and "val balanced" not in answer.out
-    assert re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2  # as a fraction, like the accuracy
-    assert ("auroc" in answer.out, answer.out.count(" 0.6250 │")) == (True, 2)  # a metric that nothing here knows by name
+    assert (
+        re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2
+    )  # as a fraction, like the accuracy
+    assert ("auroc" in answer.out, answer.out.count(" 0.6250 │")) == (
+        True,
+        2,
+    )  # a metric that nothing here knows by name
     assert "by recipe" not in answer.out
     ahead = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, more than chance):")
     assert answer.lines[ahead + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
@@ -69,7 +74,9 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
 
 def test_seeds_of_one_recipe_are_taken_together(logs: Path) -> None:
     config = Path("logs/small-2/config.yaml")
-    config.write_text(config.read_text().replace("lr: 0.02", "lr: 0.05").replace("seed_everything: 3", "seed_everything: 4"))
+    config.write_text(
+        config.read_text().replace("lr: 0.02", "lr: 0.05").replace("seed_everything: 3", "seed_everything: 4")
+    )
     answer = run_command("compare", "logs")
     assert "by recipe and settings, over seeds" in answer.out
     (row,) = [row for row in table_rows(answer.out) if row[0] == "small"]

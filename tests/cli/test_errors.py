@@ -17,7 +17,12 @@ from cifar_lit.training.callbacks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
-ELSEWHERE = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine to execute")
+ELSEWHERE = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "ALLOC_FAILED",
+    "unable to find an engine to execute",
+)
 DISK_FULL = "the disk is full ({}): free some space, then {}"
 
 
@@ -33,7 +38,9 @@ NO_HOME = "a path begins with a home that is not on this machine: write the path
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
 RESUMABLE.resume = "python scripts/train.py --resume lightning_logs/small-1"
-NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
+NOT_FINITE = (
+    "stopped before it reached the weights. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
+)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +59,18 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints of before are i
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
         *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in ELSEWHERE),
-        (OSError(errno.ENOSPC, "No space left on device", "metrics.csv"), DISK_FULL.format("metrics.csv", "start again"), 1),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "metrics.csv"),
+            DISK_FULL.format("metrics.csv", "start again"),
+            1,
+        ),
         (hidden_in_a_runtime_error(errno.ENOSPC), DISK_FULL.format("while writing", "resume with --resume"), 1),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
-        (PermissionError(13, "no", "/a\nb"), r"no permission for /a\nb: choose another folder with --logs or --data-dir", 1),
+        (
+            PermissionError(13, "no", "/a\nb"),
+            r"no permission for /a\nb: choose another folder with --logs or --data-dir",
+            1,
+        ),
         (LOST_PEER, "another process of this run ended early; what it printed says why. Go on with --resume.", 1),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # names out of files must not move a terminal's cursor
     ],

@@ -28,9 +28,13 @@ def test_the_card_says_what_will_be_trained_and_the_run_is_as_whole_as_any() -> 
     plan = next(line for line in answer.lines if line.startswith("trains "))
     assert "last layer on features of the frozen net, about 1 s" in plan
     assert "then the later layers, rates from 0.0001 at the input to 0.001, about 1 s" in plan
-    assert any(line.startswith("last layer fitted in ") and " · validation accuracy 0." in line for line in answer.lines)
+    assert any(
+        line.startswith("last layer fitted in ") and " · validation accuracy 0." in line for line in answer.lines
+    )
     run = Path("lightning_logs/small-1")
-    assert {"model.safetensors", "metrics.json", "predictions.csv", "report.html", "checkpoints/best.ckpt"} <= files_of(run)
+    assert {"model.safetensors", "metrics.json", "predictions.csv", "report.html", "checkpoints/best.ckpt"} <= files_of(
+        run
+    )
     assert metrics_of(run)["train_seconds"] > 0
 
 
@@ -50,7 +54,9 @@ def test_two_processes_compute_the_features_together_and_train_as_one() -> None:
     words = (*SMALL, *SHAPENET, "--model.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
     answers = [run_command(*words, "cache-1"), *(rank.answer() for rank in fork_pair([*words, "cache-2"], Path.cwd()))]
     assert [answer.code for answer in answers] == [0, 0, 0], answers[1].err
-    fitted = [next(line.partition(" · ")[2] for line in each.lines if line.startswith("last layer")) for each in answers[:2]]
+    fitted = [
+        next(line.partition(" · ")[2] for line in each.lines if line.startswith("last layer")) for each in answers[:2]
+    ]
     scores = [metrics_of(Path(f"lightning_logs/small-{number}"))["test"]["loss"] for number in (1, 2)]
     assert fitted[0] == fitted[1] and scores[0] == pytest.approx(scores[1], abs=1e-3)
 

@@ -19,7 +19,10 @@ def test_recipe_is_weaker_than_configs_and_these_than_flags_wherever_they_stand(
     for name in ("a.yaml", "b.yaml"):
         (working_folder / name).write_text("{}")
     expected = ["fit", "--config", "small.yaml", "--config", "a.yaml", "--config", "b.yaml"]
-    for typed in ("--lr 1 --config a.yaml -c b.yaml --recipe small.yaml", "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml"):
+    for typed in (
+        "--lr 1 --config a.yaml -c b.yaml --recipe small.yaml",
+        "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml",
+    ):
         assert line(*typed.split(), base=recipe_path("small.yaml")) == [*expected, "--recipe=small", "--model.lr=1"]
     assert line("--config=small.yaml") == ["fit", "--config", "small.yaml"]  # which may name the logs, without a base
 
@@ -45,7 +48,9 @@ def test_other_words_are_switches_weights_to_score_or_left_to_the_parser() -> No
     assert command == Command("fit", trust=True, auto={"batch", "lr"})
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--autos", "--trus"):
         assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
-    assert all(parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"))
+    assert all(
+        parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default")
+    )
     assert not parse("fit", ["--a"]).asks_only
 
 
@@ -91,6 +96,9 @@ def test_a_packaged_recipe_goes_by_its_name_and_ones_own_by_its_path(working_fol
     for path in ("small.yaml", str(working_folder / "small.yaml")):
         assert recipe_path(path) == Path(path)
         assert "--recipe=small" in line("--recipe", path)  # the run is named after the file
-    for name, complaint in (("quikstart", r"Did you mean quickstart\? There are .*tudui"), ("a/b", "no recipe is called 'a/b'")):
+    for name, complaint in (
+        ("quikstart", r"Did you mean quickstart\? There are .*tudui"),
+        ("a/b", "no recipe is called 'a/b'"),
+    ):
         with pytest.raises(UsageError, match=complaint):
             recipe_path(name)

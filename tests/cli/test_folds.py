@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contract.command_line import OWN_IMAGES, SMALL, assert_refused, config_of, draw_folder, metrics_of, rows_of, run_command
+from contract.command_line import (
+    OWN_IMAGES,
+    SMALL,
+    assert_refused,
+    config_of,
+    draw_folder,
+    metrics_of,
+    rows_of,
+    run_command,
+)
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.runs.model_file import load_model_file
@@ -35,9 +44,13 @@ def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it
     accuracies = [metrics_of(run)["test"]["accuracy"] for run in runs]
     assert told["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
     assert told["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
-    assert f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
+    assert (
+        f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
+    )
 
-    sample = RunData(runs[0] / "model.safetensors", load_model_file(runs[0]).card)  # what an exported file is checked on
+    sample = RunData(
+        runs[0] / "model.safetensors", load_model_file(runs[0]).card
+    )  # what an exported file is checked on
     assert torch.equal(sample.load(train=False, count=0).labels, data.train_images.labels[data.parts.fold_rows])
     assert sample.load(train=True, count=0).what == "22 training images of folder animals"
 

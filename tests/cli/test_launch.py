@@ -46,11 +46,16 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE
         ([], {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4,4"}, "4", "2"),
     ],
 )
-def test_devices_and_nodes_are_those_of_slurms_step(words: list[str], changes: dict[str, str], devices: str, nodes: str) -> None:
+def test_devices_and_nodes_are_those_of_slurms_step(
+    words: list[str], changes: dict[str, str], devices: str, nodes: str
+) -> None:
     command, environment = parse("fit", words), {**STEP, **changes}
     apply_launcher(command, environment)
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == (devices, nodes)
-    assert (environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"]) == (devices, nodes)  # which Lightning compares
+    assert (environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"]) == (
+        devices,
+        nodes,
+    )  # which Lightning compares
     ranks = {name: environment[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     assert ranks == {"RANK": "3", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": environment["SLURM_NTASKS"]}
     assert not is_first_process(environment)
@@ -65,15 +70,33 @@ def test_devices_and_nodes_come_from_torchrun() -> None:
 @pytest.mark.parametrize(
     ("argv", "environment", "complaint"),
     [
-        ("--devices 4", STEP, r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out"),
+        (
+            "--devices 4",
+            STEP,
+            r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out",
+        ),
         ("--nodes 1", STEP, r"--nodes 1 contradicts SLURM, which started 2 \(--nodes\)"),
-        ("", {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node"),
-        ("", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "has 4 tasks, but only one of them runs: put srun before the command"),
-        ("--trainer.devices 0,1,2", TORCHRUN, r"--devices 0,1,2 contradicts torchrun, which started 2 \(--nproc-per-node\)"),
+        (
+            "",
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"},
+            "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node",
+        ),
+        (
+            "",
+            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+            "has 4 tasks, but only one of them runs: put srun before the command",
+        ),
+        (
+            "--trainer.devices 0,1,2",
+            TORCHRUN,
+            r"--devices 0,1,2 contradicts torchrun, which started 2 \(--nproc-per-node\)",
+        ),
         ("--nodes 2", TORCHRUN, r"--nodes 2 contradicts torchrun, which started 1 \(--nnodes\)"),
     ],
 )
-def test_what_contradicts_a_launcher_or_forgets_srun_is_refused(argv: str, environment: dict[str, str], complaint: str) -> None:
+def test_what_contradicts_a_launcher_or_forgets_srun_is_refused(
+    argv: str, environment: dict[str, str], complaint: str
+) -> None:
     with pytest.raises(UsageError, match=complaint):
         apply_launcher(parse("fit", argv.split()), dict(environment))
 
@@ -99,9 +122,15 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         (SLURM, Job("slurm:hill:7", "SLURM's job 7", again=False)),
         (AGAIN, Job("slurm:hill:7", "SLURM's job 7", again=True)),
-        ({**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, Job("slurm:hill:5_2", "SLURM's job 5_2", again=True)),
+        (
+            {**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"},
+            Job("slurm:hill:5_2", "SLURM's job 5_2", again=True),
+        ),
         (TORCHRUN, Job(f"torchrun:none:{os.getppid()}@{platform.node()}", "torchrun's job", again=False)),
-        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, Job("torchrun:x", "torchrun's job", True)),
+        (
+            {**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"},
+            Job("torchrun:x", "torchrun's job", True),
+        ),
         ({**TORCHRUN, **SLURM, "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
         ({**SLURM, "CIFAR_LIT_JOB": "mine"}, Job("mine", "job mine", again=False, named=True)),
     ],
@@ -208,7 +237,9 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> N
     assert longer.code == 0, longer.err
     assert config_of(own)["trainer"]["max_epochs"] == metrics_of(own)["epochs"] == 3
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
-    assert_refused(start_job("--recipe", "tudui"), 2, "lightning_logs/small-1 of job mine began with the recipe small.yaml: ")
+    assert_refused(
+        start_job("--recipe", "tudui"), 2, "lightning_logs/small-1 of job mine began with the recipe small.yaml: "
+    )
 
 
 # ---- every process starts from the same checkpoint

@@ -23,7 +23,9 @@ def tiles(path: str, side: int) -> np.ndarray:
     sheet = np.array(Image.open(path))
     pitch = side + CAPTION_PIXELS + 4
     rows, columns = sheet.shape[0] // pitch, sheet.shape[1] // (side + 4)
-    return np.array([[sheet[4 + y * pitch :, 4 + x * (side + 4) :][:side, :side] for x in range(columns)] for y in range(rows)])
+    return np.array(
+        [[sheet[4 + y * pitch :, 4 + x * (side + 4) :][:side, :side] for x in range(columns)] for y in range(rows)]
+    )
 
 
 def test_each_image_is_shown_as_it_is_and_as_seven_epochs_have_it() -> None:
@@ -42,13 +44,24 @@ def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
     Path("mine.yaml").write_text(
         "model: {net: lenet}\ndata: {dataset: folder, image_size: 32, augment: {erasing: 1.0, hue: 0.5}}\n"
     )
-    words = ["preview", "photos/some/1.png", "--recipe", "mine.yaml", "--out", "some/sheet.png", "--data.augment.hue", "0"]
+    words = [
+        "preview",
+        "photos/some/1.png",
+        "--recipe",
+        "mine.yaml",
+        "--out",
+        "some/sheet.png",
+        "--data.augment.hue",
+        "0",
+    ]
     answer = run_command(*words)
     assert (answer.code, answer.err) == (0, "")
     assert answer.out == "1 image, as they are and in epochs 0 … 6: some/sheet.png\n"
     (row,) = tiles("some/sheet.png", 96)
     colour = np.array(Image.open("photos/some/1.png"))[0, 0]
-    assert all((np.abs(image.astype(int) - colour) <= 1).all() for image in row)  # erased with the mean: which is its colour
+    assert all(
+        (np.abs(image.astype(int) - colour) <= 1).all() for image in row
+    )  # erased with the mean: which is its colour
     first = Path("some/sheet.png").read_bytes()
     assert run_command(*words).code == 0
     assert Path("some/sheet.png").read_bytes() == first
@@ -81,7 +94,10 @@ def test_where_nothing_is_augmented_it_says_so_and_of_many_images_some_are_shown
 
 def test_images_have_the_size_and_the_proportions_that_a_training_would_give_them() -> None:
     words = ("preview", "photos/some/0.png", "--data.image_size", "100x140", "--data.resize")
-    for resize, corner in (("letterbox", (128, 128, 128)), ("squash", Image.open("photos/some/0.png").getpixel((0, 0)))):
+    for resize, corner in (
+        ("letterbox", (128, 128, 128)),
+        ("squash", Image.open("photos/some/0.png").getpixel((0, 0))),
+    ):
         assert run_command(*words, resize).code == 0
         sheet = Image.open("preview.png")
         assert sheet.size == (8 * 144 + 4, 100 + CAPTION_PIXELS + 2 * 4) and sheet.getpixel((4, 4)) == corner

@@ -31,7 +31,9 @@ TUTORIALS = {
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cifar_lit.train.draw_for_tensorboard", lambda *args: None)  # half of the time, and cli/test_run's
+    monkeypatch.setattr(
+        "cifar_lit.train.draw_for_tensorboard", lambda *args: None
+    )  # half of the time, and cli/test_run's
     answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
     run = Path(f"lightning_logs/{name}-1")
@@ -47,6 +49,13 @@ def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str, monkeypatch
 def test_a_tutorials_recipe_has_the_tutorials_own_training(name: str) -> None:
     settings: dict[str, Any] = recipe_settings(recipe_path(name))
     model, data, trainer = settings["model"], settings["data"], settings["trainer"]
-    training = (model["net"], model["optimizer"], model["lr"], model.get("momentum"), data["batch_size"], trainer["max_epochs"])
+    training = (
+        model["net"],
+        model["optimizer"],
+        model["lr"],
+        model.get("momentum"),
+        data["batch_size"],
+        trainer["max_epochs"],
+    )
     assert (*training, data["mean"], data["std"]) == TUTORIALS[name]
     assert "schedule" not in model

@@ -66,7 +66,9 @@ def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) 
     assert not list(unfinished.glob(".*"))
 
 
-def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_half_written_goes(unfinished: Path) -> None:
+def test_a_run_goes_on_from_its_previous_checkpoint_and_only_what_a_kill_left_half_written_goes(
+    unfinished: Path,
+) -> None:
     (unfinished / "checkpoints/last.ckpt").rename(unfinished / "checkpoints/previous.ckpt")
     left = [unfinished / f"checkpoints/last.ckpt{PART}", unfinished / f"metrics.json{PART}"]
     own = [unfinished / "notes.part", unfinished / "checkpoints/mine.ckpt"]

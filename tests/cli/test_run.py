@@ -62,8 +62,15 @@ def test_the_console_shows_card_epochs_the_interval_and_how_the_net_is_loaded(tr
     assert card["batch"].startswith("32 = 1 × 32 ")
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
-    assert f"accuracy {test['accuracy']:.4f} (95 % interval {test['interval'][0]:.4f} … {test['interval'][1]:.4f})" in lines
-    assert shlex.split(lines[-1]) == ["python", "-c", "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"]
+    assert (
+        f"accuracy {test['accuracy']:.4f} (95 % interval {test['interval'][0]:.4f} … {test['interval'][1]:.4f})"
+        in lines
+    )
+    assert shlex.split(lines[-1]) == [
+        "python",
+        "-c",
+        "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))",
+    ]
 
 
 def test_a_small_test_set_is_mentioned_for_photos_and_not_for_drawn_shapes(training: Training) -> None:
@@ -122,12 +129,18 @@ def test_a_fast_dev_run_says_what_it_ran_and_saves_nothing(run_dir: Path) -> Non
 def test_a_callback_that_monitors_what_is_not_logged_is_refused_before_the_training() -> None:
     metric = "{auroc: {class_path: torchmetrics.classification.MulticlassAUROC, init_args: {num_classes: 4}}}"
     words = (*ONE_EPOCH, "--model.metrics", metric, "--trainer.callbacks")
-    for callback, monitor, meant in (("EarlyStopping", "auroc", "val/auroc"), ("ModelCheckpoint", "train_loss", "train/loss")):
+    for callback, monitor, meant in (
+        ("EarlyStopping", "auroc", "val/auroc"),
+        ("ModelCheckpoint", "train_loss", "train/loss"),
+    ):
         answer = run_command("fit", *words, callback, "--trainer.callbacks.monitor", monitor)
         assert_refused(answer, 2, f"{callback} monitors {monitor}, which is not logged. Did you mean {meant}?")
         assert not Path("lightning_logs").exists()
     rates = ("LearningRateMonitor", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "lr-SGD/pg1")
-    for right in (("EarlyStopping", "--trainer.callbacks.monitor", "val/auroc"), (*rates, "--trainer.log_every_n_steps", "1")):
+    for right in (
+        ("EarlyStopping", "--trainer.callbacks.monitor", "val/auroc"),
+        (*rates, "--trainer.log_every_n_steps", "1"),
+    ):
         assert run_command("fit", *words, *right).code == 0  # a rate is left to the callback that logs it
 
 
@@ -137,7 +150,10 @@ def test_a_run_prints_no_warning_tip_or_advert_even_where_each_warning_is_an_err
     words = ["-W", "error", "-m", "cifar_lit", "train", *ONE_EPOCH, "--trainer.profiler", "simple"]
     answer = run_process([sys.executable, *words], working_folder)
     heads = [line for line in answer.err.splitlines() if line and not line.startswith(("|", "-"))]
-    assert (answer.code, heads) == (0, ["FIT Profiler Report", "TEST Profiler Report"]) and "run_training_batch" in answer.err
+    assert (answer.code, heads) == (
+        0,
+        ["FIT Profiler Report", "TEST Profiler Report"],
+    ) and "run_training_batch" in answer.err
     assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
 
 
@@ -155,7 +171,9 @@ def test_the_loaded_net_is_the_checkpoints(run_dir: Path, data: ImageData) -> No
     images = data.test_images.images.permute(0, 3, 1, 2)
     net = build_net("lenet", channels=3, image_size=16, num_classes=4).eval()
     weights = read_checkpoint(run_dir / "checkpoints/best.ckpt")["state_dict"]
-    net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")})
+    net.load_state_dict(
+        {name.removeprefix("net."): tensor for name, tensor in weights.items() if name.startswith("net.")}
+    )
     mean, std = (torch.tensor(config_of(run_dir)["data"][name]).view(-1, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
@@ -240,7 +258,9 @@ def test_test_time_views_stand_beside_the_plain_score_and_out_of_validation(run_
     assert answer.code == 0, answer.err
     test = metrics_of(OWN)["test"]
     views = test.pop("tta")
-    test["calibration"] |= {name: plain["test"]["calibration"][name] for name in ("temperature", "tempered_error")}  # the model's
+    test["calibration"] |= {
+        name: plain["test"]["calibration"][name] for name in ("temperature", "tempered_error")
+    }  # the model's
     assert test == plain["test"]
     assert (list(views), views["views"]) == (["views", "accuracy", "loss"], "full")
     loaded, settings = cifar_lit.load(run_dir).net, config_of(run_dir)["data"]
@@ -249,7 +269,11 @@ def test_test_time_views_stand_beside_the_plain_score_and_out_of_validation(run_
     with torch.no_grad():
         logits = view_logits(loaded.net, (images / 255 - mean) / std, "full")
     assert views["accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
-    assert views["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-5) != test["loss"]
+    assert (
+        views["loss"]
+        == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-5)
+        != test["loss"]
+    )
     assert f"with full test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}" in answer.lines
     assert run_command(*SMALL, "--model.tta", "mirror").code == 0
     metrics = metrics_of(Path("lightning_logs/small-2"))

@@ -34,7 +34,9 @@ def own(working_folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     return f"{name}.Own"
 
 
-def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(working_folder: Path) -> None:
+def test_lightnings_harmless_classes_may_be_named_by_files_and_others_on_the_users_word_only(
+    working_folder: Path,
+) -> None:
     words = ("--recipe", "small.yaml", "--epochs", "1", "--config", "own.yaml")
     harmless = "class_path: lightning.pytorch.callbacks.LearningRateMonitor"
     stopping = "class_path: EarlyStopping, init_args: {monitor: val/loss}"

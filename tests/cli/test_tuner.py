@@ -27,7 +27,9 @@ def images(data: ImageData) -> tuple[Tensor, Tensor]:
 
 
 def trial(data: ImageData, lr: float = 0.05, optimizer: str = "sgd", net: str = "shapenet", **settings: float) -> Trial:
-    return Trial(ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5, **settings), data, CPU, "32-true")
+    return Trial(
+        ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5, **settings), data, CPU, "32-true"
+    )
 
 
 def test_a_search_does_not_change_the_weights_that_training_starts_from(data: ImageData) -> None:
@@ -37,7 +39,9 @@ def test_a_search_does_not_change_the_weights_that_training_starts_from(data: Im
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_search_for_the_rate_changes_all_rates_alike_and_holds_norms(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_for_the_rate_changes_all_rates_alike_and_holds_norms(
+    data: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[Trial] = []
 
     def found(some: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
@@ -84,7 +88,9 @@ def test_on_a_cpu_the_largest_batch_follows_from_the_memory_that_is_free(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-def test_the_rate_lowers_the_loss_whatever_was_set(data: ImageData, images: tuple[Tensor, Tensor], optimizer: str) -> None:
+def test_the_rate_lowers_the_loss_whatever_was_set(
+    data: ImageData, images: tuple[Tensor, Tensor], optimizer: str
+) -> None:
     rates = []
     for lr in (0.02, 0.06):
         torch.manual_seed(0)

@@ -52,7 +52,14 @@ data:
   batch_size: 32
 """
 SMALL = ("--recipe", "small.yaml")
-OWN_IMAGES = ("--dataset", "folder", "--data.num_classes", "null", "--data.image_size", "null")  # over what RECIPE says of shapes
+OWN_IMAGES = (
+    "--dataset",
+    "folder",
+    "--data.num_classes",
+    "null",
+    "--data.image_size",
+    "null",
+)  # over what RECIPE says of shapes
 
 # Of another run, or of a scheduler that the tests run under; and proxies, which would carry requests off this machine.
 FOREIGN_VARIABLES = re.compile(
@@ -91,7 +98,9 @@ class Training(NamedTuple):
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """The variables of a command: none of another run, a cache in `folder`, and nothing that leaves this machine."""
     own = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "ftp_proxy"), "http://127.0.0.1:9")  # the discard port: refused
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "ftp_proxy"), "http://127.0.0.1:9"
+    )  # the discard port: refused
     local = {"no_proxy": "127.0.0.1,localhost", "CIFAR_LIT_CACHE": str(folder / "cache")}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**own, **nowhere, **local, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
@@ -166,7 +175,12 @@ class Fork:
     """
 
     def __init__(
-        self, words: Sequence[object], folder: Path, name: str, around: AbstractContextManager[Any] = NOTHING, **variables: str
+        self,
+        words: Sequence[object],
+        folder: Path,
+        name: str,
+        around: AbstractContextManager[Any] = NOTHING,
+        **variables: str,
     ) -> None:
         if torch.cuda.is_available():
             pytest.skip("a process that has used a GPU cannot be forked")
@@ -264,5 +278,7 @@ def draw_folder(root: Path, counts: Mapping[str, int], size: int = 16) -> Path:
     for shade, (folder, count) in enumerate(counts.items()):
         (root / folder).mkdir(parents=True)
         for number in range(count):
-            Image.new("RGB", (size, size), (40 * shade % 256, 10 * number % 256, 90)).save(root / folder / f"{number}.png")
+            Image.new("RGB", (size, size), (40 * shade % 256, 10 * number % 256, 90)).save(
+                root / folder / f"{number}.png"
+            )
     return root

@@ -54,7 +54,18 @@ def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
     """`cifar-lit train`, stopped by Ctrl-C early in its epoch."""
     folder = tmp_path_factory.mktemp("interruption")
     (folder / "small.yaml").write_text(RECIPE)
-    settings = ["--data.count", "1400", "--batch-size", "8", "--epochs", "1", "--lr", "0.001", "--checkpoint-every", "15"]
+    settings = [
+        "--data.count",
+        "1400",
+        "--batch-size",
+        "8",
+        "--epochs",
+        "1",
+        "--lr",
+        "0.001",
+        "--checkpoint-every",
+        "15",
+    ]
     process = Fork([*SMALL, *settings], folder, "interrupted")
     run_dir = folder / "lightning_logs/small-1"
     wait_for(run_dir / "checkpoints/last.ckpt", process)

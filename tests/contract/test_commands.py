@@ -46,7 +46,18 @@ def test_help_names_every_command_and_short_flag() -> None:
     assert answer.code == 0
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
     flags = (
-        *("recipe", "devices", "accelerator", "nodes", "precision", "epochs", "logs", "checkpoint-every", "auto-batch", "lr"),
+        *(
+            "recipe",
+            "devices",
+            "accelerator",
+            "nodes",
+            "precision",
+            "epochs",
+            "logs",
+            "checkpoint-every",
+            "auto-batch",
+            "lr",
+        ),
         *("auto-lr", "debug", "dataset", "data-dir", "batch-size", "net", "seed", "resume", "rank-timeout", "trust"),
     )
     assert [flag for flag in flags if not re.search(rf"--{flag}\b", answer.out)] == []
@@ -87,7 +98,10 @@ def test_a_printed_configuration_can_be_trained_from() -> None:
 
 
 def test_predict_says_of_the_best_checkpoint_what_train_said(run_dir: Path) -> None:
-    answer, own = run_command("predict", "--ckpt_path", run_dir / "checkpoints/best.ckpt"), Path("lightning_logs/small-1")
+    answer, own = (
+        run_command("predict", "--ckpt_path", run_dir / "checkpoints/best.ckpt"),
+        Path("lightning_logs/small-1"),
+    )
     assert (answer.code, answer.err) == (0, "")
     assert str(own) in answer.out
     rows, tested = rows_of(own / "predictions.csv"), rows_of(run_dir / "predictions.csv")

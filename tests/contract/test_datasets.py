@@ -120,8 +120,13 @@ def test_a_table_lists_images_whose_groups_stay_on_one_side_and_is_remembered_by
     answer = run_command(*words, "animal", "--epochs", "1")
     assert answer.code == 0, answer.err
     labels = [row["label"] for row in rows_of(Path("lightning_logs/small-1/predictions.csv"))]
-    assert sorted(labels) == ["cat"] * 2 + ["dog"] * 4 and config_of(Path("lightning_logs/small-1"))["data"]["group"] == "animal"
-    again = run_command("test", "--ckpt_path", "lightning_logs/small-1/checkpoints/best.ckpt", "--trainer.accelerator", "cpu")
+    assert (
+        sorted(labels) == ["cat"] * 2 + ["dog"] * 4
+        and config_of(Path("lightning_logs/small-1"))["data"]["group"] == "animal"
+    )
+    again = run_command(
+        "test", "--ckpt_path", "lightning_logs/small-1/checkpoints/best.ckpt", "--trainer.accelerator", "cpu"
+    )
     assert (again.code, metrics_of(Path("lightning_logs/small-2"))["test"]["images"]) == (0, 6), again.err
     assert_refused(run_command(*words, "animals"), 2, "animals", "Did you mean animal?")
 

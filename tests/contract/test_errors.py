@@ -126,7 +126,9 @@ def test_every_name_of_another_program_stands_for_a_flag_that_exists() -> None:
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
 
 
-def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object) -> None:
         raise AssertionError("the images were touched")
 
@@ -158,7 +160,9 @@ def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_
 
 
 @pytest.mark.parametrize(("line", "parts"), TYPED, ids=[line.replace(S, "…") for line, _ in TYPED])
-def test_what_cannot_be_meant_is_answered_in_one_line_with_2_and_makes_no_run(files: Path, line: str, parts: list[str]) -> None:
+def test_what_cannot_be_meant_is_answered_in_one_line_with_2_and_makes_no_run(
+    files: Path, line: str, parts: list[str]
+) -> None:
     assert_refused(run_command(*line.split()), 2, *parts)
     assert not (files / "lightning_logs").exists()
 
@@ -184,7 +188,9 @@ def cut_short(path: Path) -> None:
         ("predict", lambda path: torch.save({"epoch": 3}, path)),  # without weights
     ],
 )
-def test_a_checkpoint_that_is_damaged_is_named_and_left(run_dir: Path, command: str, damage: Callable[[Path], Any]) -> None:
+def test_a_checkpoint_that_is_damaged_is_named_and_left(
+    run_dir: Path, command: str, damage: Callable[[Path], Any]
+) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
     damage(checkpoint)

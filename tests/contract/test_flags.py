@@ -105,7 +105,10 @@ def test_checkpoints_within_epochs_are_written_and_those_that_are_not_needed_go_
     assert (answer.code, answer.err) == (0, "")
     run_dir = Path("lightning_logs/small-1")
     assert config_of(run_dir)["checkpoint_every"] == 2
-    assert {name for name in files_of(run_dir) if name.endswith(".ckpt")} == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
+    assert {name for name in files_of(run_dir) if name.endswith(".ckpt")} == {
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+    }
 
 
 def test_an_interval_that_means_nothing_is_refused() -> None:
@@ -113,7 +116,18 @@ def test_an_interval_that_means_nothing_is_refused() -> None:
 
 
 def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_dir: Path) -> None:
-    words = ["--net", "shapenet", "--model.width", "0.5", "--auto-batch", "--auto-lr", "--data.count", "800", "--epochs", "1"]
+    words = [
+        "--net",
+        "shapenet",
+        "--model.width",
+        "0.5",
+        "--auto-batch",
+        "--auto-lr",
+        "--data.count",
+        "800",
+        "--epochs",
+        "1",
+    ]
     answer = run_command("fit", *SMALL, *words, "--batch-size", "8")
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-1"))
@@ -160,5 +174,7 @@ def test_augmentation_is_set_by_files_and_flags_and_a_run_can_be_made_again_from
     assert run_command("fit", *SMALL, *flags, "--epochs", "1").code == 0
     config = Path("lightning_logs/small-1/config.yaml")
     expected = {"scale": [0.5, 1], "policy": "trivial", "hue": 0, "mixup": 0.2}
-    assert config_of(config.parent)["data"]["augment"] == printed_config("--config", config)["data"]["augment"] == expected
+    assert (
+        config_of(config.parent)["data"]["augment"] == printed_config("--config", config)["data"]["augment"] == expected
+    )
     assert printed_config("--config", config, "--data.augment", "null")["data"]["augment"] is None

@@ -65,7 +65,9 @@ def test_ctrl_c_prints_the_exact_command_to_go_on(interruption: Interruption, in
     assert words == ["train", "--resume", "lightning_logs/small-1"]
     answer = run_command(*words)
     assert (answer.code, answer.err) == (0, "")
-    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}  # it goes on in the folder it resumes
+    assert {path.name for path in Path("lightning_logs").iterdir()} == {
+        "small-1"
+    }  # it goes on in the folder it resumes
     assert metrics_of(interrupted)["test"]["images"] == 280
     assert checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"] == STEPS
     rows = rows_of(interrupted / "metrics.csv")
@@ -83,7 +85,11 @@ def test_a_run_that_another_process_writes_is_refused_by_name(interruption: Inte
 
 def test_a_finished_run_is_named_as_finished_and_left_as_it_is(run_dir: Path) -> None:
     before = contents_of(run_dir)
-    for words in (["--resume", run_dir], ["--resume", run_dir / "checkpoints/last.ckpt"], ["--resume", "--logs", run_dir.parent]):
+    for words in (
+        ["--resume", run_dir],
+        ["--resume", run_dir / "checkpoints/last.ckpt"],
+        ["--resume", "--logs", run_dir.parent],
+    ):
         assert_refused(run_command(*words), 2, str(run_dir), "is finished", "metrics.json")
     assert contents_of(run_dir) == before
 
@@ -103,7 +109,9 @@ def test_what_cannot_be_resumed_is_told() -> None:
 
 def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> None:
     settings = ["--data.count", "1400", "--batch-size", "8", "--lr", "0.001", "--net", "lenet"]
-    answer = run_command(*SMALL, *settings, "--epochs", "1", "--data.eval_batch_size", "123", "--resume")  # the newest run
+    answer = run_command(
+        *SMALL, *settings, "--epochs", "1", "--data.eval_batch_size", "123", "--resume"
+    )  # the newest run
     assert answer.code == 0, answer.err
     assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}
     assert metrics_of(interrupted)["test"]["images"] == 280

@@ -16,7 +16,14 @@ import cifar_lit
 from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, rows_of, run_command
 
 FILES = {
-    *("config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "model.safetensors", "metrics.json", "metrics.csv"),
+    *(
+        "config.yaml",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        "model.safetensors",
+        "metrics.json",
+        "metrics.csv",
+    ),
     *("predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*"),
 }
 CLASSES = ["circle", "square", "triangle", "star"]
@@ -48,27 +55,35 @@ def test_config_yaml_holds_every_setting(run_dir: Path) -> None:
     assert (config["model"]["net"], config["model"]["lr"], config["model"]["schedule"]) == ("lenet", 0.05, "cosine")
     data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "batch_size": 32, "val_size": 40}
     assert data.items() <= config["data"].items()
-    assert {"optimizer", "momentum", "weight_decay"} <= config["model"].keys()  # which the recipe leaves to the defaults
+    assert {"optimizer", "momentum", "weight_decay"} <= config[
+        "model"
+    ].keys()  # which the recipe leaves to the defaults
 
 
 def test_config_yaml_is_enough_to_run_it_again_to_the_last_bit_and_byte(run_dir: Path, same_run_again: Path) -> None:
     first, second = metrics_of(run_dir), metrics_of(same_run_again)
     assert (first["val"], first["test"]) == (second["val"], second["test"])
-    weights, weights_again = (checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"] for run in (run_dir, same_run_again))
+    weights, weights_again = (
+        checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"] for run in (run_dir, same_run_again)
+    )
     assert weights.keys() == weights_again.keys()
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     assert (run_dir / "model.safetensors").read_bytes() == (same_run_again / "model.safetensors").read_bytes()
 
 
 def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_that_validated_best(run_dir: Path) -> None:
-    best, last = (checkpoint_of(run_dir / f"checkpoints/{name}.ckpt") for name in ("best", "last"))  # loads weights only
+    best, last = (
+        checkpoint_of(run_dir / f"checkpoints/{name}.ckpt") for name in ("best", "last")
+    )  # loads weights only
     for checkpoint in (best, last):
         assert {"pytorch-lightning_version", "state_dict", "optimizer_states", "hyper_parameters"} <= checkpoint.keys()
     epochs = [row for row in rows_of(run_dir / "metrics.csv") if row["val/accuracy"]]
     row = max(epochs, key=lambda row: float(row["val/accuracy"]))
     assert (best["epoch"], last["epoch"]) == (int(row["epoch"]), 1)
     val = metrics_of(run_dir)["val"]
-    assert (val["accuracy"], val["loss"]) == pytest.approx((float(row["val/accuracy"]), float(row["val/loss"])), abs=1e-5)
+    assert (val["accuracy"], val["loss"]) == pytest.approx(
+        (float(row["val/accuracy"]), float(row["val/loss"])), abs=1e-5
+    )
 
 
 # ---- model.safetensors
@@ -77,7 +92,7 @@ def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_that_validated_best
 def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
     with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
         metadata = " ".join(f"{name} {value}" for name, value in file.metadata().items())
-        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+        tensors = [file.get_tensor(name) for name in file.keys()]
     data = config_of(run_dir)["data"]
     for fact in ("lenet", *CLASSES, "16", "3"):
         assert re.search(rf"\b{fact}\b", metadata), fact
@@ -90,7 +105,9 @@ def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_ch
         assert any(tensor.shape == other.shape and torch.equal(tensor, other) for other in tensors)
 
 
-def test_model_safetensors_alone_is_enough_to_predict_and_as_readable_as_its_neighbours(run_dir: Path, tmp_path: Path) -> None:
+def test_model_safetensors_alone_is_enough_to_predict_and_as_readable_as_its_neighbours(
+    run_dir: Path, tmp_path: Path
+) -> None:
     alone = tmp_path / "elsewhere.safetensors"
     alone.write_bytes((run_dir / "model.safetensors").read_bytes())
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
@@ -161,7 +178,9 @@ def test_metrics_csv_and_tensorboard_hold_the_curves_and_tensorboard_settings_an
     events.Reload()
     for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"):
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        assert [step for step, _ in points] == ([10] if name.startswith("test/") else [5, 10]), name  # one for each epoch
+        assert [step for step, _ in points] == ([10] if name.startswith("test/") else [5, 10]), (
+            name
+        )  # one for each epoch
         assert [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] == points, name
     assert points[-1][1] == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     assert events.Tags()["images"]

@@ -66,7 +66,9 @@ def test_every_shift_within_the_padding_and_every_place_of_a_cutout_is_drawn_and
 
 def test_alternating_flips_mirror_what_the_epoch_before_showed(images):
     augmentation = Augmentation(flip="alternating")
-    epochs = [augment_batch(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)]
+    epochs = [
+        augment_batch(images, torch.arange(40), augmentation.plan(40, 9, 7, seed=2, epoch=epoch)) for epoch in range(5)
+    ]
     for before, after in pairwise(epochs):
         assert torch.equal(after, before.flip(2))
     assert 8 < sum(not torch.equal(now, image) for now, image in zip(epochs[0], images, strict=True)) < 32

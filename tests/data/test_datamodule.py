@@ -77,7 +77,9 @@ def test_batches_come_out_normalised_by_given_or_measured_statistics_and_keep_al
     batch = next(iter(data.train_dataloader()))
     result = data.on_after_batch_transfer(batch, 0)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
-    torch.testing.assert_close(result.images, (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        result.images, (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std, rtol=1e-5, atol=1e-5
+    )
     assert result.labels is batch.labels and result.indices is batch.indices
     assert (result.loss_weight, result.targets) == (1.0, None)
     data = shapes_data(count=200)
@@ -146,12 +148,19 @@ def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path:
         save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", number)
     batches = []
     for placement in ("device", "host"):
-        data = ImageData("folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache"))
+        data = ImageData(
+            "folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache")
+        )
         data.trainer = trainer_at(0, 1, global_rank=rank)
         batches.append(
-            [[part.tolist() for part in (batch.images, batch.labels, batch.indices)] for batch in data.train_dataloader()]
+            [
+                [part.tolist() for part in (batch.images, batch.labels, batch.indices)]
+                for batch in data.train_dataloader()
+            ]
         )
-        assert data.placed("train")[0].mapped == (placement == "host")  # what is in memory is not asked of the file again
+        assert data.placed("train")[0].mapped == (
+            placement == "host"
+        )  # what is in memory is not asked of the file again
     assert batches[0] == batches[1] and len(batches[0]) == 3
 
 

@@ -31,8 +31,12 @@ def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
     ("file_format", "settings", "tolerance"),
     [("JPEG", {"quality": 95, "subsampling": 0}, 12), ("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("BMP", {}, 0)],
 )
-def test_formats_decode_to_the_pixels_that_were_saved(tmp_path: Path, file_format: str, settings: dict, tolerance: int) -> None:
-    (tmp_path / "a.txt").write_bytes(encoded(blocks(24, 32), file_format, **settings))  # the content decides, not the suffix
+def test_formats_decode_to_the_pixels_that_were_saved(
+    tmp_path: Path, file_format: str, settings: dict, tolerance: int
+) -> None:
+    (tmp_path / "a.txt").write_bytes(
+        encoded(blocks(24, 32), file_format, **settings)
+    )  # the content decides, not the suffix
     pixels = decode(tmp_path / "a.txt")
     assert pixels.dtype == np.uint8 and pixels.shape == (24, 32, 3) and pixels.flags.writeable
     assert np.abs(pixels.astype(int) - np.asarray(blocks(24, 32)).astype(int)).mean() <= tolerance
@@ -78,7 +82,11 @@ def test_scaling_keeps_shapes_cuts_both_ends_of_the_longer_side_and_averages_wha
     assert np.abs(jpeg - png).mean() < 3
 
 
-PILLOWS = {"crop": ImageOps.fit, "letterbox": partial(ImageOps.pad, color=(128, 128, 128)), "squash": Image.Image.resize}
+PILLOWS = {
+    "crop": ImageOps.fit,
+    "letterbox": partial(ImageOps.pad, color=(128, 128, 128)),
+    "squash": Image.Image.resize,
+}
 
 
 @pytest.mark.parametrize("resize", PILLOWS)
@@ -87,7 +95,9 @@ def test_each_way_of_resizing_is_pillows_for_images_and_sizes_of_all_proportions
         image = blocks(height, width)
         for size in ((24, 24), (24, 40), (33, 20), (64, 64)):
             expected = PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC)
-            assert np.array_equal(decode(io.BytesIO(encoded(image, "PNG")), size, resize=resize), np.asarray(expected)), size
+            assert np.array_equal(
+                decode(io.BytesIO(encoded(image, "PNG")), size, resize=resize), np.asarray(expected)
+            ), size
             assert np.array_equal(pixels_of(image, size, resize=resize), np.asarray(expected))
 
 
@@ -129,7 +139,14 @@ def test_a_large_jpeg_is_decoded_smaller_yet_no_less_than_twice_what_becomes_of_
 
 @pytest.mark.parametrize(
     ("file_format", "settings"),
-    [("JPEG", {}), ("JPEG", {"progressive": True}), ("PNG", {}), ("WEBP", {}), ("WEBP", {"lossless": True}), ("BMP", {})],
+    [
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("BMP", {}),
+    ],
 )
 def test_files_that_are_cut_anywhere_or_end_in_zeros_are_errors(file_format: str, settings: dict) -> None:
     data = encoded(blocks(64, 64), file_format, **settings)
@@ -158,7 +175,11 @@ def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone
     exif[0x0112] = 6  # lies on its side
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    for name, reason in (("a.jpg", "cut short"), ("b.jpg", "not a JPEG, PNG"), ("c.jpg", "missing: there is no such file")):
+    for name, reason in (
+        ("a.jpg", "cut short"),
+        ("b.jpg", "not a JPEG, PNG"),
+        ("c.jpg", "missing: there is no such file"),
+    ):
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -187,7 +208,9 @@ def test_a_progressive_jpeg_of_many_scans_is_read(scans: int, side: int) -> None
 
 
 @pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit and only warns up to it
-def test_images_above_pillows_pixel_limit_are_errors_without_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_images_above_pillows_pixel_limit_are_errors_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     data = encoded(blocks(32, 40), "PNG")
     with warnings.catch_warnings(record=True) as seen, pytest.raises(DecodeError, match=f"more than {limit:,} pixels"):

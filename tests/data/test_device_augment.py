@@ -51,14 +51,25 @@ def test_crops_keep_their_share_and_ratio_lie_within_the_image_and_reach_its_bor
     top, left, rows, columns = drawn(scale=[0.25, 0.6], ratio=[0.5, 2])["crop"].unbind(1)
     assert float((rows * columns / 32 / 48).min()) > 0.22 and float((rows * columns / 32 / 48).max()) < 0.63
     assert float((columns / rows).min()) > 0.45 and float((columns / rows).max()) < 2.2
-    assert (float(top.min()), float(left.min()), float((top + rows).max()), float((left + columns).max())) == (0, 0, 32, 48)
+    assert (float(top.min()), float(left.min()), float((top + rows).max()), float((left + columns).max())) == (
+        0,
+        0,
+        32,
+        48,
+    )
     whole = drawn(3, scale=[1, 1], ratio=[1, 1])["crop"]  # of which none fits: the largest square in the middle
     assert whole.tolist() == [[0, 8, 32, 32]] * 3
 
 
 def test_numbers_are_drawn_evenly_from_torchvisions_ranges() -> None:
     values = drawn(brightness=0.4, contrast=2, saturation=0.1, hue=0.2, rotation=30, blur=2)
-    ranges = {"brightness": (0.6, 1.4), "contrast": (0, 3), "saturation": (0.9, 1.1), "hue": (-0.2, 0.2), "blur": (0, 2)}
+    ranges = {
+        "brightness": (0.6, 1.4),
+        "contrast": (0, 3),
+        "saturation": (0.9, 1.1),
+        "hue": (-0.2, 0.2),
+        "blur": (0, 2),
+    }
     for name, (least, most) in {**ranges, "rotation": (-30, 30)}.items():
         shares = (values[name] - least) / (most - least)
         assert 0 <= float(shares.min()) < 0.01 and 0.99 < float(shares.max()) <= 1, name
@@ -93,7 +104,10 @@ def test_both_signs_are_drawn_for_exactly_the_operations_that_torchvision_negate
     parameters = drawn(policy=policy, operations=2, magnitude=20)
     negative = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] < 0].tolist()}
     positive = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] > 0].tolist()}
-    moves, colours = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}, {"Brightness", "Color", "Contrast", "Sharpness"}
+    moves, colours = (
+        {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"},
+        {"Brightness", "Color", "Contrast", "Sharpness"},
+    )
     assert negative == moves | colours
     assert positive >= negative
 
@@ -113,7 +127,10 @@ def test_an_image_looks_the_same_in_any_batch_and_differs_between_epochs_and_see
     rows = torch.arange(60)
     whole, order = augmented(images, rows, **EVERYTHING), torch.randperm(60, generator=torch.Generator().manual_seed(1))
     parts = torch.cat([augmented(images, part, **EVERYTHING) for part in rows.split(7)])
-    for same in (augmented(images, rows[order], **EVERYTHING)[order.argsort()], parts):  # but where rounding decides on a level
+    for same in (
+        augmented(images, rows[order], **EVERYTHING)[order.argsort()],
+        parts,
+    ):  # but where rounding decides on a level
         assert float(((same - whole).abs() > 0.01).float().mean()) < 1e-3
     for other in (augmented(images, rows, epoch=1, **EVERYTHING), augmented(images, rows, seed=1, **EVERYTHING)):
         assert float((other - whole).abs().amax((1, 2, 3)).gt(1).float().mean()) > 0.9
@@ -124,7 +141,8 @@ def test_a_batch_of_several_parts_is_put_together_in_order() -> None:
     images = torch.randint(0, 256, (2 * CHUNK_BYTES // (4 * 3 * side * side) + 3, side, side, 3), dtype=torch.uint8)
     rows = torch.arange(len(images)).flip(0)
     assert torch.equal(
-        augmented(images, rows, policy="trivial", erasing=1.0)[-1], augmented(images, rows[-1:], policy="trivial", erasing=1.0)[0]
+        augmented(images, rows, policy="trivial", erasing=1.0)[-1],
+        augmented(images, rows[-1:], policy="trivial", erasing=1.0)[0],
     )
     result = augmented(images, rows, brightness=0.5)
     factors = DeviceAugmentation(brightness=0.5)._draw(rows, 0, 0, side, side)["brightness"]
@@ -186,7 +204,10 @@ def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_b
         ({"mixup": float("nan")}, r"data\.augment\.mixup must be a number"),
         ({"erasing": None}, r"data\.augment\.erasing must be a number"),
         ({"operations": 1.5}, r"data\.augment\.operations must be a whole number from 1 to 8, not 1\.5"),
-        ({"policy": "rand"}, r"data\.augment\.policy must be one of none, trivial, randaugment, not 'rand'\. Did you mean rand"),
+        (
+            {"policy": "rand"},
+            r"data\.augment\.policy must be one of none, trivial, randaugment, not 'rand'\. Did you mean rand",
+        ),
         (
             {"scale": 0.5},
             r"data\.augment\.scale must be two rising shares of the area, above 0 and up to 1, such as .*, not 0\.5",
@@ -229,7 +250,9 @@ def test_nothing_set_is_as_no_setting() -> None:
         assert scaled_data(augment=nothing).device_augmentation is None
     batch = next(iter(scaled_data().train_dataloader()))
     off = at(scaled_data(augment={"policy": "none"}), 0).on_after_batch_transfer(batch, 0)
-    torch.testing.assert_close(off.images, at(scaled_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        off.images, at(scaled_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6
+    )
 
 
 def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:

@@ -240,7 +240,11 @@ def test_a_disk_that_refuses_names_folder_and_need(
     ("rates", "requests"), [((30_000, 150_000, 20_000), [1, 2, 1]), ((400_000,), [1]), ((50_000, 0), [1, 1])]
 )
 def test_a_slow_mirror_is_left_for_the_next_and_when_all_are_slow_the_fastest_finishes_the_file(
-    mirror: Callable[..., Mirror], target: Path, monkeypatch: pytest.MonkeyPatch, rates: tuple[int, ...], requests: list[int]
+    mirror: Callable[..., Mirror],
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: tuple[int, ...],
+    requests: list[int],
 ) -> None:
     monkeypatch.setattr(download, "MEASURE_SECONDS", 0.1)
     monkeypatch.setattr(download, "SLOW_RATE", 1e9)

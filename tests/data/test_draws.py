@@ -24,7 +24,8 @@ def test_a_number_is_the_mixed_counters_in_whole_arithmetic() -> None:
     first, second = map(int, np.random.SeedSequence((7, 3)).generate_state(2))
     rows = [0, 1, 49_999, 2**31, 2**32 - 1]
     expected = [
-        [(finalised(finalised(row ^ first) ^ finalised(column ^ second)) >> 8) / 2**24 for column in range(5)] for row in rows
+        [(finalised(finalised(row ^ first) ^ finalised(column ^ second)) >> 8) / 2**24 for column in range(5)]
+        for row in rows
     ]
     assert uniform(torch.tensor(rows), 5, 7, 3).tolist() == expected
 
@@ -40,7 +41,10 @@ def test_a_number_depends_on_its_row_and_column_and_on_no_company() -> None:
 def chi_square(*numbers: Tensor) -> float:
     """How far the counts in the cells of a grid with 256 cells are from even, in standard deviations."""
     bins = round(256 ** (1 / len(numbers)))
-    cells = sum(((values * bins).long() * bins**place for place, values in enumerate(numbers)), torch.zeros(1, dtype=torch.int64))
+    cells = sum(
+        ((values * bins).long() * bins**place for place, values in enumerate(numbers)),
+        torch.zeros(1, dtype=torch.int64),
+    )
     expected = len(cells) / 256
     statistic = float((torch.bincount(cells, minlength=256) - expected).square().sum()) / expected
     return (statistic - 255) / (2 * 255) ** 0.5

@@ -37,13 +37,17 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
     "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
     "of less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
-    "all of it": lambda picture: as_jpeg(ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)),
+    "all of it": lambda picture: as_jpeg(
+        ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)
+    ),
 }
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_picture_is_known_again_however_it_was_changed_and_no_other_is_taken_for_it(change: str, channels: int) -> None:
+def test_a_picture_is_known_again_however_it_was_changed_and_no_other_is_taken_for_it(
+    change: str, channels: int
+) -> None:
     pictures = [photo(seed) for seed in range(150)]
     images = stack([*pictures, *[CHANGES[change](picture) for picture in pictures[:40]]], channels=channels)
     assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
@@ -114,7 +118,9 @@ def motifs(images: torch.Tensor) -> set[int]:
     return set(distances.argmin(1).tolist())
 
 
-def test_a_drawn_split_parts_no_near_duplicates_and_stays_stratified(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drawn_split_parts_no_near_duplicates_and_stays_stratified(
+    twins: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed in range(4):
         data = ImageData(
             "folder", str(twins), val_size=0.25, test_size=0.3, split_seed=seed, cache_dir=str(twins.parent / "cache")
@@ -138,12 +144,17 @@ def test_they_are_looked_for_once_and_kept_with_the_cache(
     assert len(old["duplicates"]) == 6
     del old["duplicates"]  # as older versions wrote it
     index.write_text(json.dumps(old))
-    assert all(torch.equal(open_set(twins, part).images, images) for part, images in zip((True, False), first, strict=True))
+    assert all(
+        torch.equal(open_set(twins, part).images, images) for part, images in zip((True, False), first, strict=True)
+    )
     monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("looked for again"))
     for seed in (1, 0):
         sets = [open_set(twins, part, split_seed=seed) for part in (True, False)]
         assert sum(map(len, sets)) == 40
-    assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True)) and decodings(capsys) == 0
+    assert (
+        all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True))
+        and decodings(capsys) == 0
+    )
 
 
 def test_they_are_looked_for_again_when_a_picture_is_added(twins: Path) -> None:

@@ -32,9 +32,17 @@ def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
     return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
 
 
-def test_train_and_test_come_from_their_folders_whatever_else_lies_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_test_come_from_their_folders_whatever_else_lies_there(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(root / "train/cat/more/deep/x.PNG", 9)
-    for hidden in ("train/.git/x.png", "train/cat/.trash/x.png", "train/cat/._0.png", "train/__MACOSX/x.png", ".cache/x.png"):
+    for hidden in (
+        "train/.git/x.png",
+        "train/cat/.trash/x.png",
+        "train/cat/._0.png",
+        "train/__MACOSX/x.png",
+        ".cache/x.png",
+    ):
         save(root / hidden)
     (root / "train/dog/loop").symlink_to(root / "train/dog")
     (root / "train/cat/notes.txt").write_text("x")
@@ -61,7 +69,10 @@ def test_without_train_and_test_each_class_is_split_by_seed_and_relative_paths_o
     shutil.copytree(flat, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
     for path in (flat, tmp_path / "elsewhere"):
-        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]  # and never changes
+        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == [
+            "cat/0.png",
+            "cat/1.png",
+        ]  # and never changes
 
 
 def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +81,9 @@ def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: 
     for seed in range(3):
         train, test = (values(flat, part, split_seed=seed) for part in (True, False))
         assert sorted(train + test) == sorted([*range(10), *range(5), 0])
-        assert test == [int(Path(file.path).stem) for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
+        assert test == [
+            int(Path(file.path).stem) for files in drawn(flat, 0.2, seed)["test"].values() for file in files
+        ]
     assert decodings(capsys) == 0
 
 
@@ -137,7 +150,11 @@ def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
     assert open_set(root, image_size=12).images.shape == (5, 12, 12, 3)
     assert open_set(root, channels=1).images.shape == (5, 8, 8, 1)
     assert open_set(root).images.shape == (5, 8, 8, 3)
-    assert open_set(root, image_size="12x20").images.shape == open_set(root, image_size=[12, 20]).images.shape == (5, 12, 20, 3)
+    assert (
+        open_set(root, image_size="12x20").images.shape
+        == open_set(root, image_size=[12, 20]).images.shape
+        == (5, 12, 20, 3)
+    )
     sums = {open_set(root, image_size="12x20", resize=resize).images.long().sum().item() for resize in RESIZES}
     assert len(sums) == 2  # of one colour each: only the letterbox differs
     assert len(list((root.parent / "cache").iterdir())) == 6
@@ -147,7 +164,9 @@ def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
 
 
 @pytest.mark.parametrize("size", [12, None])
-def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shapes(root: Path, size: int | None) -> None:
+def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shapes(
+    root: Path, size: int | None
+) -> None:
     open_set(root, image_size=size)
     key = sha256(json.dumps([2, str(root.resolve()), size, 3]).encode()).hexdigest()[:16]
     assert [path.name for path in (root.parent / "cache").iterdir()] == [f"pets-{key}"]
@@ -165,7 +184,10 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     train, tested = (open_set(root, part, skip_bad=True) for part in (True, False))
     assert values(root, skip_bad=True) == [0, 1, 2, 3, 4, 50, 60] and train.labels.tolist() == [0, 0, 0, 1, 1, 0, 1]
     assert train.val_rows == range(5, 7) and tested.val_rows is None
-    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [0, 1]
+    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [
+        0,
+        1,
+    ]
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
@@ -195,7 +217,10 @@ def archive_in_place(root: Path) -> None:
     ("spoil", "text"),
     [
         (archive_in_place, "pets is a file, not a folder; unpack it first"),
-        (lambda root: [shutil.rmtree(root / part / "dog") for part in ("train", "test")], r"train has one class only \(cat\)"),
+        (
+            lambda root: [shutil.rmtree(root / part / "dog") for part in ("train", "test")],
+            r"train has one class only \(cat\)",
+        ),
         (
             lambda root: replace_root(root, "pets-v2/train/cat/0.png", "pets-v2/test/cat/0.png"),
             r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?",
@@ -215,18 +240,25 @@ def archive_in_place(root: Path) -> None:
             r"one class only \(images\), .* Is --data-dir .*pets/labels.csv meant\?",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
-        (lambda root: save(root / "train/a\tb/0.png"), r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is"),
+        (
+            lambda root: save(root / "train/a\tb/0.png"),
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is",
+        ),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],
 )
-def test_a_folder_that_is_no_data_set_is_refused_in_one_line(root: Path, spoil: Callable[[Path], object], text: str) -> None:
+def test_a_folder_that_is_no_data_set_is_refused_in_one_line(
+    root: Path, spoil: Callable[[Path], object], text: str
+) -> None:
     spoil(root)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(root)
     assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
 
 
-@pytest.mark.parametrize("settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": "8x2049"}])
+@pytest.mark.parametrize(
+    "settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": "8x2049"}]
+)
 def test_settings_that_cannot_be_meant_are_named(root: Path, settings: dict) -> None:
     with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
         open_set(root, **settings)

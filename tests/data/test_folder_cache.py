@@ -68,7 +68,9 @@ def test_changed_added_and_removed_files_are_noticed_and_only_they_are_decoded(
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def test_an_image_that_became_readable_without_changing_is_taken_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_became_readable_without_changing_is_taken_in(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image, away = root / "train/cat/1.png", root.parent / "away.png"
     during_the_decoding(monkeypatch, lambda: image.rename(away))
     assert values(root, skip_bad=True) == [0, 2, 3, 4]
@@ -84,7 +86,9 @@ def test_an_image_that_became_readable_without_changing_is_taken_in(root: Path, 
         lambda index, data: os.truncate(index, index.stat().st_size // 2),
         lambda index, data: index.write_text("[1, 2]"),
         lambda index, data: index.write_text(index.read_text().replace('"shape": [7', '"shape": [6')),
-        lambda index, data: index.write_text(re.sub(r'"shape": \[[\d, ]+', '"shape": [7, -8, -8, 3', index.read_text())),
+        lambda index, data: index.write_text(
+            re.sub(r'"shape": \[[\d, ]+', '"shape": [7, -8, -8, 3', index.read_text())
+        ),
         lambda index, data: index.write_text(re.sub(r'(\.png", )\d+', r"\1[]", index.read_text())),
         lambda index, data: index.write_text(index.read_text().replace('"bad": {}', '"bad": ["train/none.png"]')),
         lambda index, data: index.write_text(index.read_text().replace('"bad": {}', '"bad": {"train/none.png": ""}')),
@@ -120,7 +124,9 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
     for module, name, fault in ((os, "fsync", full), (shutil, "disk_usage", lambda path: usage)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fault)
-            with pytest.raises(Failure, match=r"not be written to .*cache: No space left on device; .*\$CIFAR_LIT_CACHE"):
+            with pytest.raises(
+                Failure, match=r"not be written to .*cache: No space left on device; .*\$CIFAR_LIT_CACHE"
+            ):
                 open_set(root)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(cache, "decode_chunks", interrupted)
@@ -220,7 +226,9 @@ def test_a_try_at_the_images_own_size_leaves_the_cache_of_common_squares(
     assert "1/1 images" in lines[-1]
 
 
-def test_a_picture_that_became_readable_is_compared_with_the_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_became_readable_is_compared_with_the_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, away = root / "train/cat/8.png", root / "train/dog/8.png", root.parent / "away.png"
     for path in (first, second):
         save_photo(path, 5)
@@ -247,7 +255,9 @@ def test_what_was_saved_in_the_moment_of_a_stop_stays(root: Path, monkeypatch: p
     assert index is not None and [path.name for path in slot(root).glob("*.u8")] == [index.data]
 
 
-def test_images_that_come_last_are_added_to_those_that_others_look_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_come_last_are_added_to_those_that_others_look_at(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = open_set(root, train=False).images
     decodings(capsys)
     (data,) = slot(root).glob("*.u8")
@@ -276,7 +286,9 @@ def test_a_file_that_is_deleted_or_rewritten_while_others_are_decoded_is_named_o
 ) -> None:
     victim = root / "train/cat/1.png"
     during_the_decoding(monkeypatch, victim.unlink)
-    with pytest.raises(Failure, match=r"1 of 7 images .* are missing: train/cat/1\.png \(missing: there is no such file\)"):
+    with pytest.raises(
+        Failure, match=r"1 of 7 images .* are missing: train/cat/1\.png \(missing: there is no such file\)"
+    ):
         open_set(root)
     assert values(root) == [0, 2, 3, 4]  # the next start lists what is there
     save(victim, 1)
@@ -340,7 +352,9 @@ def test_writing_to_the_images_changes_neither_the_cache_nor_other_openings(root
     assert second[:, 0, 0, 0].tolist() == values(root) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not refuse large private mappings, or have no sparse files")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not refuse large private mappings, or have no sparse files"
+)
 def test_a_cache_larger_than_memory_opens(tmp_path: Path) -> None:
     rows = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3072 + 1) * 4
     (tmp_path / "sparse").touch()

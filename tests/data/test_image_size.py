@@ -10,7 +10,14 @@ from cifar_lit.errors import UsageError
 
 @pytest.mark.parametrize(
     ("value", "size"),
-    [(96, (96, 96)), ("96", (96, 96)), ("96x128", (96, 128)), ("96×128", (96, 128)), ([1, 2048], (1, 2048)), ((9, 7), (9, 7))],
+    [
+        (96, (96, 96)),
+        ("96", (96, 96)),
+        ("96x128", (96, 128)),
+        ("96×128", (96, 128)),
+        ([1, 2048], (1, 2048)),
+        ((9, 7), (9, 7)),
+    ],
 )
 def test_a_number_is_for_squares_and_two_are_height_and_width(value: ImageSize, size: tuple[int, int]) -> None:
     assert parse_image_size(value) == size
@@ -23,7 +30,10 @@ OUT_OF_RANGE: list[ImageSize] = [0, -3, 2049, "0x10", "10x0", "8x2049", [2049, 8
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        *((value, "must be a number of pixels for squares, or height x width, such as 96x128, not '") for value in NO_FORM),
+        *(
+            (value, "must be a number of pixels for squares, or height x width, such as 96x128, not '")
+            for value in NO_FORM
+        ),
         *((value, r"must be from 1 to 2,048 pixels a side, not -?\d+×-?\d+$") for value in OUT_OF_RANGE),
         ("9" * 5000, "not '9{40}'$"),
     ],

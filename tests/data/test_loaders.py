@@ -41,7 +41,9 @@ def train_loaders(source: ImageSet, batch_size: int, world: int = 1, **settings:
 def test_the_next_epoch_is_planned_before_the_last_batch_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a device computes what it was given; afterwards it would wait for the plan."""
     planned, plan = list[int](), TrainLoader.epoch_plan
-    monkeypatch.setattr(TrainLoader, "epoch_plan", lambda loader, epoch: (planned.append(epoch), plan(loader, epoch))[1])
+    monkeypatch.setattr(
+        TrainLoader, "epoch_plan", lambda loader, epoch: (planned.append(epoch), plan(loader, epoch))[1]
+    )
     (loader,), (alone,) = (train_loaders(image_set(20, size=8), 8, **MOVES) for _ in range(2))
     for epoch in (0, 1, 5):
         loader.set_epoch(epoch)
@@ -55,12 +57,18 @@ def test_the_next_epoch_is_planned_before_the_last_batch_is_handed_out(monkeypat
 def assert_same(batches: Sequence[Batch], others: Sequence[Batch]) -> None:
     for batch, other in zip(batches, others, strict=True):
         assert batch.loss_weight == other.loss_weight
-        for one, another in ((batch.images, other.images), (batch.labels, other.labels), (batch.indices, other.indices)):
+        for one, another in (
+            (batch.images, other.images),
+            (batch.labels, other.labels),
+            (batch.indices, other.indices),
+        ):
             assert torch.equal(one, another) and one.dtype == another.dtype
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 101, 103], [4, 7, 8])])
-def test_devices_share_the_same_global_batches_and_their_weighted_losses_average_to_its_mean(count: int, batch_size: int) -> None:
+def test_devices_share_the_same_global_batches_and_their_weighted_losses_average_to_its_mean(
+    count: int, batch_size: int
+) -> None:
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     order = epoch_order(count, seed=4, epoch=0).tolist()
     expected = [order[start : start + batch_size] for start in range(0, count, batch_size)]
@@ -78,7 +86,9 @@ def test_devices_share_the_same_global_batches_and_their_weighted_losses_average
                 assert {batch.loss_weight for batch in step} == {1.0}
 
 
-@pytest.mark.parametrize(("rest", "parts"), [(2, [2, 0, 0]), (3, [3, 0, 0]), (4, [2, 2, 0]), (5, [3, 2, 0]), (6, [2, 2, 2])])
+@pytest.mark.parametrize(
+    ("rest", "parts"), [(2, [2, 0, 0]), (3, [3, 0, 0]), (4, [2, 2, 0]), (5, [3, 2, 0]), (6, [2, 2, 2])]
+)
 def test_a_last_batch_too_small_for_all_devices_is_shared_by_fewer_and_the_others_count_nothing(
     rest: int, parts: list[int]
 ) -> None:
@@ -94,13 +104,17 @@ def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_batches
     world: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = image_set(40, size=8)
-    expected = augment_batch(source.images, torch.arange(40), MOVES["augmentation"].plan(40, 8, 8, 5, 3), 3, MOVES["fill"])
+    expected = augment_batch(
+        source.images, torch.arange(40), MOVES["augmentation"].plan(40, 8, 8, 5, 3), 3, MOVES["fill"]
+    )
     monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", block * 8 * 8 * 3)
     loaders = train_loaders(source, batch_size, world, **MOVES)
     for loader in loaders:
         loader.set_epoch(3)
     for batch in chain(*loaders):
-        assert torch.equal(batch.images, expected[batch.indices]) and torch.equal(batch.labels, source.labels[batch.indices])
+        assert torch.equal(batch.images, expected[batch.indices]) and torch.equal(
+            batch.labels, source.labels[batch.indices]
+        )
 
 
 def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_in_its_middle() -> None:
@@ -114,7 +128,9 @@ def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_
             loader.load_state_dict({"epoch": 2, "position": 2})
             loader.set_epoch(2)
         steps = list(zip(*loaders, strict=True))
-        assert [list(chain(*(batch.indices.tolist() for batch in step if batch.loss_weight))) for step in steps] == expected[2:]
+        assert [
+            list(chain(*(batch.indices.tolist() for batch in step if batch.loss_weight))) for step in steps
+        ] == expected[2:]
         for batch in chain(*steps):  # an image that comes twice looks the same both times
             plan = MOVES["augmentation"].plan(60, 8, 8, 5, 2)
             assert torch.equal(batch.images, augment_batch(source.images, batch.indices, plan, 3, MOVES["fill"]))
@@ -191,7 +207,9 @@ def test_workers_give_the_same_batches_bit_for_bit_and_leave_random_numbers_and_
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
     handler = signal.getsignal(signal.SIGINT)
     torch.manual_seed(5)
-    for memory, file in zip(*(train_loaders(image_set(47, 8), 8, 2, **MOVES, workers=count) for count in (0, 2)), strict=True):
+    for memory, file in zip(
+        *(train_loaders(image_set(47, 8), 8, 2, **MOVES, workers=count) for count in (0, 2)), strict=True
+    ):
         for epoch, position in ((0, 0), (1, 2)):
             for loader in (memory, file):
                 loader.set_epoch(epoch)
@@ -244,13 +262,17 @@ def test_a_workers_memory_does_not_grow_with_the_blocks_that_it_has_made() -> No
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [*product([1, 2, 3], [1, 4, 100])])
-def test_evaluation_covers_each_image_once_in_the_same_company_and_in_equal_numbers_of_steps(world: int, batch_size: int) -> None:
+def test_evaluation_covers_each_image_once_in_the_same_company_and_in_equal_numbers_of_steps(
+    world: int, batch_size: int
+) -> None:
     for count in (*range(0, 41), 103):
         source, chosen = image_set(count, size=1), torch.arange(count).flip(0)
         parts = [list(EvalLoader(source, chosen, batch_size, rank=rank, world=world)) for rank in range(world)]
         assert {len(part) for part in parts} == {-(-count // (batch_size * world))}
         counted = [batch for batch in chain(*zip(*parts, strict=True)) if batch.labels[0] != PADDING]
-        assert [batch.indices.tolist() for batch in counted] == [rows.tolist() for rows in chosen.split(batch_size) if count]
+        assert [batch.indices.tolist() for batch in counted] == [
+            rows.tolist() for rows in chosen.split(batch_size) if count
+        ]
         for batch in counted:
             assert torch.equal(batch.images, source.images[batch.indices]) and torch.equal(
                 batch.labels, source.labels[batch.indices]

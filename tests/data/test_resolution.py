@@ -14,11 +14,20 @@ from cifar_lit.errors import UsageError
     ("height", "width", "side", "across"),
     [
         *((32, 32, side, side) for side in (4, 16, 20, 31, 32)),
-        *[(28, 28, 21, 21), (64, 48, 32, 24), (48, 64, 24, 32), (30, 45, 20, 30), (9, 7, 5, 4), (256, 64, 16, LEAST_SIDE)],
+        *[
+            (28, 28, 21, 21),
+            (64, 48, 32, 24),
+            (48, 64, 24, 32),
+            (30, 45, 20, 30),
+            (9, 7, 5, 4),
+            (256, 64, 16, LEAST_SIDE),
+        ],
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
-def test_each_shrunk_image_is_that_of_area_interpolation(height: int, width: int, side: int, across: int, channels: int) -> None:
+def test_each_shrunk_image_is_that_of_area_interpolation(
+    height: int, width: int, side: int, across: int, channels: int
+) -> None:
     images = torch.randint(0, 256, (7, height, width, channels), dtype=torch.uint8)
     before, small = images.clone(), shrink(images, side)
     assert small.dtype == torch.float32 and torch.equal(images, before)
@@ -64,5 +73,10 @@ def test_a_schedule_that_cannot_be_meant_is_refused_and_one_at_the_ends_of_what_
         check_resolutions(resolutions, 30, 35)
     with pytest.raises(UsageError, match="use 16 … 256 for these images"):  # so narrow that they would vanish
         check_resolutions({8: 0.5}, 256, 64)
-    for allowed, height, width in (({4: 0.1, 28: 0.2, 27: 0.7}, 28, 32), ({8: 1.0}, 8, 8), ({}, 2, 2), ({16: 0.5}, 256, 64)):
+    for allowed, height, width in (
+        ({4: 0.1, 28: 0.2, 27: 0.7}, 28, 32),
+        ({8: 1.0}, 8, 8),
+        ({}, 2, 2),
+        ({16: 0.5}, 256, 64),
+    ):
         check_resolutions(allowed, height, width)

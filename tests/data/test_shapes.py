@@ -16,7 +16,9 @@ from cifar_lit.errors import UsageError
     ("size", "shape", "channels", "classes"),
     [(32, (32, 32), 3, 10), (28, (28, 28), 1, 12), ("8x20", (8, 20), 1, 2), ([40, 33], (40, 33), 3, 110)],
 )
-def test_any_size_channels_and_class_count_is_drawn(size: ImageSize, shape: tuple[int, int], channels: int, classes: int) -> None:
+def test_any_size_channels_and_class_count_is_drawn(
+    size: ImageSize, shape: tuple[int, int], channels: int, classes: int
+) -> None:
     drawn = shapes(True, image_size=size, channels=channels, num_classes=classes, count=classes)
     assert drawn.images.shape == (classes, *shape, channels)
     assert sorted(drawn.labels.tolist()) == list(range(classes))
@@ -97,7 +99,9 @@ def test_either_of_figure_and_ground_may_be_the_brighter() -> None:
 
 def test_a_linear_model_stays_far_below_half() -> None:
     train, test = (shapes(part, count=count, image_size=16, channels=1) for part, count in ((True, 3000), (False, 500)))
-    rows = [torch.cat((part.images.flatten(1).float() / 128 - 1, torch.ones(len(part), 1)), 1) for part in (train, test)]
+    rows = [
+        torch.cat((part.images.flatten(1).float() / 128 - 1, torch.ones(len(part), 1)), 1) for part in (train, test)
+    ]
     gram = rows[0].T @ rows[0] + 30 * torch.eye(257)  # ridge regression, in closed form
     weights = torch.linalg.solve(gram, rows[0].T @ functional.one_hot(train.labels).float())
     assert ((rows[1] @ weights).argmax(1) == test.labels).float().mean() < 0.35

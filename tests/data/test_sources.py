@@ -84,7 +84,9 @@ class Served:
 @pytest.fixture
 def cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with serving(Mirror(small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))) as mirror:
+    with serving(
+        Mirror(small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))
+    ) as mirror:
         yield Served("cifar10", mirror, tmp_path / "data")
 
 
@@ -140,7 +142,9 @@ def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tm
             assert images.images[0, 0, 0].tolist() == FIRST_PIXEL
 
 
-def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(
+    cifar: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, reader in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
         assert reader.url in [url.format(name=name, archive=reader.filename) for url in sources.CIFAR_MIRRORS]
     monkeypatch.setattr(sources, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
@@ -188,7 +192,9 @@ def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fash
         train, test = pool.map(fashion.load, [True, False])
     assert train.images.shape == (6, 28, 28, 1) and test.images.shape == (3, 28, 28, 1)
     assert train.images.is_contiguous() and train.images[0, 0, :12, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert train.labels.tolist() == [0, 1, 2, 3, 4, 5] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
+    assert (
+        train.labels.tolist() == [0, 1, 2, 3, 4, 5] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
+    )
     raw = fashion.root / "FashionMNIST" / "raw"
     assert {path.name for path in raw.iterdir()} == set(fashion.mirror.files) and len(fashion.mirror.requests) == 4
     other = SourceSettings(root=str(fashion.root.parent / "other"), url=str(raw))  # a plain folder is a source too
@@ -201,13 +207,17 @@ def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fash
 @pytest.mark.parametrize(("typed", "meant"), [("cifar-10", "cifar10"), ("Shapes", "shapes")])
 def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     for use in (at_hand, lambda name, settings: load_images(name, settings, train=True)):
-        with pytest.raises(UsageError, match=rf"no data set is called '{typed}'. Did you mean {meant}\? There are cifar10, "):
+        with pytest.raises(
+            UsageError, match=rf"no data set is called '{typed}'. Did you mean {meant}\? There are cifar10, "
+        ):
             use(typed, SourceSettings())
 
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
 @pytest.mark.parametrize("lack", ["nothing", "a file", "all but the archive"])
-def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(name: str, lack: str, request: pytest.FixtureRequest) -> None:
+def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(
+    name: str, lack: str, request: pytest.FixtureRequest
+) -> None:
     served: Served = request.getfixturevalue(name)
     settings = SourceSettings(root=str(served.root))
     assert not at_hand(served.dataset, settings)
@@ -233,13 +243,17 @@ def test_a_folder_of_own_images_is_at_hand_where_it_exists_and_shapes_always_are
 
 @pytest.mark.parametrize("dataset", ["cifar10", "shapes"])
 @pytest.mark.parametrize("part", [".", "train"])
-def test_folders_of_own_images_are_not_taken_for_the_place_of_another_data_set(tmp_path: Path, dataset: str, part: str) -> None:
+def test_folders_of_own_images_are_not_taken_for_the_place_of_another_data_set(
+    tmp_path: Path, dataset: str, part: str
+) -> None:
     (tmp_path / part / "cat").mkdir(parents=True)
     settings = SourceSettings(root=str(tmp_path), count=20, image_size=8)
     if dataset == "shapes":
         assert len(load_images(dataset, settings, train=True)) == 20  # nothing in it is an image
     (tmp_path / part / "cat" / "1.JPG").touch()
-    with pytest.raises(UsageError, match=f"holds folders of images, but the data set is {dataset}: add --dataset folder"):
+    with pytest.raises(
+        UsageError, match=f"holds folders of images, but the data set is {dataset}: add --dataset folder"
+    ):
         load_images(dataset, settings, train=True)
 
 
@@ -275,9 +289,13 @@ def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SourceSettings(count=12)
-    monkeypatch.setitem(SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9)))
+    monkeypatch.setitem(
+        SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
+    )
     assert at_hand("mine", settings) and load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
-    view = replace(shapes(True, count=12, image_size=9), images=torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1))
+    view = replace(
+        shapes(True, count=12, image_size=9), images=torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1)
+    )
     monkeypatch.setitem(SOURCES, "view", Source(lambda settings, train: view))
     assert load_images("view", settings, train=True).images.is_contiguous()
     monkeypatch.setitem(SOURCES, "bad", Source(lambda settings, train: "images"))  # type: ignore[arg-type,return-value]
@@ -292,7 +310,9 @@ def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "_allowed", set())
-    with pytest.raises(UsageError, match=r"my_own_data\.load would run code of its module: type it on the command line"):
+    with pytest.raises(
+        UsageError, match=r"my_own_data\.load would run code of its module: type it on the command line"
+    ):
         load_images("my_own_data.load", settings, train=True)
     plugins.allow_imports(["my_own_data.load", "my_own_data.remote"])
     assert len(load_images("my_own_data.load", settings, train=True)) == 12

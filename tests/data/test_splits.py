@@ -38,7 +38,8 @@ def test_the_split_is_a_function_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("val_size", "advice"), [(-1, "-1 must leave some"), (1000, "1000 images"), (1001, "1000 images"), (0.0001, "is none")]
+    ("val_size", "advice"),
+    [(-1, "-1 must leave some"), (1000, "1000 images"), (1001, "1000 images"), (0.0001, "is none")],
 )
 def test_sizes_that_leave_nothing_on_either_side_are_refused(val_size: float, advice: str) -> None:
     with pytest.raises(UsageError, match=advice):
@@ -112,14 +113,18 @@ def test_folds_are_as_even_as_they_can_be_in_every_class() -> None:
     assert folds.dtype == torch.int64
     table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)])
     assert (table.max(0).values - table.min(0).values).max() <= 1 and table.sum(1).max() - table.sum(1).min() <= 1
-    assert torch.equal(folds, fold_rows(labels, None, 5, seed=1)) and not torch.equal(folds, fold_rows(labels, None, 5, seed=2))
+    assert torch.equal(folds, fold_rows(labels, None, 5, seed=1)) and not torch.equal(
+        folds, fold_rows(labels, None, 5, seed=2)
+    )
 
 
 def test_folds_part_no_group_and_hold_nearly_the_same_classes() -> None:
     labels, groups = patients(200, 4)
     folds = fold_rows(labels, groups, 5, seed=0)
     assert_whole(groups, folds)
-    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)]) / torch.bincount(labels)
+    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)]) / torch.bincount(
+        labels
+    )
     assert (table - 0.2).abs().max() < 0.02
 
 
@@ -128,7 +133,9 @@ def test_a_class_of_too_few_images_for_all_folds_is_told_and_only_an_empty_fold_
 ) -> None:
     folds = fold_rows(torch.tensor([0, 0, 0, 1, 1, 1]), None, 5, seed=0)
     assert sorted(torch.bincount(folds).tolist()) == [1, 1, 1, 1, 2]
-    assert capsys.readouterr().err.startswith("2 of 2 classes have fewer images, or groups of them, than there are folds")
+    assert capsys.readouterr().err.startswith(
+        "2 of 2 classes have fewer images, or groups of them, than there are folds"
+    )
     with pytest.raises(UsageError, match="4 folds of 3 groups of images cannot be: choose from 2 to 3"):
         fold_rows(torch.arange(6), torch.tensor([0, 0, 1, 1, 2, 2]), 4, seed=0)
     with pytest.raises(UsageError, match="1 folds of 6 images"):

@@ -44,8 +44,16 @@ BY_KEY = [{"split": part, "path": path, "label": label} for path, label, part in
         ("a.csv", "utf-8", ['"notes",path,label,split', *[f'"a, b\nand ""c""",{",".join(row)}' for row in ROWS]]),
         ("a.csv", "utf-8", ["n\tfile\tcategory\tsplit\r", *["\t".join(("1,5", *row)) + "\r" for row in ROWS]]),
         ("a.tsv", "utf-8", ["file_name\ttarget\tsubset", "", *map("\t".join, ROWS), "\t\t"]),
-        ("a.jsonl", "utf-8-sig", [json.dumps({"n": [1], "image": row[0], "class": row[1], "set": row[2]}) for row in ROWS]),
-        ("a.ndjson", "utf-8", ["", *[json.dumps(dict(zip(("split", "label", "path"), row[::-1], strict=True))) for row in ROWS]]),
+        (
+            "a.jsonl",
+            "utf-8-sig",
+            [json.dumps({"n": [1], "image": row[0], "class": row[1], "set": row[2]}) for row in ROWS],
+        ),
+        (
+            "a.ndjson",
+            "utf-8",
+            ["", *[json.dumps(dict(zip(("split", "label", "path"), row[::-1], strict=True))) for row in ROWS]],
+        ),
         ("a.jsonl", "utf-8", [json.dumps(keys, sort_keys=bool(place % 2)) for place, keys in enumerate(BY_KEY)]),
     ],
 )
@@ -53,7 +61,9 @@ def test_a_table_is_read_as_people_write_it(pets: Path, name: str, encoding: str
     table = write(pets / name, *rows, encoding=encoding)
     train, test = (open_set(table, part) for part in (True, False))
     assert train.classes == test.classes == ("cat", "dog")
-    assert values(table) == [0, 1, 3, 2, 5] and train.labels.tolist() == [0, 0, 1, 0, 1] and train.val_rows == range(3, 5)
+    assert (
+        values(table) == [0, 1, 3, 2, 5] and train.labels.tolist() == [0, 0, 1, 0, 1] and train.val_rows == range(3, 5)
+    )
     assert values(table, train=False) == [4] and test.labels.tolist() == [1]
 
 
@@ -80,13 +90,17 @@ def test_val_is_the_test_set_too_where_there_is_none_and_is_drawn_from_train_whe
         assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
 
 
-def test_without_a_split_the_test_is_drawn_as_for_a_folder_of_classes_whatever_the_order_of_the_rows(pets: Path) -> None:
+def test_without_a_split_the_test_is_drawn_as_for_a_folder_of_classes_whatever_the_order_of_the_rows(
+    pets: Path,
+) -> None:
     tree = scan(pets).parts["all"]
     for rows in (NAMES, NAMES[::-1]):
         table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in rows])
         for seed in range(3):
             parts = draw_test(tree, {}, [], 0.2, seed, "")
-            stems = [[int(Path(file.path).stem) for file in files_of({part: parts[part]})] for part in ("train", "test")]
+            stems = [
+                [int(Path(file.path).stem) for file in files_of({part: parts[part]})] for part in ("train", "test")
+            ]
             assert [values(table, part, split_seed=seed) for part in (True, False)] == stems
 
 
@@ -170,14 +184,22 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "no text in UTF-8"),
         ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "no text in UTF-8"),
         ("a.csv", b"path,label\ncat/0.png\0,cat", "no text: .* or has a NUL"),
-        ("a.csv", b"path,label\n" + b"x" * (table_module.MAX_LINE + 1), "no text: a line is longer than 1,048,576 characters"),
+        (
+            "a.csv",
+            b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
+            "no text: a line is longer than 1,048,576 characters",
+        ),
         ("a.csv", b"a," * 400_000, "no column called path"),
         (
             "a.csv",
             b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000,
             "row [0-9]+ cannot be read: .* quote left open?",
         ),
-        ("a.csv", b"path,label\n" + b"x" * 100_000 + b",cat\ndog/3.png,dog", r"1 of 2 images .* are not there: x{200}; "),
+        (
+            "a.csv",
+            b"path,label\n" + b"x" * 100_000 + b",cat\ndog/3.png,dog",
+            r"1 of 2 images .* are not there: x{200}; ",
+        ),
         ("a.jsonl", b"[" * 100_000, "row 1 is no JSON object such as"),
         ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is no JSON object"),
         ("a.jsonl", b'{"path": "a", "label": ' + b"9" * 100_000 + b"}", "row 1 is no JSON object"),
@@ -239,11 +261,16 @@ def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
     table = write(pets / "a.csv", "path,label,Group,patient", *rows)
     assert set(list_table(table, None, False).groups.values()) == {"1"}
     assert list_table(table, "patient", False).groups == {name: name for name in NAMES}
-    with pytest.raises(UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"):
+    with pytest.raises(
+        UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
+    ):
         list_table(table, "patients", False)
     with pytest.raises(UsageError, match=r"data.group names a column of a table, and .*pets is none"):
         open_set(pets, group="patient")
-    assert list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups == {}
+    assert (
+        list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups
+        == {}
+    )
 
 
 def test_groups_and_near_duplicates_that_overlap_stay_together(pets: Path) -> None:
@@ -256,6 +283,8 @@ def test_groups_and_near_duplicates_that_overlap_stay_together(pets: Path) -> No
     tested = set()
     for seed in range(8):
         parts = draw_test(listing.parts["all"], listing.groups, [["b.png", "c.png"], ["f.png", "g.png"]], 0.5, seed, "")
-        tested.add("".join(sorted(file.path[0] for files in parts["test"].values() for file in files if file.path[0] < "i")))
+        tested.add(
+            "".join(sorted(file.path[0] for files in parts["test"].values() for file in files if file.path[0] < "i"))
+        )
         assert all(len(files) == 3 for tree in parts.values() for files in tree.values())
     assert tested == {"abcd", "efgh"}

@@ -55,7 +55,9 @@ COLOURS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[..., Tenso
 def test_colours_are_torchvisions_of_each_image(name: str, images: Tensor) -> None:
     function, expected, parameters, levels = COLOURS[name]
     assert_alike(
-        function(images.float(), parameters), [expected(*pair) for pair in zip(images, parameters.tolist(), strict=True)], levels
+        function(images.float(), parameters),
+        [expected(*pair) for pair in zip(images, parameters.tolist(), strict=True)],
+        levels,
     )
 
 
@@ -66,7 +68,9 @@ def test_levels_are_stretched_and_spread_as_torchvision_does(images: Tensor) -> 
 
 def test_a_blur_is_torchvisions_of_the_same_width(images: Tensor) -> None:
     sigmas = draws(0.1, 2)
-    expected = [oracle.gaussian_blur(image.float(), [13, 13], [sigma] * 2) for image, sigma in zip(images, sigmas, strict=True)]
+    expected = [
+        oracle.gaussian_blur(image.float(), [13, 13], [sigma] * 2) for image, sigma in zip(images, sigmas, strict=True)
+    ]
     assert_alike(ours.gaussian_blur(images.float(), sigmas, 6), expected, 0.01)
 
 
@@ -78,7 +82,9 @@ def test_a_box_is_erased_and_a_box_is_cropped_as_torchvision_does(images: Tensor
     boxes = [[int(value) for value in box] for box in BOXES]
     erased = [oracle.erase(image, *box, fill[:, None, None].byte()) for image, box in zip(images, boxes, strict=True)]
     assert_alike(ours.erase(images.float(), BOXES, fill), erased, 0)
-    cropped = [oracle.resized_crop(image.float(), *box, [HEIGHT, WIDTH]) for image, box in zip(images, boxes, strict=True)]
+    cropped = [
+        oracle.resized_crop(image.float(), *box, [HEIGHT, WIDTH]) for image, box in zip(images, boxes, strict=True)
+    ]
     for source in (images, images.float()):
         assert_alike(ours.resized_crop(source.permute(0, 2, 3, 1), BOXES), cropped, 0.01)
     black = torch.zeros(len(fill))
@@ -100,7 +106,9 @@ def test_images_are_turned_sheared_and_moved_as_torchvision_does(images: Tensor)
     corners = torch.stack((draws(0, 5), draws(20, 25), draws(0, 4), draws(13, 17)))  # left, right, top, bottom
     corners = torch.stack([corners[[x, y]] for x, y in ((0, 2), (1, 2), (1, 3), (0, 3))]).permute(2, 0, 1).round()
     start = [[0, 0], [WIDTH - 1, 0], [WIDTH - 1, HEIGHT - 1], [0, HEIGHT - 1]]
-    expected = [oracle.perspective(image, start, end.int().tolist()) for image, end in zip(floats, corners, strict=True)]
+    expected = [
+        oracle.perspective(image, start, end.int().tolist()) for image, end in zip(floats, corners, strict=True)
+    ]
     assert_alike(warped(ours.perspective_matrices(corners, HEIGHT, WIDTH)), expected, 0.1)
 
 
@@ -109,12 +117,18 @@ def test_a_product_of_moves_is_one_after_the_other_and_what_they_leave_empty_is_
     right, down = (ours.translation_matrices(*move, HEIGHT, WIDTH) for move in ((zeros + 4, zeros), (zeros, zeros - 3)))
     turn = ours.rotation_matrices(zeros + 180, HEIGHT, WIDTH)
     moved = ours.warp(images.float(), (right @ down @ turn)[:, :2], fill)
-    expected = [oracle.affine(image, 0, [4, -3], 1.0, [0.0, 0.0], fill=fill.tolist()).rot90(2, (1, 2)) for image in images]
+    expected = [
+        oracle.affine(image, 0, [4, -3], 1.0, [0.0, 0.0], fill=fill.tolist()).rot90(2, (1, 2)) for image in images
+    ]
     assert_alike(moved, expected, 0.05)
 
 
-@pytest.mark.parametrize(("policy", "transform"), [("trivial", v2.TrivialAugmentWide()), ("randaugment", v2.RandAugment())])
-def test_every_operation_of_a_policy_has_torchvisions_magnitudes_and_effect(policy: str, transform: Any, images: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("policy", "transform"), [("trivial", v2.TrivialAugmentWide()), ("randaugment", v2.RandAugment())]
+)
+def test_every_operation_of_a_policy_has_torchvisions_magnitudes_and_effect(
+    policy: str, transform: Any, images: Tensor
+) -> None:
     table = ours.policy_magnitudes(policy, HEIGHT, WIDTH, torch.device("cpu"))
     space = transform._AUGMENTATION_SPACE
     assert tuple(space) == ours.OPERATIONS
@@ -141,7 +155,11 @@ def test_every_operation_of_a_policy_has_torchvisions_magnitudes_and_effect(poli
 
 @pytest.mark.parametrize("number", range(len(ours.OPERATIONS)))
 def test_a_batch_that_drew_one_operation_is_as_its_parts(number: int, images: Tensor) -> None:
-    operations, magnitudes, fill = torch.full((COUNT,), number), torch.full((COUNT,), 3.0), torch.full((images.shape[1],), 50.0)
+    operations, magnitudes, fill = (
+        torch.full((COUNT,), number),
+        torch.full((COUNT,), 3.0),
+        torch.full((images.shape[1],), 50.0),
+    )
     whole = ours.apply_operations(images.float(), operations, magnitudes, fill)
     operations[0] = 0  # so that there are two groups
     parts = ours.apply_operations(images.float(), operations, magnitudes, fill)

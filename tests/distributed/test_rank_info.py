@@ -20,7 +20,14 @@ NAMES = (
     *("SLURM_NTASKS", "TORCHELASTIC_RUN_ID", COORDINATOR, GLOO_INTERFACE),
 )
 MEET = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +44,26 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_RANK": "2", COORDINATOR: "127.0.0.1:1:token"}, 3, 1, RankInfo(2, 3, per_node=3)),
         ({"LOCAL_RANK": "1"}, 1, 1, RankInfo(1, 1)),
         ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
-        ({"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET}, 2, 3, RankInfo(3, 6, "10.0.0.1", 29500, per_node=2)),
+        (
+            {"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET},
+            2,
+            3,
+            RankInfo(3, 6, "10.0.0.1", 29500, per_node=2),
+        ),
         (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
         ({"LOCAL_RANK": "1"}, 2, 1, "--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"),
-        ({"MASTER_ADDR": "a"}, 1, 2, "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in"),
-        ({**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"}, 1, 2, "MASTER_PORT must be a port from 1 to 65535, not 'http'"),
+        (
+            {"MASTER_ADDR": "a"},
+            1,
+            2,
+            "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in",
+        ),
+        (
+            {**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"},
+            1,
+            2,
+            "MASTER_PORT must be a port from 1 to 65535, not 'http'",
+        ),
     ],
 )
 def test_ranks_are_counted_over_all_machines_whoever_has_started_them_or_it_is_said_what_is_missing(
@@ -92,7 +114,9 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(coordinator: Coordinator, address: str) -> None:
+def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(
+    coordinator: Coordinator, address: str
+) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("IPv6 is switched off")
     watch = join._worker(RankInfo(1, 2, address, coordinator.port), 5.0)
@@ -106,9 +130,13 @@ def test_a_port_that_is_taken_or_where_no_first_rank_answers_is_named(coordinato
         Coordinator(coordinator.info, 1.0, "")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(Failure, match=rf"no rank 0 of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"):
+        with pytest.raises(
+            Failure, match=rf"no rank 0 of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"
+        ):
             join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
-    with pytest.raises(Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"):
+    with pytest.raises(
+        Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"
+    ):
         join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
 
@@ -129,7 +157,9 @@ def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_no
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as processes:
         for counts, restarts in (((0, 0, 0), 0), ((0, 0, 0), 1), ((0, 2, 1), 2)):
-            answers = set(processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts))
+            answers = set(
+                processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts)
+            )
             assert [count for _, count in answers] == [restarts]
 
 

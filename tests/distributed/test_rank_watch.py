@@ -99,7 +99,9 @@ def test_ranks_end_with_the_torchrun_that_has_started_them_and_one_says_so() -> 
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
     with subprocess.Popen([sys.executable, "-c", agent], stdin=-1, stdout=-1, text=True, env=environment) as started:
         assert started.stdout is not None
-        pipes = [os.open(f"/proc/{started.pid}/fd/{started.stdout.readline().split()[1]}", os.O_RDONLY) for _ in range(2)]
+        pipes = [
+            os.open(f"/proc/{started.pid}/fd/{started.stdout.readline().split()[1]}", os.O_RDONLY) for _ in range(2)
+        ]
         started.kill()
     said = ""
     for pipe in pipes:  # each ends when its rank has
@@ -197,7 +199,9 @@ KILLED = "was killed by SIGKILL, as systems do that run out of memory"
 
 
 @pytest.mark.parametrize(("end", "what"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
-def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(pair: Pair, end: str, what: str) -> None:
+def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(
+    pair: Pair, end: str, what: str
+) -> None:
     pair.second.adopt([subprocess.Popen(["sh", "-c", end])])
     fault = sees(pair.second)
     assert fault == Fault(2, "gone", what)

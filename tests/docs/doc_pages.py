@@ -22,7 +22,9 @@ from contract.command_line import ROOT, Answer, run_command
 from cifar_lit import plugins
 
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/predict.py": "classify"}
 TRAINING = ("fit", "train")
 STAYS_OPEN = "tensorboard"  # a program that is not run, as it has no end

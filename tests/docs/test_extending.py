@@ -58,7 +58,9 @@ def test_an_augmentation_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     (patch,) = [block for block in PAGE.section("An augmentation") if block.kind == "patch"]
-    shutil.copytree(Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__")
+    )
     subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
     augment = load_module(Path("cifar_lit/data/augment.py"), monkeypatch)
     datamodule = load_module(Path("cifar_lit/data/datamodule.py"), monkeypatch)
@@ -68,7 +70,9 @@ def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     grey = (batch == batch[..., :1]).all(3).flatten(1).all(1)
     assert 150 < int(grey.sum()) < 250
     assert grey.equal(plan[:, 5] == 1)
-    assert plan[:, :5].equal(Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2))  # the other draws are as before
+    assert plan[:, :5].equal(
+        Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2)
+    )  # the other draws are as before
 
 
 def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

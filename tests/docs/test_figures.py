@@ -18,7 +18,9 @@ RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b")
 FIELDS = ("Score", "Time", "Hardware", "Date")
-HELD = re.compile(r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->", re.DOTALL)  # tables are renewed, code is no figure
+HELD = re.compile(
+    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->", re.DOTALL
+)  # tables are renewed, code is no figure
 
 TRUST = "a promise that tests/security holds"
 AIM = "an aim, not a result"

@@ -10,7 +10,12 @@ from doc_pages import BLOCK, command_lines
 from cifar_lit.cli import flags
 from cifar_lit.cli.main import OWN
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "lightning_logs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "lightning_logs/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -88,7 +88,8 @@ def odd_files() -> list[OddFile]:
     grey = picture(mode="L")
     deep_grey = grey.convert("I").point(lambda value: value * 257).convert("I;16")
     halves = [
-        OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT) for kind in ("PNG", "GIF", "WEBP", "BMP")
+        OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT)
+        for kind in ("PNG", "GIF", "WEBP", "BMP")
     ]
     readable = [
         OddFile("plain.jpg", "JPEG", jpeg()),
@@ -139,12 +140,19 @@ def odd_files() -> list[OddFile]:
         OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], UNKNOWN),
         OddFile("half-progressive.jpg", "progressive JPEG cut in half", cut(jpeg(progressive=True), 0.7), CUT),
         *halves,
-        OddFile("sum.png", "PNG with a wrong check sum", head + kind + rest[:8] + bytes([rest[8] ^ 255]) + rest[9:], "broken"),
+        OddFile(
+            "sum.png",
+            "PNG with a wrong check sum",
+            head + kind + rest[:8] + bytes([rest[8] ^ 255]) + rest[9:],
+            "broken",
+        ),
         OddFile("nothing.png", "PNG of 0 × 0 pixels", png(0, 0, 8, b""), UNKNOWN),
         OddFile("no-pixels.png", "PNG without pixels", png(48, 48, 8, b""), CUT),
         OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb(), "pixels"),
         OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", bomb(2_000_000_000, 1), "pixels"),
-        OddFile("text-bomb.png", "PNG with 200 MB of packed text", head[:33] + text_bomb + plain["PNG"][33:], "packed text"),
+        OddFile(
+            "text-bomb.png", "PNG with 200 MB of packed text", head[:33] + text_bomb + plain["PNG"][33:], "packed text"
+        ),
         OddFile("scan.tiff", "TIFF", plain["TIFF"], "a TIFF"),
         OddFile("scan.jpg", "TIFF named .jpg", plain["TIFF"], "a TIFF"),
         OddFile("photo.heic", "HEIC's beginning", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), "HEIC"),

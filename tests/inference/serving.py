@@ -73,7 +73,9 @@ class Service(NamedTuple):
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
-            return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+            return Answer(
+                response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+            )
 
     def predict(self, body: Any, headers: dict[str, str] | None = None, query: str = "") -> Answer:
         return self.ask("POST", f"/predict{query}", body, headers or JPEG)
@@ -103,7 +105,9 @@ def running(run: Path, *flags: object, files: int = 0) -> Iterator[Service]:
     settings: dict[str, Any] = {"text": True, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
     if files:
         line = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *line]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **settings) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **settings
+    ) as process:
         try:
             lines: list[str] = []
             assert process.stdout is not None

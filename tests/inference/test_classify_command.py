@@ -61,7 +61,11 @@ def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys
     assert code == 1
     assert list(first) == [*COLUMNS[:7], "class_4", "probability_4", *COLUMNS[7:]]  # there are four classes
     assert sum(first[name] for name in first if name.startswith("probability")) == pytest.approx(1, abs=1e-5)
-    assert (first["index"], first["label"], first["error"]) == (0, cifar_lit.load(run).predict(["pictures/2.png"])[0].label, None)
+    assert (first["index"], first["label"], first["error"]) == (
+        0,
+        cifar_lit.load(run).predict(["pictures/2.png"])[0].label,
+        None,
+    )
     assert (second["label"], second["probability"], second["error"]) == (None, None, "missing: there is no such file")
     answer = classify(capsys, run, "--csv", "made/a.csv", "--jsonl=b.jsonl", "pictures")
     assert answer == (0, "", "3 rows in b.jsonl\n3 rows in made/a.csv\n")
@@ -77,7 +81,11 @@ def test_the_table_names_file_classes_and_reasons(novelty_run: Path, capsys: Cap
     assert lines[0].split() == ["file", "class", "second", "third"]
     top = cifar_lit.load(novelty_run).predict("pictures/2.png")[0].top
     words = " ".join(f"{name} {probability:.3f}" for name, probability in top)
-    assert lines[1].split() == ["pictures/2.png", *words.split(), *["unlike", "the", "training", "images"]]  # which were noise
+    assert lines[1].split() == [
+        "pictures/2.png",
+        *words.split(),
+        *["unlike", "the", "training", "images"],
+    ]  # which were noise
     assert lines[3].split() == ["pictures/cut.jpg", "cut", "short"]
 
 
@@ -145,7 +153,9 @@ def test_a_heic_in_a_folder_is_a_row_that_says_what_to_do(run: Path, capsys: Cap
 
 
 def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, capsys: Capture) -> None:
-    code, _, err = classify(capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv", "--sheet", "out/sheet.png")
+    code, _, err = classify(
+        capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv", "--sheet", "out/sheet.png"
+    )
     assert code == 1 and "4 files on out/sheet.png\n3 pictures in explained/" in err
     sheet = Image.open("out/sheet.png")
     assert sheet.getpixel((40, 40)) == (255, 0, 0) and sheet.getpixel((12 + 156 + 40, 140))[2] > 250  # type: ignore[index]

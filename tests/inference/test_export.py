@@ -57,7 +57,13 @@ def drawn(train: bool, count: int) -> RunImages:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_net_answers_alike_from_its_file_which_says_what_it_takes(
-    to: str, name: str, side: int, channels: int, options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    to: str,
+    name: str,
+    side: int,
+    channels: int,
+    options: dict[str, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     net, sample, path = fresh(name, side, channels, options), noise(20, channels, side), tmp_path / "net"
     result, seconds = export(net, to, path, sample)
@@ -78,7 +84,11 @@ def test_every_net_answers_alike_from_its_file_which_says_what_it_takes(
         (images,), (probabilities,) = session.get_inputs(), session.get_outputs()
         shape = ["batch", channels, side, side]
         assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", shape)
-        assert (probabilities.name, probabilities.type, probabilities.shape) == ("probabilities", "tensor(float)", ["batch", 4])
+        assert (probabilities.name, probabilities.type, probabilities.shape) == (
+            "probabilities",
+            "tensor(float)",
+            ["batch", 4],
+        )
         metadata = session.get_modelmeta().custom_metadata_map
         assert metadata == module.metadata(net)
         assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [side, side])
@@ -114,7 +124,12 @@ def test_int8_is_smaller_and_decides_nearly_alike_or_is_not_kept(
 
 @pytest.mark.parametrize(
     ("sizes", "quantised", "kept"),
-    [((5, 90, 5), ["1"], ["0", "2"]), ((90, 6, 4), ["0", "1"], ["2"]), ((4, 90, 6), ["1", "2"], ["0"]), ((9,), ["0"], [])],
+    [
+        ((5, 90, 5), ["1"], ["0", "2"]),
+        ((90, 6, 4), ["0", "1"], ["2"]),
+        ((4, 90, 6), ["1", "2"], ["0"]),
+        ((9,), ["0"], []),
+    ],
 )
 def test_small_layers_at_both_ends_stay_in_float(sizes: tuple[int, ...], quantised: list[str], kept: list[str]) -> None:
     names = [str(number) for number in range(len(sizes))]
@@ -128,7 +143,9 @@ def test_small_layers_at_both_ends_stay_in_float(sizes: tuple[int, ...], quantis
 # ---- what is not kept
 
 
-def test_a_file_that_answers_otherwise_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_answers_otherwise_is_removed_and_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_text("of before")
     other, write = fresh("tudui"), module.write
     other.net.load_state_dict({name: 2 * tensor for name, tensor in other.net.state_dict().items()})
@@ -183,7 +200,9 @@ def test_the_limits_of_disagreement(int8: bool, kept: list[Any], refused: list[A
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     check_request("torch-export", None)
-    with pytest.raises(Failure, match=r"--to onnx needs onnx and onnxscript and onnxruntime, .*pip install .cifar-lit\[export\]"):
+    with pytest.raises(
+        Failure, match=r"--to onnx needs onnx and onnxscript and onnxruntime, .*pip install .cifar-lit\[export\]"
+    ):
         check_request("onnx", None)
 
 

@@ -40,7 +40,9 @@ def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys
     assert "decisions agree on " in out and "calibrated on 400 training images of" in out
 
 
-def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "config.yaml").unlink()
     export([f"{run}/model.safetensors", "--to", "safetensors", "--out", "copy.safetensors", "--images", "20"])
     out = capsys.readouterr().out

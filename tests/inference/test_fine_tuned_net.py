@@ -26,7 +26,9 @@ def photo(label: int, seed: int) -> Image.Image:
     image = Image.fromarray(random.integers(60, 190, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
     draw = ImageDraw.Draw(image)
     for x, y in random.integers(0, 200, (6, 2)).tolist():
-        draw.ellipse((x, y, x + 50, y + 50), (20, 20, 40)) if label else draw.rectangle((x, y, x + 12, y + 120), (250, 240, 220))
+        draw.ellipse((x, y, x + 50, y + 50), (20, 20, 40)) if label else draw.rectangle(
+            (x, y, x + 12, y + 120), (250, 240, 220)
+        )
     return image
 
 
@@ -60,7 +62,9 @@ def test_pictures_are_classified_and_explained_at_its_size(run: Path) -> None:
     assert [row["label"] for row in rows_of(Path("rows.csv"))] == ["discs"] * 4
     sheet = Image.open("explained/00000-0.png").convert("RGB")
     view, mapped = (sheet.crop((left, GAP, left + SIDE, GAP + SIDE)) for left in (GAP, 2 * GAP + SIDE))
-    colours = np.asarray(mapped, float) - 0.4 * np.asarray(view.convert("L"), float)[..., None]  # what lies over the grey picture
+    colours = (
+        np.asarray(mapped, float) - 0.4 * np.asarray(view.convert("L"), float)[..., None]
+    )  # what lies over the grey picture
     assert np.ptp(colours, axis=(0, 1)).max() > 60  # warmer in some places than in others
     classifier = cifar_lit.load(run)
     assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)

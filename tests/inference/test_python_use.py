@@ -61,7 +61,9 @@ def test_a_picture_of_any_mode_is_taken(tmp_path: Path, channels: int) -> None:
             assert np.abs(mean - expected[row * 3 // 2, column * 3 // 2]).max() < 6, mode
 
 
-def test_a_temperature_makes_probabilities_surer_and_changes_no_logit_and_no_decision(run: Path, tmp_path: Path) -> None:
+def test_a_temperature_makes_probabilities_surer_and_changes_no_logit_and_no_decision(
+    run: Path, tmp_path: Path
+) -> None:
     plain = cifar_lit.load(run)
     card = replace(plain.card, temperature=0.25)
     save_weights(tmp_path / "model.safetensors", plain.net.net.state_dict(), card)
@@ -69,7 +71,9 @@ def test_a_temperature_makes_probabilities_surer_and_changes_no_logit_and_no_dec
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     torch.testing.assert_close(surer(images), plain(images))
     expected = (plain(images) / 0.25).softmax(1).max(1)
-    for before, after, value in zip(plain.predict_batch(images), surer.predict_batch(images), expected.values, strict=True):
+    for before, after, value in zip(
+        plain.predict_batch(images), surer.predict_batch(images), expected.values, strict=True
+    ):
         assert [name for name, _ in after.top] == [name for name, _ in before.top]
         assert after.probability == pytest.approx(float(value), abs=1e-5) and after.probability > before.probability
         assert after.novelty == before.novelty
@@ -104,19 +108,34 @@ def test_what_is_no_image_is_refused(run: Path, image: object, error: type[Excep
 
 def test_a_net_whose_answers_are_not_finite_is_refused(tmp_path: Path) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, gain=1e30))
-    with pytest.raises(Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"):
+    with pytest.raises(
+        Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"
+    ):
         classifier.predict(picture())
 
 
 def test_loading_and_predicting_import_nothing_of_training_or_the_command_line(run: Path) -> None:
-    code = f"import sys, cifar_lit, numpy; cifar_lit.load({str(run)!r}).predict(numpy.zeros((9, 9))); print(*sys.modules)"
+    code = (
+        f"import sys, cifar_lit, numpy; cifar_lit.load({str(run)!r}).predict(numpy.zeros((9, 9))); print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {"lightning", "pytorch_lightning", "torchmetrics", "torchvision", "matplotlib", "jsonargparse", "tensorboard", "rich"}
+    heavy = {
+        "lightning",
+        "pytorch_lightning",
+        "torchmetrics",
+        "torchvision",
+        "matplotlib",
+        "jsonargparse",
+        "tensorboard",
+        "rich",
+    }
     assert not heavy & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("net", ["shapenet", "whitened", "lenet"])
-def test_activation_maps_are_fractions_of_the_strongest_place_in_the_size_of_the_images(tmp_path: Path, net: str) -> None:
+def test_activation_maps_are_fractions_of_the_strongest_place_in_the_size_of_the_images(
+    tmp_path: Path, net: str
+) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, net))
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     maps = activation_maps(classifier.net, images)

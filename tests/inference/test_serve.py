@@ -68,8 +68,18 @@ def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> Non
 
 def test_health_and_the_page_with_its_files_are_there_also_packed(service: Service) -> None:
     health = service.ask("GET", "/health").json
-    expected = {"status": "ok", "net": "lenet", "classes": CLASSES, "image_size": [16, 16], "resize": "letterbox", "channels": 3}
-    assert health.items() >= {**expected, "version": cifar_lit.__version__}.items() and health["limits"]["body"] == 1_500_000
+    expected = {
+        "status": "ok",
+        "net": "lenet",
+        "classes": CLASSES,
+        "image_size": [16, 16],
+        "resize": "letterbox",
+        "channels": 3,
+    }
+    assert (
+        health.items() >= {**expected, "version": cifar_lit.__version__}.items()
+        and health["limits"]["body"] == 1_500_000
+    )
     for path in ("/", "/page.css", "/page.js"):
         plain, packed = (service.ask("GET", path, headers=headers) for headers in ({}, {"Accept-Encoding": "gzip"}))
         assert plain.status == 200 and gzip.decompress(packed.body) == plain.body
@@ -93,7 +103,12 @@ def test_health_and_the_page_with_its_files_are_there_also_packed(service: Servi
         ("multipart/form-data; boundary=x-y", form(("a", picture()))[0][:-9], 400, "cut short"),
         ("multipart/form-data; boundary=x-y", form()[0], 400, "no image"),
         ("multipart/form-data; boundary=x-y", b"--x-y\r\nno headers\r\n--x-y--", 400, "no image"),
-        ("multipart/form-data; boundary=x-y", form(*[("a", picture())] * 4)[0], 413, "4 images are too many: at most 3"),
+        (
+            "multipart/form-data; boundary=x-y",
+            form(*[("a", picture())] * 4)[0],
+            413,
+            "4 images are too many: at most 3",
+        ),
         ("application/json", json.dumps({"images": [encoded(picture())] * 4}).encode(), 413, "4 images are too many"),
         ("application/json", b"[" * 100_000, 400, "not valid JSON"),
         ("application/json", b"\xff\xfe", 400, "not valid JSON"),
@@ -151,7 +166,9 @@ def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
         pytest.param(422, "24,500,000 pixels: make it smaller", bomb(), JPEG, id="bomb"),
         pytest.param(413, "larger than 1.5 MB", bytes(100_000_000), JPEG, id="huge"),
         pytest.param(413, "larger than 1.5 MB", [bytes(100_000)] * 200, JPEG, id="of unknown length"),
-        pytest.param(422, "image 2 (b.jpg) cannot be read: cut", *form(("a", picture()), ("b.jpg", picture()[:400])), id="form"),
+        pytest.param(
+            422, "image 2 (b.jpg) cannot be read: cut", *form(("a", picture()), ("b.jpg", picture()[:400])), id="form"
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_in_a_line(
@@ -171,7 +188,9 @@ def test_what_is_wrong_is_refused_in_a_line(
         ("DELETE /health", 405, "does not take DELETE"),
     ],
 )
-def test_other_paths_and_methods_are_told_what_there_is(service: Service, request_line: str, status: int, text: str) -> None:
+def test_other_paths_and_methods_are_told_what_there_is(
+    service: Service, request_line: str, status: int, text: str
+) -> None:
     answer = service.ask(*request_line.split())
     assert (answer.status, text in answer.error) == (status, True), answer.error
 

@@ -51,7 +51,9 @@ def test_a_picture_is_classified_however_it_is_given_and_told_to_screen_readers(
     shares = [float(text.strip("<> %")) / 100 for text in page.locator("#bars .share").all_text_contents()]
     assert shares == pytest.approx(probabilities, abs=0.001)
     page.wait_for_timeout(400)  # the bars grow
-    script = "[...document.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().width / b.parentElement.clientWidth)"
+    script = (
+        "[...document.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().width / b.parentElement.clientWidth)"
+    )
     assert page.evaluate(script) == pytest.approx(probabilities, abs=0.01)
     seen = "document.getElementById('seen')"
     assert page.evaluate(f"{seen}.decode().then(() => {seen}.naturalWidth)") == 16
@@ -59,7 +61,9 @@ def test_a_picture_is_classified_however_it_is_given_and_told_to_screen_readers(
     assert [url for url in opened.requests if not url.startswith((service.url, "blob:", "data:"))] == []
 
 
-def test_the_page_says_what_is_taken_and_errors_in_words_until_the_next_picture(service: Service, open_page: Open) -> None:
+def test_the_page_says_what_is_taken_and_errors_in_words_until_the_next_picture(
+    service: Service, open_page: Open
+) -> None:
     opened = open_page(service.url)
     page = opened.page
     page.locator("#about", has_text="classes").wait_for()

@@ -53,10 +53,17 @@ def test_it_says_what_it_serves_and_ctrl_c_or_a_closed_terminal_stops_it_when_it
 def test_decoders_that_died_are_started_again_and_a_killed_service_leaves_nothing_behind(served_run: Path) -> None:
     with running(served_run, "--host", "0.0.0.0") as service:
         assert "no password" in service.lines[1]
-        for host, status in {socket.gethostname(): 200, "192.0.2.7:8000": 200, "[2001:db8::1]": 200, "evil.example": 400}.items():
+        for host, status in {
+            socket.gethostname(): 200,
+            "192.0.2.7:8000": 200,
+            "[2001:db8::1]": 200,
+            "evil.example": 400,
+        }.items():
             assert service.ask("GET", "/health", headers={"Host": host}).status == status, host
         answer = service.predict(picture(), {**JPEG, "Host": "evil.example", "Origin": "http://evil.example"})
-        assert "does not answer to 'evil.example': use its address, or start it with --host and that name" in answer.error
+        assert (
+            "does not answer to 'evil.example': use its address, or start it with --host and that name" in answer.error
+        )
         _, _, *decoders = service.processes()  # behind the one that counts what they share
         for decoder in decoders:
             os.kill(decoder, signal.SIGKILL)
@@ -108,6 +115,8 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
         ("nowhere", "there is no nowhere: name a run folder that ended, or a model.safetensors"),
     ],
 )
-def test_wrong_flags_are_told_in_a_line(served_run: Path, capsys: pytest.CaptureFixture[str], argv: str, text: str) -> None:
+def test_wrong_flags_are_told_in_a_line(
+    served_run: Path, capsys: pytest.CaptureFixture[str], argv: str, text: str
+) -> None:
     code, line = refused(capsys, *argv.replace("RUN", str(served_run)).split())
     assert (code, text in line) == (2, True), line

@@ -26,7 +26,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         return graph.forward
 
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **settings: compile(model, backend=count, fullgraph=True, **settings))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **settings: compile(model, backend=count, fullgraph=True, **settings)
+    )
     torch.compiler.reset()
     yield seen
     torch.compiler.reset()
@@ -46,7 +48,10 @@ def gradients(model: ImageClassifier, size: int, count: int, precision: str) -> 
         logits = model(images)
     model.zero_grad()
     F.cross_entropy(logits.float(), torch.arange(count) % 5).backward()
-    return [logits.detach(), *(parameter.grad.clone() for parameter in model.net.parameters() if parameter.grad is not None)]
+    return [
+        logits.detach(),
+        *(parameter.grad.clone() for parameter in model.net.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -52,7 +52,9 @@ def test_a_tutorials_net_has_its_layers_and_parameters_and_nothing_else(
 ) -> None:
     net = build(name, image[1], image[0])
     assert [type(layer) for layer in net] == layers
-    assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes) and not list(net.buffers())
+    assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes) and not list(
+        net.buffers()
+    )
 
 
 def test_shapenet_stays_under_a_hundred_thousand_parameters() -> None:
@@ -69,17 +71,23 @@ def test_nets_of_ours_take_any_channels_classes_and_sizes_from_their_least_on(na
     least = spec.min_size if isinstance(spec.min_size, int) else spec.min_size()
     assert logits(build(name, least), 3, least, least).shape == (2, 10)
     for size in ((least - 1, 40), (40, least - 1)) if least > 1 else ():
-        with pytest.raises(UsageError, match=f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}"):
+        with pytest.raises(
+            UsageError, match=f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}"
+        ):
             build(name, size)
         with pytest.raises(RuntimeError):
             logits(spec.build(channels=3, image_size=size, num_classes=5, width=1.0), 3, *size)
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_neither_memory_format_nor_the_meta_device_change_a_net_and_other_sizes_go_where_the_table_says(name: str) -> None:
+def test_neither_memory_format_nor_the_meta_device_change_a_net_and_other_sizes_go_where_the_table_says(
+    name: str,
+) -> None:
     net = build(name)
     expected = logits(net, 3, 32, 32)
-    torch.testing.assert_close(logits(net.to(memory_format=torch.channels_last), 3, 32, 32), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(net.to(memory_format=torch.channels_last), 3, 32, 32), expected, rtol=1e-4, atol=1e-5
+    )
     without_memory = weightless(name)
     assert without_memory(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
     assert all(parameter.is_meta for parameter in without_memory.parameters())
@@ -109,7 +117,11 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
         ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
         ("lenet", {"width": float("nan")}, "above 0 and at most 1000, not nan"),
         ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a width of its own"),
-        ("lenet", {"options": {"depth": 3}}, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
+        (
+            "lenet",
+            {"options": {"depth": 3}},
+            "net_options of lenet has no 'depth'. It has none: leave model.net_options out",
+        ),
         ("resnet18", {"options": {"depth": 3}}, "net_options of resnet18 has no 'depth'. It has none"),
         ("alexnet", {}, "alexnet cannot take 32×32 images; the least size is 63×63"),
         ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the least size is 17×17"),
@@ -194,7 +206,9 @@ def own_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_nets")
-def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(NETS, "mine", NetSpec(lambda **settings: nn.Flatten(), min_size=4))
     assert isinstance(build("mine", 4), nn.Flatten)
     net = build("my_own_nets.Own", (8, 9), 1, 3, options={"depth": 2})
@@ -209,22 +223,33 @@ def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
         ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the least size is 9×9."),
-        ("my_own_nets.NoWidth", {}, "my_own_nets.NoWidth cannot be built with channels, image_size, num_classes, width: "),
+        (
+            "my_own_nets.NoWidth",
+            {},
+            "my_own_nets.NoWidth cannot be built with channels, image_size, num_classes, width: ",
+        ),
         ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
         ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
         ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),
         ("os.system", {}, "os.system would run code of its module: type it on the command line, or add --trust"),
-        ("my_broken_nets.Net", {}, "my_broken_nets cannot be imported: ModuleNotFoundError: No module named 'no_such_package"),
+        (
+            "my_broken_nets.Net",
+            {},
+            "my_broken_nets cannot be imported: ModuleNotFoundError: No module named 'no_such_package",
+        ),
     ],
 )
-def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(name: str, options: dict[str, int], text: str) -> None:
+def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(
+    name: str, options: dict[str, int], text: str
+) -> None:
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "member"), [("./a_net.py", "a_net.Net"), ("a_net.py:make", "a_net.make"), ("nets/a_net.py", "nets.a_net.Net")]
+    ("name", "member"),
+    [("./a_net.py", "a_net.Net"), ("a_net.py:make", "a_net.make"), ("nets/a_net.py", "nets.a_net.Net")],
 )
 def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: str
@@ -232,7 +257,9 @@ def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_impo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets").mkdir()
     for folder in (tmp_path, tmp_path / "nets"):
-        (folder / "a_net.py").write_text("def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise SystemExit('imported')")
+        (folder / "a_net.py").write_text(
+            "def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise SystemExit('imported')"
+        )
     with pytest.raises(UsageError, match=f"as {member}\\.") as refusal:
         build(name)
     assert "_Hidden" not in str(refusal.value)
@@ -251,7 +278,11 @@ def test_the_check_of_shapes_changes_neither_the_net_nor_random_numbers(name: st
     net = build(name)
     net.train()
     next(net.children()).eval()
-    modes, state, random_state = [part.training for part in net.modules()], copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    modes, state, random_state = (
+        [part.training for part in net.modules()],
+        copy.deepcopy(net.state_dict()),
+        torch.get_rng_state(),
+    )
     check_shapes(net, name, (3, 32, 32), 10)
     assert [part.training for part in net.modules()] == modes
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())

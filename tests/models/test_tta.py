@@ -35,6 +35,8 @@ def test_logits_are_the_weighted_mean_over_the_views_in_float32_at_least(views: 
     net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Tanh()).double()
     with torch.no_grad():
         for result, image in zip(view_logits(net, images, views), images, strict=True):
-            torch.testing.assert_close(result, sum(weight * net(view[None])[0] for weight, view in definition(image, views)))
+            torch.testing.assert_close(
+                result, sum(weight * net(view[None])[0] for weight, view in definition(image, views))
+            )
         if views != "none":
             assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32

@@ -43,7 +43,11 @@ def test_the_default_net_has_the_layers_of_the_94_record() -> None:
         **{f"groups.0.convs.{place}.weight": (64, inputs, 3, 3) for place, inputs in ((0, 24), (1, 64))},
         **{f"groups.1.convs.{place}.weight": (256, inputs, 3, 3) for place, inputs in ((0, 64), (1, 256))},
         **{f"groups.2.convs.{place}.weight": (256, 256, 3, 3) for place in (0, 1)},
-        **{f"groups.{group}.norms.{place}.bias": (width,) for group, width in ((0, 64), (1, 256), (2, 256)) for place in (0, 1)},
+        **{
+            f"groups.{group}.norms.{place}.bias": (width,)
+            for group, width in ((0, 64), (1, 256), (2, 256))
+            for place in (0, 1)
+        },
         "head.weight": (10, 256),
     }
     sides = []
@@ -103,7 +107,11 @@ def test_a_group_can_be_narrower_inside_with_kernels_of_its_own() -> None:
         [(12, 8, 2, 2), (6, 12, 3, 3), (6, 6, 3, 3), (12, 6, 1, 1)],
         [(16, 12, 3, 3), (16, 16, 3, 3)],  # nothing lies between two
     ]
-    assert [conv.weight.shape[0] for conv in made(widths=[8], depth=3, inner=[4], width=0.5).groups[0].convs] == [4, 2, 4]
+    assert [conv.weight.shape[0] for conv in made(widths=[8], depth=3, inner=[4], width=0.5).groups[0].convs] == [
+        4,
+        2,
+        4,
+    ]
 
 
 @pytest.mark.parametrize(("channels", "further"), [(3, 1), (1, 3), (4, 0)])
@@ -113,7 +121,9 @@ def test_channels_of_zeros_change_neither_logits_nor_gradients(channels: int, fu
         net = made(**TINY, channels=channels, pad_input=padded).double()
         logits = net(some_images(channels=channels).double())
         logits.square().sum().backward()
-        outcomes.append((logits.detach(), [parameter.grad for parameter in net.parameters() if parameter.requires_grad]))
+        outcomes.append(
+            (logits.detach(), [parameter.grad for parameter in net.parameters() if parameter.requires_grad])
+        )
     torch.testing.assert_close(*outcomes)
     assert net.further_channels == further
 
@@ -131,7 +141,9 @@ def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stri
 )
 def test_the_least_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
     assert made(size=least, **options)(some_images(least)).shape == (6, 5)
-    with pytest.raises(UsageError, match=rf"cannot take {least - 1}×{least - 1} images; the least size is {least}×{least}"):
+    with pytest.raises(
+        UsageError, match=rf"cannot take {least - 1}×{least - 1} images; the least size is {least}×{least}"
+    ):
         made(size=least - 1, **options)
 
 
@@ -166,7 +178,9 @@ def test_convolutions_start_as_the_identity_on_as_many_channels_as_they_have(wid
 def test_the_logit_scale_decides_how_the_head_starts() -> None:
     scaled, plain = made(widths=[8, 64]).eval(), made(widths=[8, 64], logit_scale=1.0).eval()
     assert float(scaled.head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
-    assert float(plain.head.weight.detach().std()) == pytest.approx((3 * 64) ** -0.5, rel=0.1)  # as torch's linear layers
+    assert float(plain.head.weight.detach().std()) == pytest.approx(
+        (3 * 64) ** -0.5, rel=0.1
+    )  # as torch's linear layers
     plain.load_state_dict(scaled.state_dict())
     torch.testing.assert_close(scaled(some_images()), plain(some_images()) / 64)
 
@@ -223,7 +237,9 @@ def test_sums_by_blocks_and_in_any_order_are_those_of_all_images_at_once(monkeyp
 
 @pytest.mark.parametrize("patch", [2, 3])
 def test_the_first_component_of_every_filter_of_the_first_half_is_positive_unless_it_is_zero(patch: int) -> None:
-    images = pictures()  # mirror images make eigenvectors that are odd or even, with components of equal size and of zero
+    images = (
+        pictures()
+    )  # mirror images make eigenvectors that are odd or even, with components of equal size and of zero
     images = torch.cat((images, images.flip(3), images.flip(2), images.flip((2, 3))))
     for values in whitening_filters(images, patch)[: 3 * patch**2].flatten(1):
         assert values[values.abs() > 1e-3 * values.abs().max()][0] > 0
@@ -242,7 +258,12 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
     net.groups.register_forward_pre_hook(lambda _module, inputs: kinds.update({"activated": inputs[0].dtype}))
     with torch.autocast("cpu", torch.bfloat16):
         assert net(some_images()).dtype == net(some_images().bfloat16()).dtype == torch.float32
-    assert kinds == {"whiten": torch.float32, "activated": torch.bfloat16, "groups": torch.bfloat16, "head": torch.float32}
+    assert kinds == {
+        "whiten": torch.float32,
+        "activated": torch.bfloat16,
+        "groups": torch.bfloat16,
+        "head": torch.float32,
+    }
     assert net.double()(some_images()).dtype == torch.float64
 
 
@@ -252,14 +273,20 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"widhts": [8]}, "model.net_options of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual"),
+        (
+            {"widhts": [8]},
+            "model.net_options of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual",
+        ),
         ({"widths": []}, "widths must be a list of whole numbers above 0, one a group, not []"),
         ({"depth": 0}, "depth must be a whole number from 1 to 100, or a list of 3, one a group, not 0"),
         ({"depth": [2, [3, 2], 2]}, "sides from 1 to 7 pixels, odd ones behind the first, not [2, [3, 2], 2]"),
         ({"depth": [2, [3, "1"], 2]}, "depth must be in its lists sides"),
         ({"inner": [8, 8]}, "inner must be null, or a list of whole numbers above 0, one a group, not [8, 8]"),
         ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
-        ({"residual": True, "depth": 1}, "residual goes around the second convolution and those after: set depth above 1"),
+        (
+            {"residual": True, "depth": 1},
+            "residual goes around the second convolution and those after: set depth above 1",
+        ),
         ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
         ({"stride": 3}, "stride must be from 1 to 2 (patch) pixels, not 3"),
         ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),

@@ -52,7 +52,12 @@ def made_run(
 def test_runs_are_found_by_folder_pattern_and_logs_each_once_in_order_of_number() -> None:
     for name in ("small-1", "small-2", "small-10", "other-1"):
         made_run(f"logs/{name}")
-    assert [str(path) for path in find_runs(["logs"])] == ["logs/other-1", "logs/small-1", "logs/small-2", "logs/small-10"]
+    assert [str(path) for path in find_runs(["logs"])] == [
+        "logs/other-1",
+        "logs/small-1",
+        "logs/small-2",
+        "logs/small-10",
+    ]
     assert [path.name for path in find_runs(["logs/small-*", "logs/small-1/"])] == ["small-1", "small-2", "small-10"]
     for name, reason in (("logs/none-*", r"there is no logs/none-\*"), ("logs/small-1/config.yaml", "is a file")):
         with pytest.raises(UsageError, match=reason):
@@ -103,7 +108,11 @@ def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
     runs.append(made_run("small-7", HALF, lr=0.5))
     runs.append(made_run("small-8", lr=0.7))  # not tested: neither a member nor a difference
     seeds, other = groups(runs)
-    assert (seeds["settings"], other["settings"], seeds["seeds"]) == ({"model.lr": "0.1"}, {"model.lr": "0.5"}, [0, 1, 2])
+    assert (seeds["settings"], other["settings"], seeds["seeds"]) == (
+        {"model.lr": "0.1"},
+        {"model.lr": "0.5"},
+        [0, 1, 2],
+    )
     accuracy = seeds["accuracy"]
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
     assert accuracy["high"] - accuracy["mean"] == pytest.approx(4.30265 * 0.1 / 3**0.5, rel=1e-4)  # t of 2 degrees
@@ -112,7 +121,10 @@ def test_groups_are_of_the_same_settings_but_for_the_seed() -> None:
 
 
 def test_pairs_count_the_images_that_only_one_has_right_and_leave_out_other_test_images() -> None:
-    first, second = made_run("a", [True, True, True, False, True, False]), made_run("b", [True, False, False, True, False, False])
+    first, second = (
+        made_run("a", [True, True, True, False, True, False]),
+        made_run("b", [True, False, False, True, False, False]),
+    )
     assert pairs([first, second]) == ([("a", "b", (3, 1, pytest.approx(10 / 16), pytest.approx(6 / 16)))], [])
     other = made_run("c", HALF, fingerprint="f2")
     tests, lines = pairs([first, second, other])

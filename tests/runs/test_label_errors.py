@@ -17,7 +17,9 @@ def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
 
 
 def test_labels_are_suspected_the_less_probable_they_are_where_another_class_is_likelier() -> None:
-    found = suspects([[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]], [0, 0, 0, 0, 1])
+    found = suspects(
+        [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]], [0, 0, 0, 0, 1]
+    )
     assert [picture.lines for picture in found.pictures] == [
         ("label a 0.100", "predicted b 0.450", "no. 2"),
         ("label a 0.200", "predicted b 0.400", "no. 0"),

@@ -40,7 +40,9 @@ def test_each_moment_of_logging_is_a_row_and_each_name_a_column(run: RunFolder) 
     ]
 
 
-def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and_one_that_was_cut_short(run: RunFolder) -> None:
+def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and_one_that_was_cut_short(
+    run: RunFolder,
+) -> None:
     first, file = CurveFile(run, resumed_step=3), run.path / "metrics.csv"  # without earlier curves
     for step in (5, 12, 15, 20):
         first.log_metrics({"train/loss": step / 4, "train/top5": 0.5}, step)
@@ -105,7 +107,9 @@ def test_curves_on_a_full_disk_end_the_run_in_a_line_that_advises_resume_only_if
     if saved:
         (run.path / "checkpoints").mkdir()
         (run.path / "checkpoints/last.ckpt").touch()
-    advice = "free some space, then use --resume" if saved else "Nothing was saved yet: free some space, then start again"
+    advice = (
+        "free some space, then use --resume" if saved else "Nothing was saved yet: free some space, then start again"
+    )
     with pytest.raises(Failure, match=f"No space left on device.*{advice}"):
         curves.log_metrics({"train/loss": 1.0}, 13)
 
@@ -140,4 +144,8 @@ def test_tensorboard_forgets_what_came_after_the_resumed_step(run: RunFolder) ->
         for step, value in points.items():
             board.log_metrics({"val/loss": value}, step)
         board.save()
-    assert [(event.step, event.value) for event in read_events(run).Scalars("val/loss")] == [(10, 10.0), (20, 20.0), (30, 99.0)]
+    assert [(event.step, event.value) for event in read_events(run).Scalars("val/loss")] == [
+        (10, 10.0),
+        (20, 20.0),
+        (30, 99.0),
+    ]

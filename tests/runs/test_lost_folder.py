@@ -75,7 +75,9 @@ def test_a_folder_that_vanishes_ends_the_training_in_a_line_and_is_gone_on_with_
         answer = run_command(*TRAINING)
     (line,) = answer.error_lines
     assert answer.code == 1
-    assert line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line and "No such file or directory" in line
+    assert (
+        line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line and "No such file or directory" in line
+    )
     assert "fix that, then use --resume" in line
     shutil.rmtree(folder / "disk", ignore_errors=True)
     (folder / "away").rename(folder / "disk")
@@ -150,7 +152,18 @@ def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_wha
 
 def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
     """Exit codes of a training of two ranks, of which one has no room for the images that it decodes."""
-    words = [*SMALL, *OWN_IMAGES, "--data-dir", "images", "--data.val_size", "4", "--devices", "2", "--rank-timeout", "5"]
+    words = [
+        *SMALL,
+        *OWN_IMAGES,
+        "--data-dir",
+        "images",
+        "--data.val_size",
+        "4",
+        "--devices",
+        "2",
+        "--rank-timeout",
+        "5",
+    ]
 
     def command() -> int:
         from cifar_lit.cli import main
@@ -211,7 +224,9 @@ def test_a_run_on_a_file_system_without_locks_is_refused_while_its_owner_lives_a
     assert capsys.readouterr().err == ""
 
 
-def test_of_many_that_resume_a_run_at_once_without_locks_one_does(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_that_resume_a_run_at_once_without_locks_one_does(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
     path = run.path
     run.release()

@@ -150,7 +150,9 @@ def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, chan
 def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:
     rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
     refused(path, rf"is damaged or false \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
-    with pytest.raises(UsageError, match=rf"could not be loaded again \(its {next(iter(values))} "):  # before it is trained
+    with pytest.raises(
+        UsageError, match=rf"could not be loaded again \(its {next(iter(values))} "
+    ):  # before it is trained
         check_card(replace(CARD, **values))
 
 
@@ -180,10 +182,15 @@ def test_tensors_that_are_not_finite_or_not_the_nets_are_refused(path: Path) -> 
         refused(path, "its weights are not finite numbers: the training diverged")
 
 
-def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with all_imports_allowed():
-        for name, line in (("timm/resnet18", "timm's, which is not installed"), ("absent.Net", "there is no module 'absent'")):
+        for name, line in (
+            ("timm/resnet18", "timm's, which is not installed"),
+            ("absent.Net", "there is no module 'absent'"),
+        ):
             save_weights(path, {}, replace(CARD, net=name))
             with pytest.raises(UsageError, match=line):
                 load_model_file(path)

@@ -73,7 +73,9 @@ def test_a_gallery_shows_its_images_whatever_their_shape(shape: tuple[int, int, 
     assert gallery(images[:0], []).float().std() > 0  # it says that there are none
 
 
-@pytest.mark.parametrize(("shape", "size"), [((32, 32, 3), (32, 32)), ((28, 28, 1), (28, 28)), ((200, 100, 3), (48, 96))])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((32, 32, 3), (32, 32)), ((28, 28, 1), (28, 28)), ((200, 100, 3), (48, 96))]
+)
 def test_small_images_keep_their_pixels_and_large_ones_are_scaled_down(
     shape: tuple[int, int, int], size: tuple[int, int]
 ) -> None:

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.runs.predictions import CsvRows, JsonRows, Row, fingerprint, prediction_table, read_predictions, write_predictions
+from cifar_lit.runs.predictions import (
+    CsvRows,
+    JsonRows,
+    Row,
+    fingerprint,
+    prediction_table,
+    read_predictions,
+    write_predictions,
+)
 
 CLASSES = ("a, b", 'quo"ted', "日本")
 PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])
@@ -68,7 +76,16 @@ def test_rows_of_another_kind_are_none_and_those_of_before_are_read(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("index", "probability"),
-    [("4", "0.5"), ("1", "0.5"), ("-1", "0.5"), ("9" * 5000, "0.5"), ("0", "1e308"), ("0", "-0.1"), ("0", "inf"), ("0", "nan")],
+    [
+        ("4", "0.5"),
+        ("1", "0.5"),
+        ("-1", "0.5"),
+        ("9" * 5000, "0.5"),
+        ("0", "1e308"),
+        ("0", "-0.1"),
+        ("0", "inf"),
+        ("0", "nan"),
+    ],
 )
 def test_a_row_out_of_range_makes_the_table_none(tmp_path: Path, index: str, probability: str) -> None:
     file = tmp_path / "predictions.csv"

@@ -70,8 +70,12 @@ def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(
     assert "config.yaml&#39;</pre>" in page and "cifar-lit report" in page
 
 
-@pytest.mark.parametrize(("settings", "told"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)])
-def test_the_page_says_that_the_training_loss_includes_label_smoothing(tmp_path: Path, settings: str, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)]
+)
+def test_the_page_says_that_the_training_loss_includes_label_smoothing(
+    tmp_path: Path, settings: str, told: bool
+) -> None:
     (tmp_path / "metrics.csv").write_text(CURVES)
     (tmp_path / "config.yaml").write_text(f"model: {settings}\n")
     table = PredictionTable(torch.arange(2), torch.arange(2), torch.arange(2), torch.ones(2).double())
@@ -83,7 +87,9 @@ def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(
     labels, predicted = torch.tensor([0] * 10 + [1] * 10), torch.tensor([0] * 8 + [1] * 2 + [0] * 4 + [1] * 6)
     table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), torch.nan).double())
     page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
-    cells = {name: re.findall("<td>([^<]*)", row) for name, row in re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)}
+    cells = {
+        name: re.findall("<td>([^<]*)", row) for name, row in re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
+    }
     assert cells["a"] == [f"{8 / 12:.4f}", "0.8000", f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}", "10", "12", "8"]
     assert cells["b"][3:] == ["10", "8", "6"]
     assert cells["none"] == ["–", "–", "–", "0", "0", "0"]
@@ -98,7 +104,8 @@ def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(
 
 
 @pytest.mark.parametrize(
-    ("classes", "side", "scheme", "ground"), [(10, 28, "light", "rgb(255, 255, 255)"), (100, 224, "dark", "rgb(18, 22, 27)")]
+    ("classes", "side", "scheme", "ground"),
+    [(10, 28, "light", "rgb(255, 255, 255)"), (100, 224, "dark", "rgb(18, 22, 27)")],
 )
 def test_it_is_small_fits_a_phone_is_read_in_any_light_and_by_keyboard_and_asks_for_nothing(
     open_page: Open, tmp_path: Path, classes: int, side: int, scheme: str, ground: str

@@ -32,7 +32,10 @@ def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch
     assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
     for data in (named, run_image_data(tmp_path, CARD)):
         assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
-    assert [len(data.split[1]) for data in (named, run_image_data(tmp_path, CARD))] == [0, 10]  # no config, no held-out images
+    assert [len(data.split[1]) for data in (named, run_image_data(tmp_path, CARD))] == [
+        0,
+        10,
+    ]  # no config, no held-out images
 
 
 def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
@@ -50,7 +53,9 @@ def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
 def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
     data = RunData(tmp_path / "model.safetensors", CARD)
-    reason = f"the images of cifar10 that it was trained on are not here in {tmp_path}: name their place with --data-dir"
+    reason = (
+        f"the images of cifar10 that it was trained on are not here in {tmp_path}: name their place with --data-dir"
+    )
     with pytest.raises(Failure, match=reason):
         data.load(train=True, count=0)
     drawn = data.load_or_draw(7)

@@ -29,7 +29,9 @@ from cifar_lit.runs.run_folder import (
 )
 
 
-def test_runs_are_numbered_by_recipe_above_the_highest_there_is_and_threads_get_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_are_numbered_by_recipe_above_the_highest_there_is_and_threads_get_folders_of_their_own(
+    tmp_path: Path,
+) -> None:
     for name in ("a+b-7", "a+b-old", "a+bc-9", "a+b-8-copy", "aab-20", "a+b", "a+b-"):
         (tmp_path / "logs" / name).mkdir(parents=True)
     assert [RunFolder(tmp_path / "logs", name).path.name for name in ("a+b", "c", "a+b")] == ["a+b-8", "c-1", "a+b-9"]
@@ -49,10 +51,14 @@ def test_nothing_is_made_before_the_first_process_looks_and_the_others_follow_it
     assert (first.path.name, other.path.name) == ("fast-1", "fast-7")
 
 
-def test_a_folder_is_refused_with_its_owner_until_it_is_released_and_exactly_one_of_many_gets_it(tmp_path: Path) -> None:
+def test_a_folder_is_refused_with_its_owner_until_it_is_released_and_exactly_one_of_many_gets_it(
+    tmp_path: Path,
+) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.path
-    with pytest.raises(Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing {path}: wait until it"):
+    with pytest.raises(
+        Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing {path}: wait until it"
+    ):
         RunFolder(tmp_path, "fast", path)
     first.release()
     first.release()

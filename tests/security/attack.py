@@ -11,7 +11,11 @@ from security.sandbox import Answer, read_apart
 
 from cifar_lit.cli import main
 
-OUTSIDE = {"Documents/letter.txt": "dear friend", "notes.txt": "mine", ".ssh/config": "Host *"}  # of the user's, beside the runs
+OUTSIDE = {
+    "Documents/letter.txt": "dear friend",
+    "notes.txt": "mine",
+    ".ssh/config": "Host *",
+}  # of the user's, beside the runs
 MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # until something is refused; what is taken and done may cost what it costs
 
 
@@ -62,7 +66,11 @@ class Attack:
 
 def changes(folder: Path) -> list[str]:
     """What is not as `OUTSIDE` says in the folder of the user's own files."""
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()} if folder.exists() else {}
+    files = (
+        {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()}
+        if folder.exists()
+        else {}
+    )
     gone = [
         f"{name} was deleted or changed"
         for name, text in OUTSIDE.items()

@@ -221,7 +221,9 @@ ATTACKS: dict[str, Attack] = {
     "a link for the half-written report": harmless(put(f"report.html{PART}", link, ended=True), REPORT),
     "a link for the half-written configuration": Attack(put(f"config.yaml{PART}", link), RESUME, says=LEADS_OUT),
     "a link for the half-written record of a run's owner": Attack(put(f".owner{PART}", link), RESUME, says=LEADS_OUT),
-    "a link for a half-written export": harmless(put(f"x.safetensors{PART}", link, ended=True), [*EXPORT, "run/x.safetensors"]),
+    "a link for a half-written export": harmless(
+        put(f"x.safetensors{PART}", link, ended=True), [*EXPORT, "run/x.safetensors"]
+    ),
     "a link for a half-written comparison": harmless(
         put(f"runs.csv{PART}", link, ended=True), ["compare", "run", "--csv", "run/runs.csv"]
     ),
@@ -229,7 +231,9 @@ ATTACKS: dict[str, Attack] = {
         put(f"curves.png{PART}", link, ended=True), ["compare", "run", "--plot", "run/curves.png"]
     ),
     "a link for a contact sheet": harmless(written("sheet.png"), [*CLASSIFY, "--sheet", "run/sheet.png"]),
-    "a link for a picture of what a net looked at": harmless(written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]),
+    "a link for a picture of what a net looked at": harmless(
+        written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]
+    ),
     "a folder that is called as what is half written": harmless(put(f"x{PART}", filled_folder), RESUME),
     # what is written in place, or through a folder
     "a link for the lock": Attack(put(".lock", link), RESUME, says=LEADS_OUT),
@@ -262,10 +266,14 @@ ATTACKS: dict[str, Attack] = {
     "figures from the kernel's messages": from_kernel("metrics.json", COMPARE, "cannot be read", refused=False),
     "curves from the kernel's messages": from_kernel("metrics.csv", COMPARE, ""),
     "predictions from the kernel's messages": from_kernel("predictions.csv", REPORT, "", refused=False),
-    "a configuration from the kernel's messages": from_kernel("config.yaml", COMPARE, "missing or damaged", refused=False),
+    "a configuration from the kernel's messages": from_kernel(
+        "config.yaml", COMPARE, "missing or damaged", refused=False
+    ),
     "a checkpoint from the kernel's messages": from_kernel("checkpoints/best.ckpt", TEST, "the file is empty"),
     **{
-        f"weights from the kernel's messages as {name}": from_kernel(name, [*WEIGHTS, f"run/{name}"], "the file is empty")
+        f"weights from the kernel's messages as {name}": from_kernel(
+            name, [*WEIGHTS, f"run/{name}"], "the file is empty"
+        )
         for name in ("w.pth", "w.safetensors")
     },
     "a table of images from the kernel's messages": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
@@ -289,6 +297,8 @@ ATTACKS: dict[str, Attack] = {
         table_of_pipes, [*TABLE, "pipes.csv", "--data.image_size=null"], says="it is a pipe or a device"
     ),
     "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="are not there"),
-    "a table of 20 million empty lines": Attack(empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"),
+    "a table of 20 million empty lines": Attack(
+        empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"
+    ),
     "the same, as JSON lines": Attack(empty_lines("t.jsonl", ""), [*TABLE, "t.jsonl"], says="empty lines"),
 }

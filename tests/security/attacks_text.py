@@ -67,7 +67,9 @@ def second(settings: dict[str, Any] | None = None, /, **metrics: Any) -> Maker:
 
     def prepare(folder: Path) -> None:
         run = shutil.copytree(folder / "run", folder / "run2")
-        (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | (settings or {})))
+        (run / "config.yaml").write_text(
+            yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | (settings or {}))
+        )
         values = json.loads((run / "metrics.json").read_text())
         (run / "metrics.json").write_text(
             json.dumps({**values, **metrics, "test": {**values["test"], **metrics.get("test", {})}})
@@ -155,7 +157,15 @@ REPORT = ["report", "run", "--device", "cpu"]
 REPORT2 = ["report", "run2", "--device", "cpu"]
 CLASSIFY = ["classify", "run", "a.png", "--csv", "--top=4"]
 PICTURES = ["classify", "run", "p", "--csv"]
-OWN = ["train", "--config", "small.yaml", "--config", "own.yaml", "--logs", "runs"]  # in which the last may name the run
+OWN = [
+    "train",
+    "--config",
+    "small.yaml",
+    "--config",
+    "own.yaml",
+    "--logs",
+    "runs",
+]  # in which the last may name the run
 RECALL = """model:
   metrics:
     accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
@@ -172,7 +182,9 @@ ATTACKS: dict[str, Attack] = {
     "a setting that is a date": harmless(second({"when": yaml.safe_load("2026-01-01")}), COMPARE, "2026-01-01"),
     "a recipe called [/b]": harmless(second({"recipe": "[/b]"}, recipe="[/b]"), COMPARE, "[/b]"),
     "a run's folder that clears the terminal": harmless(renamed(f"run{CLEAR}"), ["compare", "run*"], r"run\x1b[2J"),
-    "a run's folder whose name is an emoji's, and markup": harmless(renamed("run:skull:[b]"), ["compare", "."], "run:skull:[b]"),
+    "a run's folder whose name is an emoji's, and markup": harmless(
+        renamed("run:skull:[b]"), ["compare", "."], "run:skull:[b]"
+    ),
     "a run's folder that turns the line round": harmless(renamed("run\u202e1"), ["compare", "."], r"run\u202e1"),
     "a run's folder that is a formula for TeX": harmless(
         renamed(r"run$\frac$"), ["compare", ".", "--plot", "curves.png"], "wrote curves.png"
@@ -196,7 +208,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "400,000 disputed images": harmless(disputed_images, compare_cheaply, "cheap"),
     # its page
-    "curves with huge values": harmless(lambda folder: (folder / "run/metrics.csv").write_text(HUGE), REPORT, "report run"),
+    "curves with huge values": harmless(
+        lambda folder: (folder / "run/metrics.csv").write_text(HUGE), REPORT, "report run"
+    ),
     "a temperature of 10⁴⁰⁰": harmless(second(test=TEMPERATURE), REPORT2, "report run"),
     "a number of devices that asks for 400 GB": harmless(second(devices="{:>400000000000}"), REPORT2, "report run"),
     "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), REPORT, "report run"),
@@ -216,10 +230,14 @@ ATTACKS: dict[str, Attack] = {
         picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_then_shows([*PICTURES[:-1], "--csv=r.csv"], "r.csv"), r"\udc9b"
     ),
     "a damaged image that clears the terminal": harmless(classes("b", beside=f"{CLEAR}.png"), SKIP, "test accuracy"),
-    "a file that is no image and clears the terminal": harmless(classes("b", beside=f"{CLEAR}.txt"), FOLDER, "test accuracy"),
+    "a file that is no image and clears the terminal": harmless(
+        classes("b", beside=f"{CLEAR}.txt"), FOLDER, "test accuracy"
+    ),
     # classes
     "a class folder that clears the terminal": Attack(classes(CLEAR), FOLDER, says=r"'\x1b[2J"),
-    "a class folder whose name is no text": Attack(classes(os.fsdecode(b"b\xff")), FOLDER, says=r"'b\udcff' has to be renamed"),
+    "a class folder whose name is no text": Attack(
+        classes(os.fsdecode(b"b\xff")), FOLDER, says=r"'b\udcff' has to be renamed"
+    ),
     "class folders that are markup, formulas and from right to left": harmless(
         classes("[x]", ":cat:", "=1+1", r"$\frac$", "\u202eb"), on_terminal(*FOLDER), r"\u202eb"
     ),
@@ -233,7 +251,9 @@ ATTACKS: dict[str, Attack] = {
     "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
     "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
     "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
-    "a deviation of the colours that no model file takes": Attack(config("data: {std: .inf}\n"), OWN, says="its std cannot be"),
+    "a deviation of the colours that no model file takes": Attack(
+        config("data: {std: .inf}\n"), OWN, says="its std cannot be"
+    ),
     "a metric that stands for the accuracy": Attack(config(RECALL), OWN, says="rename it"),
     "images of 3,000 pixels a side": Attack(classes("b"), [*FOLDER, "--data.image_size=3000"], says="2,048"),
     "logs that a shell runs, where one types the line that is printed": harmless(

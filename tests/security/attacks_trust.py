@@ -22,7 +22,9 @@ from cifar_lit.cli import main
 RESUME = ["--resume", "run", "--epochs", "2"]
 NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
 CHOSEN = "which no file may choose: type that setting yourself, or give --trust"
-WATCHED: dict[str, Any] = {"monitor": "val/loss"}  # of a ModelCheckpoint: it keeps the best, and removes what was best before
+WATCHED: dict[str, Any] = {
+    "monitor": "val/loss"
+}  # of a ModelCheckpoint: it keeps the best, and removes what was best before
 
 Prepare = Callable[[Path], object]
 
@@ -39,7 +41,11 @@ def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) ->
     checkpoint = torch.load(path, weights_only=True)
     paths = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), "")
     empty = {**paths, "best_k_models": {}, "best_model_score": None}
-    checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {**empty, "dirpath": callback.get("dirpath"), **state}
+    checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {
+        **empty,
+        "dirpath": callback.get("dirpath"),
+        **state,
+    }
     torch.save(checkpoint, path)
 
 
@@ -47,10 +53,17 @@ def best(path: object) -> dict[str, Any]:
     """The state of a ModelCheckpoint whose best model so far is at `path`, and is bad."""
     score = torch.tensor(1e9)
     scores = {"best_model_score": score, "current_score": score, "kth_value": score}
-    return {"best_model_path": str(path), "kth_best_model_path": str(path), "best_k_models": {str(path): score}, **scores}
+    return {
+        "best_model_path": str(path),
+        "kth_best_model_path": str(path),
+        "best_k_models": {str(path): score},
+        **scores,
+    }
 
 
-def removal(target: str, inside: bool = False, state: Callable[[object], dict[str, Any]] = best, **callback: Any) -> Prepare:
+def removal(
+    target: str, inside: bool = False, state: Callable[[object], dict[str, Any]] = best, **callback: Any
+) -> Prepare:
     """A checkpoint that names `target` for removal; the callback's folder is above it or, if `inside`, that of the run."""
 
     def prepare(folder: Path) -> None:
@@ -239,7 +252,7 @@ def names_checkpoint(says: str = "trainer.callbacks.filename", **init_args: Any)
 
 SHAPES_OFF = ("--data.url", "none", *NO_SHAPES)
 PART = "class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"
-LAST = lambda path: {"last_model_path": str(path)}  # noqa: E731
+LAST = lambda path: {"last_model_path": str(path)}
 
 ATTACKS: dict[str, Attack] = {
     # what a checkpoint names for removal
@@ -249,11 +262,15 @@ ATTACKS: dict[str, Attack] = {
     "a checkpoint that leads out of the run to a folder of the user's": harmless(
         removal("outside/Documents", inside=True, **WATCHED), RESUME
     ),
-    "the same, to a file, as its last checkpoint": harmless(removal("outside/notes.txt", True, LAST, save_last=True), RESUME),
+    "the same, to a file, as its last checkpoint": harmless(
+        removal("outside/notes.txt", True, LAST, save_last=True), RESUME
+    ),
     "the same, of a callback that watches nothing": harmless(
         removal("outside/notes.txt", True, lambda path: {"best_model_path": str(path)}), RESUME
     ),
-    "a checkpoint that names the run's own folder as its best": harmless(removal("run", inside=True, **WATCHED), whole_run),
+    "a checkpoint that names the run's own folder as its best": harmless(
+        removal("run", inside=True, **WATCHED), whole_run
+    ),
     "a momentum smaller than its weights, beyond whose end torch would write": Attack(
         momentum(lambda weight: torch.zeros(1)), RESUME, says="its optimizer has another momentum_buffer"
     ),
@@ -278,16 +295,21 @@ ATTACKS: dict[str, Attack] = {
         says=CHOSEN,
     ),
     "a checkpoint's name that leads out of the run": names_checkpoint(filename="../../../../outside/x"),
-    "a checkpoint's name of two lines, with a terminal's commands": names_checkpoint(filename="\n".join(["\x1b[2J" * 40] * 2)),
+    "a checkpoint's name of two lines, with a terminal's commands": names_checkpoint(
+        filename="\n".join(["\x1b[2J" * 40] * 2)
+    ),
     "a checkpoint's name that becomes a path when it is filled in": names_checkpoint(filename="{epoch:/>9}"),
-    "a metric whose name leads out of the run, in a checkpoint's name": names_checkpoint(filename="{../../../../outside/x}"),
+    "a metric whose name leads out of the run, in a checkpoint's name": names_checkpoint(
+        filename="{../../../../outside/x}"
+    ),
     "a checkpoint's name of 400 million digits": names_checkpoint(filename="{epoch:0400000000d}"),
     "a checkpoint's name with 400 million digits behind the point": names_checkpoint(
         monitor="val/loss", filename="{val/loss:.400000000f}"
     ),
     "a checkpoint's name with the same metric 4000 times": names_checkpoint(filename="{0}" * 4000),
     "figures of 400 million digits beside the bar": refused_place(
-        trainer("callbacks", "RichProgressBar", theme={"metrics_format": ".400000000f"}), "trainer.callbacks.theme.metrics_format"
+        trainer("callbacks", "RichProgressBar", theme={"metrics_format": ".400000000f"}),
+        "trainer.callbacks.theme.metrics_format",
     ),
     "a metric of 10⁹ thresholds": refused_place(
         metric("BinaryPrecisionRecallCurve", thresholds=10**9), "model.metrics.curve.thresholds"
@@ -335,7 +357,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a folder with a file that is called as CIFAR-10's archive": half_there("cifar10", "cifar-10-python.tar.gz"),
     "a folder with a file that is called as one of CIFAR-100's": half_there("cifar100", "cifar-100-python/meta"),
-    "a folder with a file of Fashion-MNIST's": half_there("fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"),
+    "a folder with a file of Fashion-MNIST's": half_there(
+        "fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"
+    ),
     "a root in the user's folder for a source of the user's own": refused_place(
         own_source, "data.root", "--dataset", "mine.load", *NO_SHAPES
     ),
@@ -372,7 +396,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     # a run that is looked at
     "a run to report whose archives are fetched into the user's folder": report("root", root="OUTSIDE"),
-    "a run to report whose archive is fetched from a stranger's address": report("url", root=".", url="http://127.0.0.1:9/"),
+    "a run to report whose archive is fetched from a stranger's address": report(
+        "url", root=".", url="http://127.0.0.1:9/"
+    ),
     "a run to report whose images are decoded into the user's folder": report(
         "cache_dir", dataset="folder", root="../images", cache_dir="OUTSIDE"
     ),

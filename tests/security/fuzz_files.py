@@ -57,7 +57,9 @@ CONTENTS = {
     "hyper_parameters": {"net": "lenet", "width": 0.5, "input_shape": [1, 16, 16], "num_classes": 2},
     "loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 1, "completed": 1}}}},
     "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "a/b", "best_k_models": {}, "dirpath": "a"}},
-    "optimizer_states": [{"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+    "optimizer_states": [
+        {"state": {0: {"momentum_buffer": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    ],
     "cifar_lit": {"seconds": 1.0},
 }
 ODD_TENSORS = (
@@ -123,17 +125,21 @@ pictures = st.sampled_from(PICTURES)
 png_headers = st.tuples(*[st.sampled_from([0, 1, 2, 16, 2**31, 2**32 - 1])] * 2, *[st.integers(0, 16)] * 2).map(
     lambda claim: struct.pack(">IIBBBBB", *claim, 0, 0, claim[0] % 2)
 )
-png_chunks = st.tuples(st.sampled_from([b"tRNS", b"PLTE", b"eXIf", b"iCCP", b"zTXt", b"iTXt", b"fcTL", b"acTL"]), st.binary())
+png_chunks = st.tuples(
+    st.sampled_from([b"tRNS", b"PLTE", b"eXIf", b"iCCP", b"zTXt", b"iTXt", b"fcTL", b"acTL"]), st.binary()
+)
 images = (
     st.tuples(pictures, pictures).flatmap(lambda pair: damaged(*pair))
-    | st.tuples(png_headers, st.binary(), st.lists(png_chunks, max_size=3)).map(lambda parts: png(parts[0], parts[1], *parts[2]))
+    | st.tuples(png_headers, st.binary(), st.lists(png_chunks, max_size=3)).map(
+        lambda parts: png(parts[0], parts[1], *parts[2])
+    )
     | st.binary(max_size=100)
 )
 
 
 def read_image(content: bytes) -> None:
     for channels, shape, resize in ((3, (8, 8), "crop"), (1, (8, 5), "letterbox")):
-        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels, resize))  # noqa: B023 (read at once)
+        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels, resize))
         assert pixels is None or pixels.shape == (*shape, channels)
 
 
@@ -156,6 +162,8 @@ READERS = {
             checkpoint_file({**CONTENTS, "loops": {"fit_loop": {"epoch_progress": torch.zeros(0)}}}),
         ],
     ),
-    "a configuration": Reader(yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]),
+    "a configuration": Reader(
+        yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]
+    ),
     "an image": Reader(images, read_image),
 }

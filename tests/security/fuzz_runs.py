@@ -101,7 +101,9 @@ WRONG_KINDS = [
 READERS = {
     "runs to compare": Reader(
         st.tuples(
-            runs(*COMPARED), runs(*COMPARED), st.sampled_from([[], [], ["--csv", "-"], ["--json", "-"], ["--plot", "curves.png"]])
+            runs(*COMPARED),
+            runs(*COMPARED),
+            st.sampled_from([[], [], ["--csv", "-"], ["--json", "-"], ["--plot", "curves.png"]]),
         ),
         compare_runs,
         put_secret,

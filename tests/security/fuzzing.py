@@ -46,7 +46,13 @@ WRITES = {
     "os.mkdir": (0,), "os.remove": (0,), "os.rmdir": (0,), "os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,),
     "os.truncate": (0,), "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,),
 }  # fmt: skip
-FOLLOWED = ("os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr")  # also where the last part of the path is a link
+FOLLOWED = (
+    "os.truncate",
+    "os.chmod",
+    "os.chown",
+    "os.utime",
+    "os.setxattr",
+)  # also where the last part of the path is a link
 CHANGING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -161,7 +167,9 @@ def typed(*words: str) -> int:
     for error in errors:
         if not _foreseen(error):
             raise Harm(f"nobody thought of this: {lines}") from error
-    controls = {letter for letter in out.getvalue() + err.getvalue() if category(letter) in OBEYED or letter in BIDI} - {"\n"}
+    controls = {
+        letter for letter in out.getvalue() + err.getvalue() if category(letter) in OBEYED or letter in BIDI
+    } - {"\n"}
     if controls:
         raise Harm(f"printed {controls}")
     return code
@@ -187,7 +195,11 @@ def fuzz(name: str, reader: Reader, folder: Path, seconds: float, first: int) ->
 def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
     os.chdir(folder)
     sys.dont_write_bytecode = True
-    os.environ |= {"CIFAR_LIT_CACHE": str(folder / "cache"), "TMPDIR": str(folder), "MPLCONFIGDIR": str(folder / "matplotlib")}
+    os.environ |= {
+        "CIFAR_LIT_CACHE": str(folder / "cache"),
+        "TMPDIR": str(folder),
+        "MPLCONFIGDIR": str(folder / "matplotlib"),
+    }
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (memory_of("VmSize") + ADDRESSES,) * 2)
     reader.prepare()

@@ -58,7 +58,8 @@ CONFIGS: dict[str, Maker] = {
         "callbacks", "[{class_path: LambdaCallback, init_args: {on_fit_start: os.abort}}]"
     ),
     "os through a module of Lightning's": _setting(
-        "callbacks", "[{class_path: lightning.pytorch.callbacks.early_stopping.os.system, init_args: {command: mkdir ran}}]"
+        "callbacks",
+        "[{class_path: lightning.pytorch.callbacks.early_stopping.os.system, init_args: {command: mkdir ran}}]",
     ),
     "a class as net option": _config("model:\n  net_options: {widths: {class_path: evil.Evil}}\n"),
     "10¹² values by aliases": _config(LAUGHS),
@@ -109,11 +110,15 @@ ARCHIVES: dict[str, Maker] = {
 def png(header: bytes, pixels: bytes, *further: tuple[bytes, bytes]) -> bytes:
     """A PNG of these contents of IHDR and IDAT, with further chunks between them."""
     chunks = [(b"IHDR", header), *further, (b"IDAT", pixels), (b"IEND", b"")]
-    packed = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
+    packed = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
-def _png(width: int, height: int, pixels: Callable[[], bytes], chunk: Callable[[], bytes] | None = None, mode: int = 0) -> Maker:
+def _png(
+    width: int, height: int, pixels: Callable[[], bytes], chunk: Callable[[], bytes] | None = None, mode: int = 0
+) -> Maker:
     """A PNG of 8-bit grey (mode 0) or RGBA (6) with this claim of its size, and one chunk more."""
     header = struct.pack(">IIBBBBB", width, height, 8, mode, 0, 0, 0)
     return content(lambda: png(header, pixels(), *([((data := chunk())[:4], data[4:])] if chunk else [])))
@@ -202,7 +207,9 @@ IMAGES: dict[str, Maker] = {
     "a PNG that claims 9000 × 9000 and holds nothing": _png(9000, 9000, lambda: _packed(0), mode=6),
     "a PNG of 9400 × 9400 clear pixels in 300 KB": _png(9400, 9400, lambda: _packed(338 << 20), mode=6),
     "a PNG whose pixels go on for 200 MB": _png(8, 9, lambda: _packed(200 << 20)[:100_000]),
-    "a PNG with 200 MB of text": _png(8, 8, lambda: zlib.compress(bytes(72)), lambda: b"zTXtComment\0\0" + _packed(200 << 20)),
+    "a PNG with 200 MB of text": _png(
+        8, 8, lambda: zlib.compress(bytes(72)), lambda: b"zTXtComment\0\0" + _packed(200 << 20)
+    ),
     "a PNG with a colour profile of 200 MB": _png(8, 8, lambda: _packed(0), lambda: b"iCCPp\0\0" + _packed(200 << 20)),
     "a GIF that claims 65535 × 65535": content(b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\0;"),
     "a BMP that claims 60000 × 60000": content(BMP),
@@ -214,7 +221,9 @@ IMAGES: dict[str, Maker] = {
     "a JPEG with 500 times EXIF": content(lambda: jpeg_with(EXIF, 500)),
     "a JPEG with a million comments": content(lambda: jpeg_with(b"\xff\xfe\0\2", 1_000_000)),
     "a JPEG with 20 MB of fill bytes before its first segment": content(lambda: jpeg_with(b"\xff", 20_000_000)),
-    "a JPEG with fill bytes in segments without a length": content(lambda: jpeg_with(b"\xff\xf0" + b"\xff" * 65535, 390)),
+    "a JPEG with fill bytes in segments without a length": content(
+        lambda: jpeg_with(b"\xff\xf0" + b"\xff" * 65535, 390)
+    ),
     "a PNG of 300,000 empty chunks": content(lambda: png_with_chunks(300_000)),
     "a GIF with a comment of three million blocks": content(lambda: gif_with_blocks(3_000_000)),
     "a GIF that begins with 20 MB of nothing": content(lambda: _encoded("GIF")[:13] + b"a" * 20_000_000),

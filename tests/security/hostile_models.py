@@ -162,7 +162,9 @@ CHECKPOINTS: dict[str, Maker] = {
     "a bytearray of 2 GB in the pickle of a zip": _zip_with(_BYTEARRAY),
     "the same, in the last pickle of the old format": content(lambda: _old_format({})[:-6] + _BYTEARRAY),
     "the same, in a second pickle of the same name": _two_pickles,
-    "a text that becomes bytes 5000 times": _called_often(_TEXT, _reduced(b"_codecs.encode", b"h\0X\6\0\0\0latin1\x86")),
+    "a text that becomes bytes 5000 times": _called_often(
+        _TEXT, _reduced(b"_codecs.encode", b"h\0X\6\0\0\0latin1\x86")
+    ),
     "a tuple that becomes a size 5000 times": _called_often(_TUPLE, _reduced(b"torch.Size", b"h\0\x85")),
     "names that are copied into 5000 dicts": _called_often(
         b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(50_000)) + b"u",
@@ -170,7 +172,9 @@ CHECKPOINTS: dict[str, Maker] = {
     ),
     "20,000 views of one storage": _views(20_000),
     "8 million empty dicts": _zip_with(b"\x80\2](" + b"}" * 8_000_000 + b"e."),
-    "a key of tuples that hold the same tuple twice, 60 times over": _zip_with(b"\x80\2}K\1" + b"q\0h\0\x86" * 60 + b"Ns."),
+    "a key of tuples that hold the same tuple twice, 60 times over": _zip_with(
+        b"\x80\2}K\1" + b"q\0h\0\x86" * 60 + b"Ns."
+    ),
     "100,000 keys of equal hash": _zip_with(_keys_of_equal_hash(100_000)),
     "a storage that unpacks to 512 MB": _zip_with(b"", 512 << 20),
     "a pickle that claims a text of 4 GB": _zip_with(b"\x80\x02X\xff\xff\xff\xff."),
@@ -178,7 +182,9 @@ CHECKPOINTS: dict[str, Maker] = {
     "a storage in the old format that claims 4 GB": content(_legacy_claim),
     "a tensor of 10¹² numbers by its strides": _weights(STRIDED),
     "a random state of 10¹² numbers": _with(random_state=[STRIDED.unsqueeze(0)]),
-    "lists that hold themselves twice, 40 times over": _with(hyper_parameters={"input_shape": _nested(40), "net": "lenet"}),
+    "lists that hold themselves twice, 40 times over": _with(
+        hyper_parameters={"input_shape": _nested(40), "net": "lenet"}
+    ),
     "a list that holds itself": _with(hyper_parameters={"input_shape": LOOPED}),
     "weights on the meta device": _weights(torch.zeros(3, device="meta")),
     "sparse weights": _weights(torch.zeros(4, 4).to_sparse()),
@@ -222,13 +228,17 @@ MODELS: dict[str, Maker] = {
         {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"} | _metadata(CARD), bytes(8)
     ),
     "a shape of more numbers than 64 bits count": _one("F32", [2**40, 2**40], [0, 4], bytes(4)),
-    "a header of 64 MB of blanks": content(lambda: (2 + (64 << 20)).to_bytes(8, "little") + b"{" + b" " * (64 << 20) + b"}"),
+    "a header of 64 MB of blanks": content(
+        lambda: (2 + (64 << 20)).to_bytes(8, "little") + b"{" + b" " * (64 << 20) + b"}"
+    ),
     "a header nested 100,000 deep": _header(b'{"a":' * 100_000),
     "a card nested 100,000 deep": _header(_metadata("[" * 100_000)),
     "a net of 1000 times the width": _card(width=1000.0),
     "images of 10⁹ pixels a side": _card(input_shape=[3, 10**9, 10**9]),
     "images of 2048 pixels a side, all of them joined": _card(input_shape=[3, 2048, 2048]),
-    "10⁵ classes and torchvision's largest net": _card(net="vit_h_14", input_shape=[3, 224, 224], classes=["a"] * 100_000),
+    "10⁵ classes and torchvision's largest net": _card(
+        net="vit_h_14", input_shape=[3, 224, 224], classes=["a"] * 100_000
+    ),
     "a net of 2.6 GB in a file of 300 bytes": _card(net="regnet_y_128gf"),
     "groups of 10⁹ layers": _card(net="whitened", options={"depth": 10**9}),
     "a net option that is a class path": _card(options={"class_path": "os.system"}),

@@ -95,7 +95,9 @@ def as_yaml(value: Any) -> bytes:
 def json_files(value: Any) -> st.SearchStrategy[bytes]:
     """JSON of a changed value, damaged JSON of it, and what is none."""
     deep = st.sampled_from([30, 300]).map(lambda depth: b"[" * depth)
-    return changed(value).map(as_json) | changed(value).map(as_json) | damaged(as_json(value)) | plain.map(as_json) | deep
+    return (
+        changed(value).map(as_json) | changed(value).map(as_json) | damaged(as_json(value)) | plain.map(as_json) | deep
+    )
 
 
 YAML_WORDS = (
@@ -147,12 +149,16 @@ def zip_files(draw: st.DrawFn, content: bytes) -> bytes:
         name, data = members[place]
         members[place : place + 1] = draw(
             st.tuples(st.just(name), damaged(data)).map(lambda one: [one])
-            | st.tuples(texts.filter(str.isprintable).map(lambda text: text or "a"), st.just(data)).map(lambda one: [one])
+            | st.tuples(texts.filter(str.isprintable).map(lambda text: text or "a"), st.just(data)).map(
+                lambda one: [one]
+            )
             | st.just([(name, data)] * 2)
             | st.just([] if len(members) > 1 else [(name, data)])
         )
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))) as container:
+    with zipfile.ZipFile(
+        file, "w", draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))
+    ) as container:
         for name, data in members:
             container.writestr(name, data)
     return file.getvalue()

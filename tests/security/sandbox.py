@@ -23,7 +23,13 @@ import torch
 SECONDS, MEGABYTES = 4.0, 512.0
 PATIENCE = 60  # seconds of the clock until a reader counts as hanging
 ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
-PROGRAMS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen")  # audit events of starting a program
+PROGRAMS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.Popen",
+)  # audit events of starting a program
 # a recipe that trains in a second, as it lies in the folder of each reader
 SMALL = """seed_everything: 3
 trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
@@ -55,7 +61,9 @@ class Answer:
     @property
     def refused(self) -> bool:
         """Whether the file was refused in one line, cheaply."""
-        return self.harmless and self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
+        return (
+            self.harmless and self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
+        )
 
 
 def read_apart(folder: Path, reader: Callable[[], int]) -> Answer:

@@ -31,7 +31,9 @@ SECONDS = 2  # for each reader, in any run
 @pytest.fixture(scope="module")
 def genuine_files(genuine: Path) -> None:
     """Reads the files of the run that are changed."""
-    fuzz_runs.GENUINE |= {str(path.relative_to(genuine)): path.read_bytes() for path in genuine.rglob("*") if path.is_file()}
+    fuzz_runs.GENUINE |= {
+        str(path.relative_to(genuine)): path.read_bytes() for path in genuine.rglob("*") if path.is_file()
+    }
 
 
 @cache

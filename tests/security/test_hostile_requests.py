@@ -124,8 +124,14 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "a body of -1 bytes": (post(b"", length=-1), {400}),
     "two lengths": (post(b"abc", headers=LOCAL + "Content-Length: 30\r\n"), {400}),
     "a length, and chunks": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked\r\n"), {400}),
-    "chunks that are no last encoding": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked, x\r\n"), {400}),
-    "a body of 10¹⁸ bytes that waits for a word": (post(b"", headers=LOCAL + "Expect: 100-continue\r\n", length=10**18), {413}),
+    "chunks that are no last encoding": (
+        post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked, x\r\n"),
+        {400},
+    ),
+    "a body of 10¹⁸ bytes that waits for a word": (
+        post(b"", headers=LOCAL + "Expect: 100-continue\r\n", length=10**18),
+        {413},
+    ),
     "a header with a NUL": (get(headers=LOCAL + "a: \0\r\n"), {400}),
     "a header with a line break in it": (get(headers=LOCAL + "a: b\r\n c: d\r\n"), {200, 400}),
     "lines that end in nothing but a line feed": (b"GET /health HTTP/1.1\nHost: localhost\n\n", {200, 400}),
@@ -234,7 +240,9 @@ def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: 
             with ExitStack() as sockets:
                 clients = []
                 for _ in range(count):
-                    clients.append(sockets.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20)))
+                    clients.append(
+                        sockets.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20))
+                    )
                     clients[-1].setblocking(False)
                     with suppress(OSError):
                         clients[-1].send(first)
@@ -252,7 +260,9 @@ def test_large_bodies_that_stand_still_make_room_for_others(service: Service) ->
         Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
         memory = megabytes(service)
         sockets = [clients.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(40)]
-        sent = [threads.submit(one.sendall, HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)) for one in sockets]
+        sent = [
+            threads.submit(one.sendall, HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)) for one in sockets
+        ]
         wait(sent, 5)
         assert service.predict(picture(size=(1700, 1700), kind="BMP")).status == 200  # 8.7 MB
         assert megabytes(service) - memory < 500
@@ -266,7 +276,10 @@ def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Pa
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=30)
     body, headers = form(*[("a.jpg", file.getvalue())] * 40)  # answered with 8 MB
-    with running(write_net(tmp_path / "run", "lenet", side=224), "--body-seconds", 0.5) as service, socket.socket() as client:
+    with (
+        running(write_net(tmp_path / "run", "lenet", side=224), "--body-seconds", 0.5) as service,
+        socket.socket() as client,
+    ):
         before = open_files(service)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
         client.connect(("127.0.0.1", service.port))

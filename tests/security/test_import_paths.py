@@ -73,7 +73,14 @@ def test_no_library_reads_what_lies_in_the_working_folder(working_folder: Path, 
 
 
 def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
-    for name in ("yaml", "torch", "jsonargparse", "rich", "pathlib", "json"):  # the last is what a process of the parser imports
+    for name in (
+        "yaml",
+        "torch",
+        "jsonargparse",
+        "rich",
+        "pathlib",
+        "json",
+    ):  # the last is what a process of the parser imports
         (working_folder / f"{name}.py").write_text(BESIDE["evil.py"])
     words = ["fit", "--recipe", "small.yaml", "--trainer.logger", "TensorBoardLogger", "--print_config"]
     command = [sys.executable, "-m", "cifar_lit", *words]
@@ -106,11 +113,15 @@ def test_every_text_that_a_class_takes_which_files_may_name_is_known_to_be_a_pla
     for group, names in SAFE.items():
         for name in names:
             parameters = inspect.signature(getattr(import_module(f"lightning.pytorch.{group}"), name)).parameters
-            texts = {key for key, one in parameters.items() if "str" in str(one.annotation) or "Path" in str(one.annotation)}
+            texts = {
+                key for key, one in parameters.items() if "str" in str(one.annotation) or "Path" in str(one.annotation)
+            }
             assert texts - PLACES - NO_PLACES == set(), f"{name} has new settings: are they places?"
 
 
-def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = "nets_from_elsewhere"
     (working_folder / f"{module}.py").write_text(OWN_NET)
     words = ("--recipe", "small.yaml", "--epochs", "1", "--net", f"{module}.net")
@@ -121,7 +132,9 @@ def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(working_folde
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\n")
     sys.modules.pop(module)
     monkeypatch.setattr(plugins, "_allowed", set())  # as in another process
-    assert_refused(run_command(*export, "other.safetensors"), 2, f"{module}.net would run code of its module", "--trust")
+    assert_refused(
+        run_command(*export, "other.safetensors"), 2, f"{module}.net would run code of its module", "--trust"
+    )
     assert module not in sys.modules
     assert run_command(*export, "other.safetensors", "--trust").code == 0
 

@@ -60,11 +60,15 @@ def contents(run: Path, parsed: bool) -> dict[str, Any]:
             value.update(json.loads(path.read_text()))
         elif path.suffix == ".csv":
             with path.open(newline="") as file:
-                value["rows"] = [[_number(cell) for cell in row] for row in csv.reader(file)] if parsed else path.read_bytes()
+                value["rows"] = (
+                    [[_number(cell) for cell in row] for row in csv.reader(file)] if parsed else path.read_bytes()
+                )
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt") as model:
-                metadata = {name: json.loads(text) if name == "card" else text for name, text in model.metadata().items()}
-                value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)  # noqa: SIM118
+                metadata = {
+                    name: json.loads(text) if name == "card" else text for name, text in model.metadata().items()
+                }
+                value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)
     return files
 
 
@@ -89,7 +93,9 @@ def unequal(first: Any, second: Any, path: str = "", tolerance: float = 0.0) -> 
     if isinstance(first, dict) and isinstance(second, dict):
         alone = [f"{path}.{key}" for key in first.keys() ^ second.keys()]
         shared = sorted(first.keys() & second.keys(), key=str)
-        return alone + [place for key in shared for place in unequal(first[key], second[key], f"{path}.{key}", tolerance)]
+        return alone + [
+            place for key in shared for place in unequal(first[key], second[key], f"{path}.{key}", tolerance)
+        ]
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [place for number, pair in pairs for place in unequal(*pair, f"{path}.{number}", tolerance)]

@@ -90,7 +90,9 @@ class Faults(Callback):
     def __init__(self) -> None:
         self._folder = os.environ.get(FOLDER)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._folder is None or trainer.current_epoch == 0:
             return
         Path(self._folder, f"ready-{trainer.global_rank}").touch()
@@ -109,7 +111,9 @@ class Faults(Callback):
 class ClockJump(Callback):
     """Sets the time of day in its process by so many seconds, in the middle of the second epoch."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if CLOCK in os.environ and (trainer.current_epoch, batch_idx) == (1, 5):
             seconds, now, now_ns = int(os.environ[CLOCK]), time.time, time.time_ns
             time.time, time.time_ns = lambda: now() + seconds, lambda: now_ns() + seconds * 10**9

@@ -30,8 +30,31 @@ from cifar_lit.distributed.join import free_port
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
 SMALL_TRAINING = [  # of 13 steps an epoch, with regular checkpoints and averaged weights
-    *("train", "--recipe", "quickstart", "--accelerator", "cpu", "--precision", "32-true", "--epochs", "3", "--net", "lenet"),
-    *("--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8", "--data.crop", "2"),
+    *(
+        "train",
+        "--recipe",
+        "quickstart",
+        "--accelerator",
+        "cpu",
+        "--precision",
+        "32-true",
+        "--epochs",
+        "3",
+        "--net",
+        "lenet",
+    ),
+    *(
+        "--data.count",
+        "121",
+        "--data.val_size",
+        "20",
+        "--data.image_size",
+        "16",
+        "--batch-size",
+        "8",
+        "--data.crop",
+        "2",
+    ),
     *("--model.ema_decay", "0.9", "--checkpoint-every", "4", "--trainer.log_every_n_steps", "5"),
 ]
 NAMESPACE = "STRESS_NAMESPACE"  # for a process: the network namespace that it runs in
@@ -41,7 +64,9 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MAS
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a launcher or another run of ours has left in it."""
     ours = {name for name in os.environ if name.startswith("CIFAR_LIT_")} - {"CIFAR_LIT_CACHE"}
-    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)} | {"OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
 
 def warm() -> None:
@@ -137,7 +162,9 @@ class Forked:
                 if time.monotonic() > deadline:
                     self.send(signal.SIGUSR1)  # it says where it stands
                     time.sleep(0.5)
-                    raise AssertionError(f"a command did not end within {seconds:.0f} s: {self.log.read_text()[-6000:]}")
+                    raise AssertionError(
+                        f"a command did not end within {seconds:.0f} s: {self.log.read_text()[-6000:]}"
+                    )
         finally:
             self.end()
         return [self.codes[pid] for pid in self.pids]
@@ -164,7 +191,9 @@ def _torchrun(processes: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _become(argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: Mapping[str, str], group: int) -> None:
+def _become(
+    argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: Mapping[str, str], group: int
+) -> None:
     """Turns this process, a fork, into the command; never returns."""
     code = 70
     try:

@@ -74,7 +74,20 @@ def two_machines() -> Iterator[TwoMachines]:
         _ip("-n", machines.switch, "link", "set", "bridge", "up")
         for number, name in enumerate(machines.names):
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "add", "net", "type", "veth", "peer", "name", f"port{number}", "netns", machines.switch)
+            _ip(
+                "-n",
+                name,
+                "link",
+                "add",
+                "net",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{number}",
+                "netns",
+                machines.switch,
+            )
             _ip("-n", name, "address", "add", f"{machines.address(number)}/24", "dev", "net")
             _ip("-n", name, "link", "set", "net", "up")
             _ip("-n", machines.switch, "link", "set", f"port{number}", "up")

@@ -65,7 +65,9 @@ def sleep_through(processes: int, phase: str, seconds: float, folder: str) -> li
     training.send(signal.SIGSTOP)
     time.sleep(seconds)
     training.send(signal.SIGCONT)
-    return missed(ended_run(training, Path(folder)), processes, time.monotonic() - training.started, Path(folder).parents[1])
+    return missed(
+        ended_run(training, Path(folder)), processes, time.monotonic() - training.started, Path(folder).parents[1]
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -37,7 +37,16 @@ def shortened(recipe: str, *flags: str) -> Kind:
     """What people train on CIFAR-10, narrower and on few drawn images: of 10 steps an epoch, with regular checkpoints."""
     images = ("--dataset", "shapes", "--data.image_size", "32", "--data.count", "100", "--batch-size", "8")
     net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4")
-    rates = ("--lr", "0.05", "--model.bias_lr", "0.4", "--model.head_lr", "5", "--model.weight_decay", "0.0001")  # for 8 images
+    rates = (
+        "--lr",
+        "0.05",
+        "--model.bias_lr",
+        "0.4",
+        "--model.head_lr",
+        "5",
+        "--model.weight_decay",
+        "0.0001",
+    )  # for 8 images
     return Kind(["train", "--recipe", recipe, "--accelerator", "cpu", *images, *net, *rates, ANNOUNCE, *flags])
 
 
@@ -58,7 +67,9 @@ RECIPES = {  # whitened nets under Muon
     ),
     "laptop, bfloat16, two processes": shortened("laptop", *BFLOAT16)._replace(processes=2),
     "fast94 (all views), float32": shortened("fast94", *FLOAT32, "--trainer.log_every_n_steps", "5"),
-    "fast94, bfloat16, images from workers": shortened("fast94", *BFLOAT16, "--data.placement", "host", "--data.workers", "1"),
+    "fast94, bfloat16, images from workers": shortened(
+        "fast94", *BFLOAT16, "--data.placement", "host", "--data.workers", "1"
+    ),
 }
 GROUPS = {"": SMALL_NET, "_recipes": RECIPES}
 
@@ -110,7 +121,9 @@ def carry_out(attempt: Forked, plan: Plan) -> str | None:
     return phase if plan.how == TERM else attempt.phase  # of a killed process, what it said last
 
 
-def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path) -> tuple[list[tuple[str, str]], Path]:
+def kill_one(
+    kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path
+) -> tuple[list[tuple[str, str]], Path]:
     """A training that is killed up to `kills` times, then left alone; (how, phase) of what hit, and the run that came of it."""
     hits: list[tuple[str, str]] = []
     for number in range(2 * kills + 1):
@@ -128,7 +141,9 @@ def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder
         # killed processes have the signal's code, stopped ones 143 or the signal's; the other of two ends with 1
         by_kill = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}
         allowed = by_kill[plan.how] if plan and phase else {0}
-        assert set(attempt.codes.values()) <= allowed, f"{sorted(attempt.codes.values())}: {attempt.log.read_text()[-800:]}"
+        assert set(attempt.codes.values()) <= allowed, (
+            f"{sorted(attempt.codes.values())}: {attempt.log.read_text()[-800:]}"
+        )
     run = run_in(folder / "lightning_logs")
     assert run is not None and finished(run), f"it did not come to its end: {attempt.log.read_text()[-500:]}"
     return hits, run
@@ -175,7 +190,11 @@ def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
     kills = sum(sum(by.values()) for by in counts["fell"].values())
     assert kills > 0
     label = {
-        name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit" for name, kind in GROUPS[group].items()
+        name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit"
+        for name, kind in GROUPS[group].items()
     }
-    headline = {"kills that hit": kills, **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()}}
+    headline = {
+        "kills that hit": kills,
+        **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()},
+    }
     write_counts({**counts, "headline": headline, "unit": {}}, group)

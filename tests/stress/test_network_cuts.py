@@ -40,7 +40,14 @@ class Cut(NamedTuple):
     heals: bool
 
 
-MOMENTS = (("start", 0), ("training", 3), ("validation", 2), ("checkpoint: writing", 3), ("test", 1), ("writing results", 1))
+MOMENTS = (
+    ("start", 0),
+    ("training", 3),
+    ("validation", 2),
+    ("checkpoint: writing", 3),
+    ("test", 1),
+    ("writing results", 1),
+)
 CUTS = [
     Cut(how, rank, *moment, heals)
     for heals in (True, False)

@@ -13,7 +13,18 @@ from stress.forked import Forked, size
 
 TRAINING = [
     *("train", "--recipe", "quickstart", "--accelerator", "cpu", "--precision", "32-true", "--net", "lenet"),
-    *("--data.count", "60", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8", "--data.crop", "2"),
+    *(
+        "--data.count",
+        "60",
+        "--data.val_size",
+        "20",
+        "--data.image_size",
+        "16",
+        "--batch-size",
+        "8",
+        "--data.crop",
+        "2",
+    ),
     *("--model.ema_decay", "0.9", "--checkpoint-every", "2", "--trainer.log_every_n_steps", "1"),
     "--trainer.callbacks=stress.fault_hooks.Samples",
 ]
@@ -25,7 +36,9 @@ def soak(early: int, epochs: int, folder: str) -> list[dict[str, int]]:
     """What a training holds after `early` and after all `epochs`."""
     file = Path(folder) / "samples.txt"
     argv = [*TRAINING, "--epochs", str(epochs + 1)]  # as a sample is taken before an epoch starts
-    Forked(argv, Path(folder) / "run", Path(folder) / "log.txt", more={SAMPLES: f"{early},{epochs}:{file}"}).finish(LIMIT)
+    Forked(argv, Path(folder) / "run", Path(folder) / "log.txt", more={SAMPLES: f"{early},{epochs}:{file}"}).finish(
+        LIMIT
+    )
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -17,7 +17,9 @@ class AtStep(Callback):
     At the end of a training every process leaves its weights in the folder RANK_WEIGHTS.
     """
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if os.environ.get("AT_STEP") == str(trainer.global_step):
             self._send(trainer)
 

@@ -89,7 +89,9 @@ COMBINATIONS: dict[str, Any] = {
 def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
     """Fit, validate, test, predict and resume; return what came out."""
     make_model, make_data = COMBINATIONS[name]
-    best = ModelCheckpoint(folder / name, filename="best", monitor="val/accuracy", mode="max", enable_version_counter=False)
+    best = ModelCheckpoint(
+        folder / name, filename="best", monitor="val/accuracy", mode="max", enable_version_counter=False
+    )
     stop = EarlyStopping("val/accuracy", mode="max", patience=9)
     settings: dict[str, Any] = {
         **{"accelerator": "cpu", "devices": devices, "default_root_dir": folder, "accumulate_grad_batches": 2},

@@ -23,15 +23,39 @@ from cifar_lit.files import PART
 ROOT = Path(__file__).parent.parent.parent
 PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"
 CACHE = str(default_cache_dir().expanduser())  # one for all, as it has which runs are the user's own
-LIMIT = 300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
+LIMIT = (
+    300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
+)
 SCRIPT = (str(ROOT / "scripts" / "train.py"),)
 
 # 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
 STEPS_PER_EPOCH = 13
 SETTINGS = [
     *("--recipe", "tudui"),  # not the machine's default, which differs
-    *("--dataset", "shapes", "--data.count", "121", "--data.val_size", "20", "--data.image_size", "16", "--batch-size", "8"),
-    *("--data.crop", "2", "--data.flip", "random", "--data.mean", "0.5", "--data.std", "0.25", "--data.eval_batch_size", "5"),
+    *(
+        "--dataset",
+        "shapes",
+        "--data.count",
+        "121",
+        "--data.val_size",
+        "20",
+        "--data.image_size",
+        "16",
+        "--batch-size",
+        "8",
+    ),
+    *(
+        "--data.crop",
+        "2",
+        "--data.flip",
+        "random",
+        "--data.mean",
+        "0.5",
+        "--data.std",
+        "0.25",
+        "--data.eval_batch_size",
+        "5",
+    ),
     *("--net", "lenet", "--lr", "0.02", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--epochs", "3"),
     *("--model.ema_decay", "0.9", "--data.skip_easy", "0.3"),
     *("--precision", "32-true", "--accelerator", "cpu", "--trainer.log_every_n_steps", "4"),
@@ -54,7 +78,12 @@ def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
     files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
     with files[0].open("w") as out, files[1].open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, env=environment(**more), stdout=out, stderr=err, start_new_session=True
+            [sys.executable, *words],
+            cwd=folder,
+            env=environment(**more),
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
     try:
         code = process.wait(LIMIT)
@@ -98,6 +127,8 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     assert same_bits(final_weights(folder), final_weights(expected))
     assert curves(folder) == curves(expected)
     timed = {"train_seconds", "images_per_second"}
-    results = [{name: value for name, value in metrics(each).items() if name not in timed} for each in (folder, expected)]
+    results = [
+        {name: value for name, value in metrics(each).items() if name not in timed} for each in (folder, expected)
+    ]
     assert results[0] == results[1]
     assert not list(folder.rglob(f"*{PART}")) and not list(folder.rglob(".lock"))

@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # What waits for the device, or has a size that follows from values; `lift_fresh` brings a number of the host's.
-REFUSED = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount", "lift_fresh"}
+REFUSED = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+    "lift_fresh",
+}
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -38,7 +47,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         inputs = tensors_in((args, kwargs))
-        masks = name.startswith("index") and any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1:2]))
+        masks = name.startswith("index") and any(
+            index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1:2])
+        )
         assert name not in REFUSED and not masks, f"{name} cannot be captured"
         for tensor in inputs:
             if (storage := storage_of(tensor)) not in self._made:

@@ -46,7 +46,9 @@ class At(Callback):
     def __init__(self, step: int, do: Callable[[pl.Trainer, Any], Any], after: bool = False) -> None:
         self._step, self._do, self._after = step, do, after
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if not self._after and trainer.global_step + 1 == self._step:
             self._do(trainer, pl_module)
 
@@ -109,11 +111,18 @@ def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    own = {"callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()], "enable_checkpointing": saves, "max_epochs": 2}
+    own = {
+        "callbacks": list(callbacks),
+        "plugins": [AtomicCheckpointIO()],
+        "enable_checkpointing": saves,
+        "max_epochs": 2,
+    }
     return pl.Trainer(**{**quiet, **fixed, **own, **settings})
 
 
-def fitted(model: pl.LightningModule, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any) -> pl.Trainer:
+def fitted(
+    model: pl.LightningModule, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any
+) -> pl.Trainer:
     """The Trainer after a fit of `model`, which goes on from the checkpoint `resume` if one is given."""
     done = trainer(*callbacks, **settings)
     done.fit(model, datamodule=data, ckpt_path=resume)
@@ -133,7 +142,9 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def assert_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 1e-6) -> None:
+def assert_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 1e-6
+) -> None:
     """Two states are equal up to rounding."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -36,7 +36,9 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
     trainer().validate(plain, datamodule=data, verbose=False)
     saved = checkpoint["cifar_lit"]["score"]
     assert Score.from_dict(saved, 10) == plain.score is not None
-    assert isinstance(saved["confusion"], Tensor)  # a list of each pair of thousands of classes would be refused as too long
+    assert isinstance(
+        saved["confusion"], Tensor
+    )  # a list of each pair of thousands of classes would be refused as too long
     tested = done.test(model, datamodule=data, verbose=False)
     assert same(weights(model), checkpoint["state_dict"])
     assert tested == trainer().test(plain, datamodule=data, verbose=False)
@@ -85,7 +87,10 @@ def test_what_is_scored_after_the_fit_are_the_weights_in_the_checkpoint_or_else_
 def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(
     ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    before, model = classifier(net="shapenet", ema_decay=ema_decay), classifier(net="shapenet", ema_decay=0.9 - ema_decay)
+    before, model = (
+        classifier(net="shapenet", ema_decay=ema_decay),
+        classifier(net="shapenet", ema_decay=0.9 - ema_decay),
+    )
     fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
     done: Any = fitted(model, shapes_data(), resume=tmp_path / "own.ckpt")
     averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]

@@ -127,7 +127,9 @@ def test_each_epoch_is_one_line_with_its_own_validation_and_the_bar_shows_what_w
     done = fitted(model, shapes_data(), *watchers, **settings)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if " s · " in line]
     for line, start in zip(lines, expected, strict=True):
-        assert line.startswith(start) and line.endswith(" images/s") and line.count("val loss") == start.count("val loss")
+        assert (
+            line.startswith(start) and line.endswith(" images/s") and line.count("val loss") == start.count("val loss")
+        )
     values = bar.get_metrics(done, model)
     assert {"loss", "accuracy"} <= values.keys() and all(isinstance(value, float) for value in values.values())
 
@@ -141,7 +143,9 @@ def blow_up(trainer: pl.Trainer, model: Any) -> None:
 
 
 @pytest.mark.parametrize("diverges", [True, False])
-def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(diverges: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(
+    diverges: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     watchers = [DivergenceWarning(), *([At(2, blow_up, after=True)] if diverges else [])]
     with suppress(NotFiniteLoss):
         fitted(classifier(), shapes_data(), *watchers, max_epochs=3, log_every_n_steps=1)

@@ -92,10 +92,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 # ---- the same training
 
 MUON = {"optimizer": "muon", "momentum": 0.6}
-WHITENED: dict[str, Any] = {**MUON, "net": "whitened", "net_options": {"widths": [8, 12]}, "schedule": "triangular", "lr": 2**-6}
+WHITENED: dict[str, Any] = {
+    **MUON,
+    "net": "whitened",
+    "net_options": {"widths": [8, 12]},
+    "schedule": "triangular",
+    "lr": 2**-6,
+}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "muon, whitening's end within an epoch": ({**WHITENED, "whiten_epochs": 2.5}, {}, {}),
-    "Nesterov, clipped by norm": ({"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}, {}, {"gradient_clip_val": 0.05}),
+    "Nesterov, clipped by norm": (
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+        {},
+        {"gradient_clip_val": 0.05},
+    ),
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "adamw": ({"optimizer": "adamw", "lr": 2**-10, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
     "smaller images first, norms": ({"net": "shapenet", "momentum": 0.9}, {"resolutions": {8: 0.4, 12: 0.2}}, {}),
@@ -113,7 +123,10 @@ ROUGH = ("bfloat16",)  # on a real device
 def test_recorded_steps_train_and_log_as_single_ones_do(name: str, device: Device) -> None:
     model_settings, data_settings, trainer_settings = SETTINGS[name]
     # two shapes of batches; of three sizes of images, or with the whitening's bias and without
-    captured = dict.fromkeys(SETTINGS, 2) | {"smaller images first, norms": 6, "muon, whitening's end within an epoch": 4}
+    captured = dict.fromkeys(SETTINGS, 2) | {
+        "smaller images first, norms": 6,
+        "muon, whitening's end within an epoch": 4,
+    }
     ends: list[Any] = []
     for capture in (False, True):
         rows, clock, model = Rows(), Clock(), classifier(**{"capture": capture, "lr": 2**-6, **model_settings})
@@ -135,7 +148,14 @@ def test_recorded_steps_train_and_log_as_single_ones_do(name: str, device: Devic
 
 def test_dropout_draws_anew_at_every_replay(device: Device) -> None:
     rows, model = Rows(), classifier(net="dropout", lr=1e-12, capture=True)
-    fitted(model, shapes_data(shuffle=False), logger=rows, log_every_n_steps=7, accelerator=device.accelerator, max_epochs=4)
+    fitted(
+        model,
+        shapes_data(shuffle=False),
+        logger=rows,
+        log_every_n_steps=7,
+        accelerator=device.accelerator,
+        max_epochs=4,
+    )
     losses = list(rows.of("train/loss").values())
     assert len(set(losses)) == len(losses) == 4
 
@@ -144,7 +164,11 @@ def test_dropout_draws_anew_at_every_replay(device: Device) -> None:
 def test_a_fit_only_replays_from_its_start_on_and_starts_as_if_nothing_had_been_captured(
     optimizer: str, stand_in: recorded_graphs.Module
 ) -> None:
-    settings = {"whitened": {**WHITENED, "whiten_epochs": 1.5}, "dropout": {"net": "dropout"}, "adamw": {"optimizer": "adamw"}}
+    settings = {
+        "whitened": {**WHITENED, "whiten_epochs": 1.5},
+        "dropout": {"net": "dropout"},
+        "adamw": {"optimizer": "adamw"},
+    }
     starts: list[Any] = []
 
     def start(trainer: Any, model: Any) -> None:
@@ -213,7 +237,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def states(used: Any) -> dict[str, Tensor]:
     """An optimizer's state by name."""
     state = used.optimizers[0].state_dict()["state"]
-    return {f"{key}.{name}": value.cpu() for key, each in state.items() for name, value in each.items() if value is not None}
+    return {
+        f"{key}.{name}": value.cpu() for key, each in state.items() for name, value in each.items() if value is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -232,7 +258,9 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_states_as_they_were_and_na
     expected, model, rows = classifier(**OPTIMIZERS[name]), classifier(capture=capture, **OPTIMIZERS[name]), Rows()
     done = fitted(expected, shapes_data(), max_epochs=-1, max_steps=step, **settings)
     used = trainer(*best_and_last(tmp_path), logger=rows, max_epochs=5, **settings)
-    with pytest.raises(NotFiniteLoss, match=rf"the loss is (nan|not finite) at step {step} of epoch {step // BATCHES}$"):
+    with pytest.raises(
+        NotFiniteLoss, match=rf"the loss is (nan|not finite) at step {step} of epoch {step // BATCHES}$"
+    ):
         used.fit(model, datamodule=broken_data(step))
     device.assert_alike(weights(model), weights(expected), OPTIMIZERS[name])
     if step and capture and device.accelerator == "cpu":
@@ -266,7 +294,9 @@ def test_a_step_that_is_not_captured_does_not_wait_for_another_device_than_a_cpu
 @pytest.mark.usefixtures("stand_in")
 def test_a_checkpoint_asked_for_between_log_lines_is_refused_when_the_loss_was_not_finite(tmp_path: Path) -> None:
     save = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "own.ckpt") if trainer.global_step > 1 else None
+        on_train_batch_end=lambda trainer, *_: (
+            trainer.save_checkpoint(tmp_path / "own.ckpt") if trainer.global_step > 1 else None
+        )
     )
     with pytest.raises(NotFiniteLoss, match="at step 1 of epoch 0"):
         fitted(classifier(capture=True), broken_data(1), save, log_every_n_steps=100)
@@ -281,7 +311,9 @@ def test_a_resumed_recorded_training_ends_alike_and_names_the_step_at_which_it_d
         last = best_and_last(tmp_path)[1]
         model, orderly = classifier(capture=True, momentum=0.9, schedule="one_cycle", lr=2**-6), OrderlyStop(last)
         callbacks = [RandomState(), last, stop_at(orderly, stop), orderly]
-        fitted(model, data, *callbacks, resume=resume, max_epochs=4, log_every_n_steps=3, accelerator=device.accelerator)
+        fitted(
+            model, data, *callbacks, resume=resume, max_epochs=4, log_every_n_steps=3, accelerator=device.accelerator
+        )
         return weights(model)
 
     expected = run(shapes_data())

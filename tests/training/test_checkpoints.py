@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, DamagedCheckpoint, latest_valid_checkpoint, read_checkpoint
+from cifar_lit.training.checkpoint import (
+    AtomicCheckpointIO,
+    DamagedCheckpoint,
+    latest_valid_checkpoint,
+    read_checkpoint,
+)
 
 FULL_DISK = Path("/dev/full")  # Linux: every write fails as on a full disk
 CONTENT: dict[str, Any] = {
@@ -49,7 +54,11 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and list(one) == list(other) and all(equal(one[name], other[name]) for name in one)
+        return (
+            isinstance(other, Mapping)
+            and list(one) == list(other)
+            and all(equal(one[name], other[name]) for name in one)
+        )
     if isinstance(one, tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other

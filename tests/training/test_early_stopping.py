@@ -17,7 +17,9 @@ from cifar_lit.training.classifier import ImageClassifier
 STILL = 1e-12  # a learning rate at which no validation differs from the one before
 
 
-@pytest.mark.parametrize(("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)])  # of six; the first one is better than none
+@pytest.mark.parametrize(
+    ("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)]
+)  # of six; the first one is better than none
 def test_it_ends_when_so_many_epochs_or_that_share_of_them_have_not_been_better(patience: float, epochs: int) -> None:
     done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), max_epochs=6)
     assert done.global_step == epochs * BATCHES
@@ -62,5 +64,7 @@ def test_without_validation_images_it_trains_to_the_end() -> None:
 
 
 def test_a_patience_below_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"model\.patience is a number of validations, or below 1 a share of them, not -1"):
+    with pytest.raises(
+        UsageError, match=r"model\.patience is a number of validations, or below 1 a share of them, not -1"
+    ):
         classifier(patience=-1.0)

@@ -47,7 +47,9 @@ def data(tmp_path: Path) -> ImageData:
 
 def model(file: str, **settings: Any) -> ImageClassifier:
     torch.manual_seed(0)
-    made = ImageClassifier("shapenet", [3, 16, 16], 10, **{"optimizer": "adamw", "lr": 1e-3, "weights": file, **settings})
+    made = ImageClassifier(
+        "shapenet", [3, 16, 16], 10, **{"optimizer": "adamw", "lr": 1e-3, "weights": file, **settings}
+    )
     load_into(made)
     return made
 
@@ -73,7 +75,9 @@ def test_a_net_takes_pretrained_weights_all_but_a_head_for_other_classes(file: s
 def test_layers_of_ones_own_may_be_called_as_what_runs_put_before_names(tmp_path: Path) -> None:
     first, *others = (nn.Sequential(OrderedDict(net=nn.Linear(8, 4))) for _ in range(3))
     save_file(first.state_dict(), tmp_path / "own.safetensors")
-    torch.save({"state_dict": {f"net.{name}": value for name, value in first.state_dict().items()}}, tmp_path / "run.pth")
+    torch.save(
+        {"state_dict": {f"net.{name}": value for name, value in first.state_dict().items()}}, tmp_path / "run.pth"
+    )
     for other, name in zip(others, ("own.safetensors", "run.pth"), strict=True):
         load_pretrained(other, "own.Net", str(tmp_path / name))
         assert same(weights(other), weights(first))
@@ -81,7 +85,9 @@ def test_layers_of_ones_own_may_be_called_as_what_runs_put_before_names(tmp_path
 
 def test_a_layer_whose_name_begins_as_the_heads_is_no_part_of_it(tmp_path: Path) -> None:
     net = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 3), fc1=nn.Linear(4, 4), fc=nn.Linear(4, 2)))
-    torch.save({name: tensor for name, tensor in net.state_dict().items() if not name.startswith("fc1.")}, tmp_path / "a.pth")
+    torch.save(
+        {name: tensor for name, tensor in net.state_dict().items() if not name.startswith("fc1.")}, tmp_path / "a.pth"
+    )
     with pytest.raises(UsageError, match=r"2 of 6 tensors, such as fc1\.weight, are missing"):
         load_pretrained(net, "own", str(tmp_path / "a.pth"))
 
@@ -141,7 +147,9 @@ def test_the_penalty_is_chosen_with_few_images_a_class_too() -> None:
     labels = torch.arange(12) % 4
     features = torch.randn(12, 8) + 9 * F.one_hot(labels, 8)
     weight, bias, _ = fit_head(features, labels, 4, views=1)
-    assert float((features @ weight.T + bias).softmax(1)[range(12), labels].min()) > 0.95  # far surer than with the strongest
+    assert (
+        float((features @ weight.T + bias).softmax(1)[range(12), labels].min()) > 0.95
+    )  # far surer than with the strongest
     noise, _, _ = fit_head(torch.randn(12, 8), labels, 4, views=1)
     assert noise.norm() < weight.norm()
 
@@ -190,10 +198,14 @@ def test_the_last_layer_alone_is_trained_where_nothing_is_unfrozen(file: str, da
     assert tuned.score is not None and tuned.score.images == len(data.split[1])
     for name in ("best", "last"):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
-        assert same({name.removeprefix("net."): value for name, value in saved.items() if name.startswith("net.")}, after)
+        assert same(
+            {name.removeprefix("net."): value for name, value in saved.items() if name.startswith("net.")}, after
+        )
 
 
-def test_features_are_computed_once_for_runs_of_all_seeds(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_computed_once_for_runs_of_all_seeds(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen, heads, compute = list[int](), [], finetune.compute_features
 
     def counted(*given: Any) -> Tensor:
@@ -256,7 +268,8 @@ def test_training_all_weights_has_to_be_better_than_the_head_alone(
     fitted(tuned, data, best, last)
     saved = torch.load(best.best_model_path, weights_only=True)
     assert same(
-        {name.removeprefix("net."): value for name, value in saved["state_dict"].items() if name[:4] == "net."}, weights(head.net)
+        {name.removeprefix("net."): value for name, value in saved["state_dict"].items() if name[:4] == "net."},
+        weights(head.net),
     )
     assert saved["global_step"] == 0 and last.best_model_path != best.best_model_path
     assert saved["cifar_lit"]["score"]["accuracy"] == pytest.approx(float(best.best_model_score))  # type: ignore[arg-type]
@@ -275,7 +288,9 @@ def test_a_resumed_fine_tuning_goes_on_from_its_weights_and_fits_no_head(
 
     stopped, resumed = model(file, fixed_norms=fixed), model(file, fixed_norms=fixed)
     fitted(stopped, shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), At(4, stop, after=True))
-    fitted(resumed, shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), resume=tmp_path / "stopped.ckpt")
+    fitted(
+        resumed, shapes_data(cache_dir=data.settings.cache_dir, flip="random", crop=2), resume=tmp_path / "stopped.ckpt"
+    )
     assert same(weights(whole), weights(resumed))
 
 

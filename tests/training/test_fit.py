@@ -8,7 +8,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_runs import BATCHES, Rows, assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import (
+    BATCHES,
+    Rows,
+    assert_close,
+    best_and_last,
+    classifier,
+    fitted,
+    same,
+    shapes_data,
+    trainer,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -45,7 +56,10 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
 
 
 def test_mixed_images_are_learned_by_their_shares_and_counted_by_their_own_labels() -> None:
-    model, images = classifier(label_smoothing=0.1), torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model, images = (
+        classifier(label_smoothing=0.1),
+        torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)),
+    )
     labels, shares = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([[0.7], [0.5], [1.0], [0.2], [0.0], [0.9]])
     targets = shares * F.one_hot(labels, 10) + (1 - shares) * F.one_hot(labels.roll(1), 10)
     loss = model.training_step(Batch(images, labels, labels, targets=targets), 0)
@@ -60,7 +74,9 @@ BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 CLIP = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 
 
-def by_hand(net: str, data: ImageData, precision: str, clip: dict[str, Any], accumulate: int) -> tuple[dict[str, Tensor], int]:
+def by_hand(
+    net: str, data: ImageData, precision: str, clip: dict[str, Any], accumulate: int
+) -> tuple[dict[str, Tensor], int]:
     """Return state and steps of a tutorial's loop over two epochs; an epoch's last group of batches may be smaller.
 
     torch's optimizer is not fused there, and memory not channels_last. Images are as the data normalised them: where a pooling
@@ -121,7 +137,9 @@ def test_a_batch_counts_with_its_loss_weight_in_the_gradient_and_without_one_not
     batch, start = Batch(torch.randn(5, 3, 16, 16), torch.arange(5), torch.arange(5)), weights(classifier())
     whole, rows = after_batches(batch)
     part, _ = after_batches(replace(batch, loss_weight=0.8))
-    assert_close({name: part[name] - start[name] for name in start}, {name: 0.8 * (whole[name] - start[name]) for name in start})
+    assert_close(
+        {name: part[name] - start[name] for name in start}, {name: 0.8 * (whole[name] - start[name]) for name in start}
+    )
     assert not same(whole, start)
     nothing = replace(batch, images=batch.images.flip(0), loss_weight=0.0)
     also, rows_also = after_batches(batch, nothing)
@@ -174,7 +192,10 @@ def mean_loss(batches: list[tuple[int, float, int]]) -> float:
         ({"log_every_n_steps": 0}, [(1, 7), (8, 14)]),
         ({"log_every_n_steps": 2, "limit_train_batches": 3}, [(1, 2), (3, 3), (4, 5), (6, 6)]),
         ({"log_every_n_steps": 4, "max_steps": 10, "max_epochs": -1}, [(1, 4), (5, 7), (8, 10)]),
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 6}, [(1, 2), (3, 3), (4, 5), (6, 6)]),
+        (
+            {"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 6},
+            [(1, 2), (3, 3), (4, 5), (6, 6)],
+        ),
     ],
 )
 def test_each_logged_loss_is_the_mean_over_the_images_since_the_last_one(
@@ -203,7 +224,10 @@ def test_losses_and_accuracies_are_torchs_smoothed_in_training_and_plain_in_vali
     fitted(model, data, losses, logger=rows, max_epochs=1)
     assert losses.batches[0][1] == pytest.approx(expected, rel=1e-5)
     assert rows.of("train/accuracy")[BATCHES] == pytest.approx(float(torch.cat(hits).mean()))
-    images, labels = data.train_images.images[data.split[1]].permute(0, 3, 1, 2), data.train_images.labels[data.split[1]]
+    images, labels = (
+        data.train_images.images[data.split[1]].permute(0, 3, 1, 2),
+        data.train_images.labels[data.split[1]],
+    )
     logits = model.eval()((images / 255 - 0.5) / 0.25)
     assert rows.of("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
     assert rows.of("val/accuracy") == pytest.approx({BATCHES: float((logits.argmax(1) == labels).float().mean())})
@@ -257,12 +281,16 @@ def test_images_that_stay_on_the_host_train_the_same_net_at_the_same_sizes() -> 
     for settings in ({"placement": "device"}, {"placement": "host", "workers": 2}):
         shapes.clear()
         model = classifier(net="dropout", momentum=0.9)
-        model.net.register_forward_pre_hook(lambda net, images: shapes.append((net.training, tuple(images[0].shape[2:]))))
+        model.net.register_forward_pre_hook(
+            lambda net, images: shapes.append((net.training, tuple(images[0].shape[2:])))
+        )
         data = shapes_data(crop=2, flip="alternating", cutout=3, resolutions={8: 0.4, 12: 0.2}, **settings)
         fitted(model, data, max_epochs=5)
         ends.append(weights(model))
         evaluated = (False, (16, 16))
-        assert shapes == [shape for side in (8, 8, 12, 16, 16) for shape in [*([(True, (side, side))] * BATCHES), evaluated]]
+        assert shapes == [
+            shape for side in (8, 8, 12, 16, 16) for shape in [*([(True, (side, side))] * BATCHES), evaluated]
+        ]
     assert same(*ends)
 
 

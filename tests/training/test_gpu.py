@@ -17,13 +17,26 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # The quickstart's images, net and schedule, for fewer epochs.
 SHAPES = [
     *("--recipe", "resnet18"),  # not the default, which whitens and changes sizes
-    *("--dataset", "shapes", "--data.count", "8000", "--data.val_size", "500", "--batch-size", "128", "--net", "shapenet"),
+    *(
+        "--dataset",
+        "shapes",
+        "--data.count",
+        "8000",
+        "--data.val_size",
+        "500",
+        "--batch-size",
+        "128",
+        "--net",
+        "shapenet",
+    ),
     *("--lr", "0.1", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--data.crop", "2", "--devices", "1"),
 ]
 
 
 @pytest.mark.parametrize(("precision", "difference"), [("32-true", 0.005), ("bf16-mixed", 0.01), ("16-mixed", 0.005)])
-def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(tmp_path: Path, precision: str, difference: float) -> None:
+def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(
+    tmp_path: Path, precision: str, difference: float
+) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     done = here(["train", *SHAPES, "--epochs", "4", "--precision", precision, "--accelerator", "gpu"], tmp_path / "gpu")
@@ -79,7 +92,9 @@ def test_an_epoch_is_brought_to_the_device_without_waiting_for_it() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_images_that_stay_on_the_host_come_in_page_locked_memory_and_train_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_stay_on_the_host_come_in_page_locked_memory_and_train_the_same_net(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data, loader = on_gpu("host")
     assert data.placed("train")[0].images.device.type == "cpu"
     batches = list(loader)

@@ -66,7 +66,12 @@ class Training:
     """
 
     def __init__(
-        self, folder: Path, name: str, every: str | None = None, accumulate: int = 1, limits: dict[str, int] | None = None
+        self,
+        folder: Path,
+        name: str,
+        every: str | None = None,
+        accumulate: int = 1,
+        limits: dict[str, int] | None = None,
     ) -> None:
         self.folder, self.last, self.limits = folder, folder / "last.ckpt", limits or {"max_epochs": 3}
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
@@ -75,7 +80,9 @@ class Training:
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Trains to the end."""
         own = {"net": "dropout", "momentum": 0.9, **self.settings}
-        data = shapes_data(crop=2, flip="random", resolutions=own.pop("resolutions", {}), augment=own.pop("augment", None))
+        data = shapes_data(
+            crop=2, flip="random", resolutions=own.pop("resolutions", {}), augment=own.pop("augment", None)
+        )
         model, clock, (best, last) = classifier(**own), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
         for callback in regular:
@@ -114,7 +121,9 @@ Undisturbed = Callable[..., Run]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The whole training of some settings, made once."""
-    return cache(lambda name, accumulate=1: Training(tmp_path_factory.mktemp("whole"), name, accumulate=accumulate).run())
+    return cache(
+        lambda name, accumulate=1: Training(tmp_path_factory.mktemp("whole"), name, accumulate=accumulate).run()
+    )
 
 
 # ---- signals
@@ -159,7 +168,9 @@ def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
             press(signal.SIGTERM)()
 
     training = Training(tmp_path, "sgd")
-    callback = LambdaCallback(on_validation_epoch_start=validation) if in_validation else At(step, press(signal.SIGTERM))
+    callback = (
+        LambdaCallback(on_validation_epoch_start=validation) if in_validation else At(step, press(signal.SIGTERM))
+    )
     assert training.stop(callback).exit_code == 143
     assert read_checkpoint(training.last)["global_step"] == step
     training.assert_goes_on_as(undisturbed("sgd"))
@@ -226,7 +237,9 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
     times = {interval: regular_checkpoint(interval)._train_time_interval for interval in seconds}
     assert {interval: time.total_seconds() for interval, time in times.items() if time} == seconds
     for interval in ("", 0, "0m", "-3", "1.5", "m", "10 m", "10d", "1e3", "10M"):
-        with pytest.raises(UsageError, match=r"--checkpoint-every is a number of steps \(500\) or a time \(10m, 90s, 1h\), not"):
+        with pytest.raises(
+            UsageError, match=r"--checkpoint-every is a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
+        ):
             regular_checkpoint(interval)
 
 
@@ -235,7 +248,12 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
     [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
 )
 def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
-    every: str, accumulate: int, steps: list[int], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    every: str,
+    accumulate: int,
+    steps: list[int],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two accumulated batches, the second one ends an update; where time is up after the first, it is waited for."""
     whole, saved, now = undisturbed("averaged", accumulate), list[int](), [0.0]
@@ -274,7 +292,9 @@ def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     training = Training(tmp_path, "averaged")
-    training.stop(LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and press(signal.SIGTERM)()))
+    training.stop(
+        LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and press(signal.SIGTERM)())
+    )
     assert read_checkpoint(training.last)["global_step"] == BATCHES + 1
     training.assert_goes_on_as(undisturbed("averaged"))
 

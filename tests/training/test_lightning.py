@@ -54,7 +54,9 @@ def test_a_further_metric_reaches_score_loggers_and_callbacks_by_its_name(tmp_pa
         ({"num_sanity_val_steps": 1}, 14, 2),
     ],
 )
-def test_the_trainers_limits_mean_batches_and_optimizer_steps(settings: dict[str, Any], steps: int, validations: int) -> None:
+def test_the_trainers_limits_mean_batches_and_optimizer_steps(
+    settings: dict[str, Any], steps: int, validations: int
+) -> None:
     rows, count = Rows(), list[bool]()
     counted = LambdaCallback(on_validation_end=lambda trainer, _: count.append(not trainer.sanity_checking))
     done = fitted(classifier(), shapes_data(), counted, logger=rows, **settings)

@@ -45,7 +45,9 @@ def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once() -> Non
 
 
 def test_a_class_that_is_neither_there_nor_predicted_is_left_out_of_the_means() -> None:
-    score = Score(0.5, 1.0, 4, [2 / 3, 0.0, math.nan, math.nan], [[2, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    score = Score(
+        0.5, 1.0, 4, [2 / 3, 0.0, math.nan, math.nan], [[2, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    )
     assert score.balanced_accuracy == pytest.approx((2 / 3 + 0) / 2, abs=1e-6)
     assert score.macro_f1 == pytest.approx((2 * 2 / (2 + 3) + 0 + 0) / 3, abs=1e-6)  # predicted, but never there: 0
 
@@ -167,7 +169,9 @@ def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path
     assert float(hits.double().mean()) == pytest.approx(model.score.accuracy)
 
     whole = data.test_images
-    data.parts.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)  # of which torchmetrics makes scalars
+    data.parts.test_images = ImageSet(
+        whole.images[:1], whole.labels[:1], whole.classes
+    )  # of which torchmetrics makes scalars
     trainer().test(model, datamodule=data, verbose=False)
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())

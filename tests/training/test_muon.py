@@ -23,7 +23,9 @@ def parameters(shapes: list[tuple[int, ...]]) -> list[Parameter]:
 
 def stepped(*optimizers: torch.optim.Optimizer, steps: range = range(4)) -> list[Tensor]:
     """The parameters after steps on random gradients, the same in whatever shape."""
-    params = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    params = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
     for seed in steps:
         generator = torch.Generator().manual_seed(seed)
         for parameter in params:
@@ -47,13 +49,16 @@ def both_kinds(lr: Any = 0.1) -> Muon:
 
 
 @pytest.mark.parametrize(
-    ("nesterov", "momentum", "tolerance", "steps"), [(True, 0.75, 1e-6, 3), (False, 0.5, 1e-6, 5), (True, 0.95, 2e-3, 3)]
+    ("nesterov", "momentum", "tolerance", "steps"),
+    [(True, 0.75, 1e-6, 3), (False, 0.5, 1e-6, 5), (True, 0.95, 2e-3, 3)],
 )
 def test_on_matrices_it_is_torchs_muon(nesterov: bool, momentum: float, tolerance: float, steps: int) -> None:
     """Momenta that are sums of few powers of two round alike in bfloat16 in torch's averaging form and in ours."""
     shared: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
     before, matrices = parameters(MATRICES), parameters(MATRICES)
-    factors = [max(1.0, len(matrix) / matrix.shape[1]) ** 0.5 for matrix in matrices]  # of the rate, by which torch adjusts it
+    factors = [
+        max(1.0, len(matrix) / matrix.shape[1]) ** 0.5 for matrix in matrices
+    ]  # of the rate, by which torch adjusts it
     groups = [
         {"params": [matrix], "lr": 0.1 * factor, "weight_decay": 0.2 / factor}
         for matrix, factor in zip(matrices, factors, strict=True)
@@ -108,7 +113,9 @@ def test_shapes_on_branches_of_their_own_give_the_same_bits_wait_for_the_gradien
     assert len(waits) == steps * 2 * shapes
     for start in range(0, len(waits), 2 * shapes):
         branches = [waiting for waiting, _ in waits[start : start + shapes]]
-        assert len(set(branches)) == shapes and {made_before for _, made_before in waits[start : start + shapes]} == {current}
+        assert len(set(branches)) == shapes and {made_before for _, made_before in waits[start : start + shapes]} == {
+            current
+        }
         assert waits[start + shapes : start + 2 * shapes] == [(current, branch) for branch in branches]
 
 

@@ -16,7 +16,13 @@ from cifar_lit.training.resume import check_restored_state, override_optimizer_s
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that tell Muon's groups apart.
-SETTINGS: dict[str, Any] = {"momentum": 0.6, "nesterov": True, "weight_decay": 0.004, "bias_lr": 100.0, "head_lr": 1000.0}
+SETTINGS: dict[str, Any] = {
+    "momentum": 0.6,
+    "nesterov": True,
+    "weight_decay": 0.004,
+    "bias_lr": 100.0,
+    "head_lr": 1000.0,
+}
 
 
 class Whitened(nn.Module):
@@ -42,7 +48,9 @@ MATRICES = ["conv.weight", "hidden.weight", "head.weight"]
 def train(optimizer: Optimizer, net: nn.Module, steps: range, schedule: Schedule | None = None) -> dict[str, Tensor]:
     """The net's state after the steps of these numbers."""
     for step in steps:
-        images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step), dtype=next(net.parameters()).dtype)
+        images = torch.randn(
+            8, 3, 8, 8, generator=torch.Generator().manual_seed(step), dtype=next(net.parameters()).dtype
+        )
         optimizer.zero_grad()
         net(images).square().mean().backward()
         optimizer.step()
@@ -66,7 +74,9 @@ def test_they_are_torchs_with_decay_on_weights_alone(name: str) -> None:
     ours, theirs = Whitened().double(), Whitened().double()
     torchs = (SGD if name == "sgd" else AdamW)(theirs.parameters(), lr=0.01, **{"weight_decay": 0, **settings})
     steps = range(4)
-    assert_close(train(build_optimizer(ours, name, 0.01, **settings), ours, steps), train(torchs, theirs, steps), atol=1e-9)
+    assert_close(
+        train(build_optimizer(ours, name, 0.01, **settings), ours, steps), train(torchs, theirs, steps), atol=1e-9
+    )
     net = Whitened()
     before = decay_alone(build_optimizer(net, name, 0.1, weight_decay=0.5), net)
     expected = {key: tensor * (0.95 if key in MATRICES else 1) for key, tensor in before.items()}
@@ -81,7 +91,9 @@ def test_muons_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_t
     for share in (0.004, 0.003, 0.002, 0.001, 0.0):
         before = decay_alone(optimizer, net)
         schedule.step()
-        expected = {name: was * (1 - share) for name, was in before.items()} | {"whiten.weight": before["whiten.weight"]}
+        expected = {name: was * (1 - share) for name, was in before.items()} | {
+            "whiten.weight": before["whiten.weight"]
+        }
         if rescale:
             expected |= {name: before[name] * len(before[name]) ** 0.5 / before[name].norm() for name in MATRICES[:2]}
         assert_close(dict(net.named_parameters()), expected, rtol=1e-5)
@@ -117,7 +129,9 @@ def test_parameters_are_grouped_by_what_they_are_with_rates_of_their_own_and_emp
 
 def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
     allow_imports(["torch.optim.RMSprop", "torch.optim.Adagrad"])
-    weights, biases = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01).param_groups
+    weights, biases = build_optimizer(
+        Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01
+    ).param_groups
     assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
     assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
     for name, settings, line in (
@@ -142,7 +156,9 @@ def saved(name: str, net: nn.Module, **settings: Any) -> dict[str, Any]:
     return copy.deepcopy({"hyper_parameters": {"optimizer": name, **known}, **states})
 
 
-def overridden(checkpoint: dict[str, Any], net: nn.Module, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def overridden(
+    checkpoint: dict[str, Any], net: nn.Module, **settings: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Groups and schedule of a checkpoint as a run with these settings goes on from them."""
     result = copy.deepcopy(checkpoint)
     override_optimizer_settings(result, {**checkpoint["hyper_parameters"], **settings}, net)
@@ -163,8 +179,18 @@ def test_a_new_decay_is_that_of_the_weights_alone_and_a_new_momentum_counts() ->
 def test_new_settings_on_resume_reach_each_group_at_the_point_the_schedule_had_come_to_and_no_others_change() -> None:
     net = Whitened()
     checkpoint = saved("muon", net, lr=0.25, **SETTINGS, rest_momentum=0.85, rescale_filters=True)
-    assert overridden(checkpoint, net) == (checkpoint["optimizer_states"][0]["param_groups"], checkpoint["lr_schedulers"][0])
-    settings = {"lr": 0.5, "head_lr": None, "bias_lr": 10.0, "rest_momentum": 0.9, "weight_decay": 0.01, "rescale_filters": False}
+    assert overridden(checkpoint, net) == (
+        checkpoint["optimizer_states"][0]["param_groups"],
+        checkpoint["lr_schedulers"][0],
+    )
+    settings = {
+        "lr": 0.5,
+        "head_lr": None,
+        "bias_lr": 10.0,
+        "rest_momentum": 0.9,
+        "weight_decay": 0.01,
+        "rescale_filters": False,
+    }
     groups, schedule = overridden(checkpoint, net, **settings)
     highest, reached = pytest.approx([0.5, 10.0, 0.5, 10.0]), pytest.approx([0.375, 7.5, 0.375, 5.0])
     assert [group["initial_lr"] for group in groups] == schedule["base_lrs"] == highest
@@ -179,7 +205,9 @@ def test_new_settings_on_resume_reach_each_group_at_the_point_the_schedule_had_c
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("capturable", [(True, False), (False, True)], ids=str)
-def test_a_training_goes_on_exactly_on_a_machine_that_keeps_its_rates_elsewhere(name: str, capturable: tuple[bool, bool]) -> None:
+def test_a_training_goes_on_exactly_on_a_machine_that_keeps_its_rates_elsewhere(
+    name: str, capturable: tuple[bool, bool]
+) -> None:
     def fresh(capturable: bool) -> tuple[Optimizer, Whitened, Schedule]:
         net = Whitened()
         optimizer = build_optimizer(net, name, 2**-5, capturable=capturable, momentum=0.6)

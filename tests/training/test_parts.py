@@ -34,7 +34,9 @@ CELLS = [
 
 def run_script(folder: Path, *words: str) -> str:
     variables = {**os.environ, "PYTHONPATH": f"{Path(cifar_lit.__file__).parents[1]}{os.pathsep}{SCRIPT.parent}"}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=180
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 
@@ -78,7 +80,9 @@ def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[s
     assert "sync_dist" not in pair[0]
 
 
-def test_our_classes_score_the_same_on_one_device_and_on_two(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
+def test_our_classes_score_the_same_on_one_device_and_on_two(
+    pair: tuple[str, Path], alone: dict[str, dict[str, Any]]
+) -> None:
     both = answer_of(pair, "ours", 0)
     assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)
     assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
@@ -123,7 +127,9 @@ def test_settings_of_the_data_that_a_plain_model_cannot_honour_are_refused(
 
 def test_a_loader_of_images_without_labels_is_predicted(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
-    (batch,) = trainer.predict(ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), batch_size=6))  # type: ignore[arg-type, misc, call-overload]
+    (batch,) = trainer.predict(
+        ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), batch_size=6)
+    )  # type: ignore[arg-type, misc, call-overload]
     assert batch["probabilities"].shape == (6, 5)
 
 
@@ -143,11 +149,22 @@ def test_lightnings_command_line_trains_tests_and_repeats_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = ["--data.dataset", "shapes", "--data.count", str(IMAGES), "--data.image_size", "16", "--trainer.accelerator", "cpu"]
+    flags = [
+        "--data.dataset",
+        "shapes",
+        "--data.count",
+        str(IMAGES),
+        "--data.image_size",
+        "16",
+        "--trainer.accelerator",
+        "cpu",
+    ]
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--model.net", "lenet", "--trainer.max_epochs", "1", *flags])
     (run_folder,) = (tmp_path / "lightning_logs").iterdir()
     (checkpoint,) = (run_folder / "checkpoints").glob("*.ckpt")
-    LightningCLI(ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), "--model.net", "lenet", *flags])
+    LightningCLI(
+        ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), "--model.net", "lenet", *flags]
+    )
     printed = capsys.readouterr().out
     assert "test/accuracy" in printed and "test/loss" in printed
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])

@@ -12,7 +12,17 @@ import pytest
 import torch
 from contract.command_line import Answer, files_of
 from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
-from real_runs import SETTINGS, STEPS_PER_EPOCH, assert_same_run, curves, final_weights, here, metrics, only_run, same_bits
+from real_runs import (
+    SETTINGS,
+    STEPS_PER_EPOCH,
+    assert_same_run,
+    curves,
+    final_weights,
+    here,
+    metrics,
+    only_run,
+    same_bits,
+)
 from small_runs import assert_close, classifier
 from stress.forked import Forked
 
@@ -84,14 +94,18 @@ def stages(
     folder = tmp_path_factory.mktemp("stages")
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun's agent
     more = {"PATH": scontrol(folder / "bin")}
-    cases = {name: [stage._replace(environment=more | stage.environment) for stage in case] for name, case in CASES.items()}
+    cases = {
+        name: [stage._replace(environment=more | stage.environment) for stage in case] for name, case in CASES.items()
+    }
     for stage in cases["torchrun starts both again"]:
         stage.environment["MASTER_PORT"] = str(store.port)
     yield pool.submit(lambda: (folder, forking(run_stages, cases=cases, folder=str(folder))))
     del store
 
 
-def test_two_processes_share_each_batch_and_train_the_net_of_one(pair_run: Future[tuple[Path, Answer]], alone: Path) -> None:
+def test_two_processes_share_each_batch_and_train_the_net_of_one(
+    pair_run: Future[tuple[Path, Answer]], alone: Path
+) -> None:
     folder, done = pair_run.result()
     assert done.code == 0, done.err
     assert "8 = 2 × 4 · 13 steps an epoch" in done.out
@@ -127,7 +141,9 @@ def validate_with_norms_of_their_own(folder: str) -> list[int]:
     return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
 
 
-def test_every_rank_validates_with_the_first_ones_statistics_of_norms(forking: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_rank_validates_with_the_first_ones_statistics_of_norms(
+    forking: Callable[..., Any], tmp_path: Path
+) -> None:
     assert forking(validate_with_norms_of_their_own, folder=str(tmp_path)) == [0, 0]
 
 
@@ -157,7 +173,8 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
     root, codes = stages.result()
     folder, case = root / name, CASES[name]
     printed = [
-        [(folder / f"{number}-{rank}.txt").read_text() for rank in range(len(each.codes))] for number, each in enumerate(case)
+        [(folder / f"{number}-{rank}.txt").read_text() for rank in range(len(each.codes))]
+        for number, each in enumerate(case)
     ]
     for number, stage in enumerate(case):
         assert codes[name][number] == stage.codes, printed[number]

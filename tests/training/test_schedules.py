@@ -41,7 +41,9 @@ def test_each_schedule_is_torchs_with_a_rise_in_a_straight_line() -> None:
     assert rates(ours, 25) == pytest.approx(rates(theirs, 25))
     risen = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
     assert risen == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx([1, 1.5, 2, 2, 2, 2, 2])
+    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx(
+        [1, 1.5, 2, 2, 2, 2, 2]
+    )
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (25, 0.25)])
@@ -49,7 +51,12 @@ def test_one_cycle_is_torchs_with_the_same_rise(warmup: float, share: float) -> 
     ours = rates(Schedule(optimizer(), "one_cycle", 100, warmup=warmup, final=0.1), 100)
     steps = 101  # torch's cycle ends at its last step, which starts from 0
     theirs = OneCycleLR(
-        optimizer(), max_lr=1.0, total_steps=steps, pct_start=(100 * share + 1) / steps, div_factor=10, final_div_factor=1
+        optimizer(),
+        max_lr=1.0,
+        total_steps=steps,
+        pct_start=(100 * share + 1) / steps,
+        div_factor=10,
+        final_div_factor=1,
     )
     assert ours == pytest.approx(rates(theirs, 100), abs=1e-9)
 
@@ -68,14 +75,22 @@ def test_the_rate_peaks_after_the_warm_up_and_ends_and_stays_at_the_final_one(na
 def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float | None) -> None:
     values = all_rates(Schedule(whitened(), "cosine", 8, warmup=2, whitening=end), 10)
     others = [2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)]
-    whitening = [1.5 * rate for rate in others] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
+    whitening = (
+        [1.5 * rate for rate in others] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
+    )
     assert [first for first, _ in values] == pytest.approx(others)
     assert [second for _, second in values] == pytest.approx(whitening)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
 def test_the_settings_of_a_model_are_in_epochs_however_often_the_rate_changes(every: str) -> None:
-    settings = {"schedule": "triangular", "schedule_every": every, "warmup_epochs": 0.0, "final_lr": 0.0, "whiten_epochs": 17 / 7}
+    settings = {
+        "schedule": "triangular",
+        "schedule_every": every,
+        "warmup_epochs": 0.0,
+        "final_lr": 0.0,
+        "whiten_epochs": 17 / 7,
+    }
     total, end = (35, 17) if every == "step" else (5, 17 / 7)
     for done, values in enumerate(all_rates(schedule_from(whitened(), settings, 35, 7), total)):
         assert values == pytest.approx([2 * (1 - done / total), max(0.0, 3 * (1 - done / end))])
@@ -94,7 +109,9 @@ def test_in_a_fit_the_rate_spans_all_optimizer_steps_and_changes_at_each(accumul
 def test_a_schedule_has_to_know_its_end_which_may_be_a_number_of_steps() -> None:
     rows, model = Rows(), classifier(schedule="triangular", lr=0.1)
     fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=-1, max_steps=10)
-    assert rows.of("lr") == pytest.approx({step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)})
+    assert rows.of("lr") == pytest.approx(
+        {step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)}
+    )
     for settings, line in (({"warmup": 10}, r"lower model\.warmup_epochs"), ({"whitening": 3}, "null")):
         with pytest.raises(UsageError, match=line):
             Schedule(optimizer(), "cosine", 10, **settings)

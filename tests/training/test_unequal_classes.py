@@ -26,9 +26,12 @@ COUNTS = [5000, 50, 0, 500]
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("balanced", COUNTS), ("effective", [sum(0.999**place for place in range(count)) for count in COUNTS])]
+    ("kind", "sizes"),
+    [("balanced", COUNTS), ("effective", [sum(0.999**place for place in range(count)) for count in COUNTS])],
 )
-def test_weights_are_inverse_to_the_sizes_of_classes_with_a_mean_of_1_over_images(kind: str, sizes: list[float]) -> None:
+def test_weights_are_inverse_to_the_sizes_of_classes_with_a_mean_of_1_over_images(
+    kind: str, sizes: list[float]
+) -> None:
     first, second, none, fourth = class_weights(torch.tensor(COUNTS), kind)
     assert none == 0
     assert second / first == pytest.approx(sizes[0] / sizes[1], rel=1e-9)
@@ -40,7 +43,9 @@ def unequal_data(**settings: Any) -> ImageData:
     """Drawn images, of which three in four are said to be of class 0, and none of class 9."""
     data = shapes_data(**settings)
     labels = data.train_images.labels
-    data.parts.train_images = replace(data.train_images, labels=torch.where(torch.arange(120) % 4 > 0, 0, labels.clamp_max(8)))
+    data.parts.train_images = replace(
+        data.train_images, labels=torch.where(torch.arange(120) % 4 > 0, 0, labels.clamp_max(8))
+    )
     return data
 
 
@@ -106,7 +111,10 @@ def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without(
     assert counts[0] > 70 and counts[9] == 0
     (weighted,) = (each for each in done.callbacks if isinstance(each, ClassWeights))
     assert weighted.weights.tolist() == pytest.approx(class_weights(counts, "balanced"))
-    images, labels = data.train_images.images[data.split[1]].permute(0, 3, 1, 2), data.train_images.labels[data.split[1]]
+    images, labels = (
+        data.train_images.images[data.split[1]].permute(0, 3, 1, 2),
+        data.train_images.labels[data.split[1]],
+    )
     logits = model.eval()((images / 255 - 0.5) / 0.25)
     assert rows.of("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
     assert weights(model).keys() == weights(plain).keys()  # so that either's checkpoint is the other's
@@ -139,7 +147,11 @@ def test_the_best_checkpoint_is_of_the_epoch_that_the_figure_names_and_never_a_d
     while done < len(SCORES):  # in two sittings: the second one knows the best of the first
         model = classifier(monitor=monitor)
         model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
-        kept, last, resume = best_checkpoint(*model.monitored), last_checkpoint(), tmp_path / "last.ckpt" if done else None
+        kept, last, resume = (
+            best_checkpoint(*model.monitored),
+            last_checkpoint(),
+            tmp_path / "last.ckpt" if done else None,
+        )
         kept.dirpath = last.dirpath = str(tmp_path)
         done += 2
         fitted(model, shapes_data(), kept, last, max_epochs=done, resume=resume)
@@ -151,7 +163,9 @@ def test_a_metric_of_ones_own_can_be_monitored_in_the_direction_that_it_has() ->
     metrics = {"calibration_error": MulticlassCalibrationError(10)}
     assert classifier(metrics=metrics, monitor="calibration_error").monitored == ("val/calibration_error", "min")
     assert classifier(monitor="top5").monitored == ("val/top5", "max")
-    with pytest.raises(UsageError, match=r"one of accuracy, .*, top5, calibration_error, not 'calibration'\. Did you mean c"):
+    with pytest.raises(
+        UsageError, match=r"one of accuracy, .*, top5, calibration_error, not 'calibration'\. Did you mean c"
+    ):
         classifier(metrics=metrics, monitor="calibration")
     with pytest.raises(UsageError, match=r"macro_f1, not 'top5'"):
         classifier(num_classes=5, monitor="top5")

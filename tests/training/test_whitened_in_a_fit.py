@@ -37,7 +37,9 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("most", [5000, 30])
-def test_the_first_layer_is_computed_once_from_training_images_as_they_are(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_layer_is_computed_once_from_training_images_as_they_are(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert whitening.WHITENING_IMAGES == 5000  # as the records take
     monkeypatch.setattr(whitening, "WHITENING_IMAGES", most)
     model, data, alone = classifier(**SMALL), augmented_data(resolutions={8: 0.5}), classifier(**SMALL)
@@ -112,7 +114,9 @@ def test_a_bias_whose_rate_has_come_to_0_has_no_gradient_and_all_weights_are_as_
     def run() -> dict[str, Tensor]:
         model, steps = classifier(**{**SMALL, **settings}), count()
         look = LambdaCallback(
-            on_after_backward=lambda _, model: without.append(next(steps)) if model.net.whiten.bias.grad is None else next(steps)
+            on_after_backward=lambda _, model: (
+                without.append(next(steps)) if model.net.whiten.bias.grad is None else next(steps)
+            )
         )
         fitted(model, augmented_data(), look, max_epochs=3, **trainer_settings)
         assert not model.net.bias_is_final  # who looks at gradients later on gets all

@@ -17,7 +17,9 @@ class Limits:
     body: int = 10_000_000  # bytes
     pixels: int = 25_000_000  # of one image, as its header says, before anything is decoded
     images: int = 64
-    decode_seconds: float = 0.5  # of a CPU for a request's images, after which the decoder is killed; starting another takes 0.3
+    decode_seconds: float = (
+        0.5  # of a CPU for a request's images, after which the decoder is killed; starting another takes 0.3
+    )
     body_seconds: float = 10.0  # that a client may pause for; one that is slow uses them up
     answer_seconds: float = 20.0  # in which a request that is here must be answered
     requests: int = 64  # at a time; further ones get 503
@@ -75,7 +77,9 @@ def _form_files(content_type: str, body: bytes, limits: Limits) -> list[tuple[st
     """The files of a form (RFC 7578); fields that are no files say nothing here and are left out."""
     boundary = BOUNDARY.search(content_type)
     delimiter = b"\r\n--" + (boundary[1] or boundary[2]).encode("latin-1", "replace") if boundary else b"\r\n"
-    parts = (b"\r\n" + body).split(delimiter, 2 * limits.images + MAX_FIELDS)  # so that an image too many is named as such
+    parts = (b"\r\n" + body).split(
+        delimiter, 2 * limits.images + MAX_FIELDS
+    )  # so that an image too many is named as such
     if boundary and delimiter in parts[-1]:
         raise RequestError(413, f"the form has too many parts: at most {limits.images} images in one request")
     if not boundary or len(parts) < 2 or not parts[-1].startswith(b"--"):
@@ -96,8 +100,12 @@ def _form_files(content_type: str, body: bytes, limits: Limits) -> list[tuple[st
 
 def _json_images(body: bytes, limits: Limits) -> Images:
     example = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
-    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > 3 * limits.images + MAX_FIELDS:  # objects take 25 times their bytes
-        raise RequestError(400, f"the body is not valid JSON, or holds more than {limits.images} images: send {example}")
+    if (
+        sum(body.count(mark) for mark in (b",", b"[", b"{")) > 3 * limits.images + MAX_FIELDS
+    ):  # objects take 25 times their bytes
+        raise RequestError(
+            400, f"the body is not valid JSON, or holds more than {limits.images} images: send {example}"
+        )
     try:
         content: Any = json.loads(body)
     except (ValueError, RecursionError):

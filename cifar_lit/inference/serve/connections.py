@@ -18,7 +18,9 @@ ACCEPTED_AT_ONCE = 64  # so few that others which were there before are not all 
 QUEUE = 512  # that the system lets wait
 MAX_HEADER_BYTES = 16 * 1024  # of the request line, the headers and the trailers, as Node.js takes them
 TOO_LONG = f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB"
-MAX_DRAINED_BYTES = 256_000_000  # of a body whose answer was given before its end: closed at once, the answer might be lost
+MAX_DRAINED_BYTES = (
+    256_000_000  # of a body whose answer was given before its end: closed at once, the answer might be lost
+)
 PIECE_BYTES = 1000  # that each piece of a body counts for beside its own: small ones cost more time than bytes
 MIN_RATE = 8000  # bytes/s that keep a connection open
 LINGER_SECONDS = 1.0
@@ -162,7 +164,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self.part in ("header", "body"):
             limit = f"{self._limits.body_seconds:g} s"
-            self.refuse(408, f"the request did not go on within {limit}: send it faster, or serve with more --body-seconds")
+            self.refuse(
+                408, f"the request did not go on within {limit}: send it faster, or serve with more --body-seconds"
+            )
         else:
             self.transport.abort()
 

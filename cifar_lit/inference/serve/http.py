@@ -32,7 +32,11 @@ from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import note
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -64,7 +68,9 @@ def serve(
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for connections and decoding: waiting threads spin
+    torch.set_num_threads(
+        max(1, torch.get_num_threads() - 1)
+    )  # a core for connections and decoding: waiting threads spin
     keep_freed_memory()
     with closing(Decoders(classifier.size, classifier.channels, classifier.resize, limits)) as decoders:
         app = App(NetRunner(classifier), decoders, limits, names, version)
@@ -88,7 +94,9 @@ def serve(
 
 
 async def _run(server: uvicorn.Server, sock: socket.socket, on_ready: Callable[[], None]) -> None:
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: _log(context["message"], context.get("exception")))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: _log(context["message"], context.get("exception"))
+    )
     serving = asyncio.create_task(server.serve([sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -113,7 +121,9 @@ class App:
     Pages of other sites are refused in any case, and no answer allows them to read it.
     """
 
-    def __init__(self, net: NetRunner, decoders: Decoders, limits: Limits, names: frozenset[str] | None, version: str) -> None:
+    def __init__(
+        self, net: NetRunner, decoders: Decoders, limits: Limits, names: frozenset[str] | None, version: str
+    ) -> None:
         self.net, self.decoders, self.limits, self.names = net, decoders, limits, names
         classifier = net.classifier
         self._health = {
@@ -134,7 +144,9 @@ class App:
             self._check(request)
             answer = await self._answer(request)
         except RequestError as error:
-            answer = JSONResponse({"error": error.text}, error.status, {"Retry-After": "1"} if error.status == 503 else None)
+            answer = JSONResponse(
+                {"error": error.text}, error.status, {"Retry-After": "1"} if error.status == 503 else None
+            )
         except ClientDisconnect:
             return
         except Exception as error:
@@ -147,7 +159,9 @@ class App:
         """Raise RequestError if the client may not ask."""
         host = ",".join(request.headers.getlist("host")).lower()  # two names are none
         if not _is_own_name(host, self.names):
-            text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
+            text = (
+                f"this service answers to localhost, not to {host[:80]!r}: start it with --host to be reached by name"
+            )
             if self.names is not None:
                 text = f"this service does not answer to {host[:80]!r}: use its address, or start it with --host and that name"
             raise RequestError(400, text)
@@ -160,7 +174,9 @@ class App:
     async def _answer(self, request: Request) -> Response:
         path, method = request.scope["path"], request.method
         if path not in (*self._pages, "/health", "/predict"):
-            raise RequestError(404, f"there is nothing at {quote(path[:80])}: POST /predict, GET /health, or the page at /")
+            raise RequestError(
+                404, f"there is nothing at {quote(path[:80])}: POST /predict, GET /health, or the page at /"
+            )
         allowed = "POST" if path == "/predict" else "GET"
         if method != allowed and (allowed, method) != ("GET", "HEAD"):
             raise RequestError(405, f"{path} does not take {method[:20]}: use {allowed}")
@@ -202,7 +218,9 @@ class App:
                 self._running -= 1
         except TimeoutError:
             limit = f"{self.limits.answer_seconds:g} s"
-            raise RequestError(503, f"there was no answer within {limit}: the service is busy, try again later") from None
+            raise RequestError(
+                503, f"there was no answer within {limit}: the service is busy, try again later"
+            ) from None
         finally:
             self._held -= scope.pop("held", 0)
         return {"predictions": predictions} if images.many else predictions[0]
@@ -230,7 +248,9 @@ class App:
     def _check_size(self, size: int) -> None:
         if size > self.limits.body:
             limit = f"{self.limits.body / 1e6:g} MB"
-            raise RequestError(413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb")
+            raise RequestError(
+                413, f"the body is larger than {limit}: send less, or start the service with a larger --max-mb"
+            )
 
 
 def _is_own_name(host: str, names: frozenset[str] | None) -> bool:

@@ -43,11 +43,15 @@ class Decoder:
     def __init__(self, max_pixels: int) -> None:
         before = {process.pid for process in active_children()}
         with _signals_blocked():
-            self._executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=(max_pixels,))
+            self._executor = ProcessPoolExecutor(
+                1, get_context("spawn"), initializer=start_worker, initargs=(max_pixels,)
+            )
             self.ready = submit_without_main(self._executor, int)  # which does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
-    async def decode(self, files: Files, size: tuple[int, int], channels: int, resize: str, seconds: float) -> list[bytes]:
+    async def decode(
+        self, files: Files, size: tuple[int, int], channels: int, resize: str, seconds: float
+    ) -> list[bytes]:
         """(H, W, C) uint8 in one row of each; raises DecodeError, and BrokenProcessPool where the process died."""
         return await asyncio.wrap_future(self._executor.submit(_decode, files, size, channels, resize, seconds))
 
@@ -113,7 +117,9 @@ class Decoders:
             return await decoder.decode(files, self._size, self._channels, self._resize, self._limits.decode_seconds)
         except DecodeError as error:
             if error.reason.endswith(" pixels"):
-                text = f"{error.name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
+                text = (
+                    f"{error.name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
+                )
             else:
                 text = f"{error.name} cannot be read: {error.reason}; save or send it again"
             raise RequestError(422, text) from None
@@ -204,7 +210,9 @@ class NetRunner:
             answers.append([])
             for _ in request.pixels:
                 prediction, view = next(results)
-                best = [{"label": label, "probability": round(value, 6)} for label, value in prediction.top[: request.top]]
+                best = [
+                    {"label": label, "probability": round(value, 6)} for label, value in prediction.top[: request.top]
+                ]
                 entry = {**best[0], "top": best}
                 if request.seen:
                     file = io.BytesIO()
