@@ -1,1 +1,1 @@
-"""The processes ("ranks") of one run: how they find each other, and how all end when one of them is gone."""
+"""Ranks (processes) of one run: how they connect, and how all end when one is lost."""

@@ -1,10 +1,8 @@
-"""A job that its scheduler starts again goes on with its run: which job this is, which run belongs to it, and how it is requeued.
+"""Find the run of a job that its scheduler restarts, and requeue the job.
 
-Lightning requeues a SLURM job too, from a checkpoint in the folder in which the job began; torchrun starts processes again and
-leaves the rest to them. Neither finds the run folder of an earlier attempt.
-
-A job is known by a key: CIFAR_LIT_JOB if it is set, else SLURM's id of the job, else torchrun's of the run. A training's
-folder records the key with a digest of the line, so that of several trainings in one SLURM script each finds its own.
+Lightning requeues SLURM jobs and torchrun restarts processes, but neither finds the run folder of the previous attempt.
+A job is identified by a key: CIFAR_LIT_JOB if it is set, else SLURM's job id, else torchrun's run id. A new run folder
+records the key with a digest of the command line, so that each training of one SLURM script finds its own run.
 """
 
 from __future__ import annotations
@@ -19,19 +17,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar_lit.distributed.rank_info import by_torchrun, is_first_process
-from cifar_lit.runs.run_folder import runs_of_job
+from cifar_lit.runs.run_folder import newest_run_of_job
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import note
 
-NAME = "CIFAR_LIT_JOB"  # set by a user or a scheduler's file; it must be unique among the jobs that share --logs
-JOB_RUN = "CIFAR_LIT_JOB_RUN"  # tells processes that this one starts which run it goes on with, "" for a new one
-REQUEUE_SECONDS = 5.0  # that SLURM is given to end a job that is queued again
+NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
+JOB_RUN = "CIFAR_LIT_JOB_RUN"  # tells child processes which run to resume; empty for a new run
+REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job
 
 
 class Job(NamedTuple):
-    """What a scheduler runs. key: its name for all time. title: for people. again: it was started before.
+    """A job of a scheduler.
 
-    named: by CIFAR_LIT_JOB, so that it may be an old acquaintance although nobody says that it was started before.
+    Attributes:
+        key: identifier that is the same after a restart.
+        title: name for messages.
+        again: whether the scheduler says that it has restarted the job.
+        named: whether CIFAR_LIT_JOB is set. A run may then already exist even without a restart counter.
     """
 
     key: str
@@ -41,49 +43,48 @@ class Job(NamedTuple):
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
-    """The job that a process of this environment belongs to, None outside one."""
-    again = any(
-        int(environment.get(count) or 0) >= 1 for count in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    )
+    """Return the job that a process with these environment variables belongs to, or None."""
+    counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    again = any(int(environment.get(counter) or 0) >= 1 for counter in counters)
     if name := environment.get(NAME):
         return Job(name, f"job {name}", again, named=True)
     if "SLURM_JOB_ID" in environment:
         number = slurm_number(environment)
         return Job(f"slurm:{environment.get('SLURM_CLUSTER_NAME', '')}:{number}", f"SLURM's job {number}", again)
     if by_torchrun(environment):
-        run = environment[
-            "TORCHELASTIC_RUN_ID"
-        ]  # the same on all nodes, which may change places; "none" where none was given
-        return Job(
-            f"torchrun:{run}" + (f":{os.getppid()}@{platform.node()}" if run == "none" else ""), "torchrun's job", again
-        )
+        run_id = environment["TORCHELASTIC_RUN_ID"]  # equal on all nodes; "none" without --rdzv-id
+        agent = f":{os.getppid()}@{platform.node()}" if run_id == "none" else ""
+        return Job(f"torchrun:{run_id}{agent}", "torchrun's job", again)
     return None
 
 
 def slurm_number(environment: Mapping[str, str]) -> str:
-    """The number of SLURM's job as its commands take it: of a task of an array with the array's."""
+    """Return the number of the SLURM job as `scontrol` expects it: `<array>_<task>` in a job array."""
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
 
 
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
-    """The run to go on with, None for a new one: the same in all processes. line: its digest."""
+    """Return the run to resume, the same in all processes, or None for a new one. line: digest of the command line."""
     if not is_first_process(environment) and JOB_RUN in environment:
         return Path(environment[JOB_RUN]) if environment[JOB_RUN] else None
-    runs = runs_of_job(logs, lambda record: record.get("job") == job.key and (job.named or record.get("line") == line))
-    os.environ[JOB_RUN] = str(runs[0]) if runs else ""
-    return runs[0] if runs else None
+    run = newest_run_of_job(
+        logs, lambda record: record.get("job") == job.key and (job.named or record.get("line") == line)
+    )
+    os.environ[JOB_RUN] = str(run or "")
+    return run
 
 
 def requeue(environment: Mapping[str, str], resume: str | None) -> str:
-    """Asks SLURM to start this process's job again; a line about what went wrong, empty when nothing did.
+    """Ask SLURM to requeue this process's job, and return an error message, empty on success.
 
-    SLURM ends the job at once, so everything must be written by now, and signals count no more. Processes but the first wait
-    for that end: were they gone before, `srun --kill-on-bad-exit` could take the first one with them.
+    SLURM ends the job at once, so everything must be saved and stop signals are ignored from here on. Ranks other than
+    the first wait for SLURM: if they exited first, `srun --kill-on-bad-exit` could kill the first one.
 
     Args:
-        resume: the command that goes on, None when there is no checkpoint.
+        environment: variables of the process.
+        resume: the command that resumes the run, None without a checkpoint.
     """
     for number in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -92,11 +93,11 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
         return ""
     job = slurm_number(environment)
     state = "stopped at its checkpoint" if resume else "stopped"
-    note(f"cifar-lit: {state}; SLURM's job {job} is queued again, and will go on by itself")
+    note(f"cifar-lit: {state}; SLURM's job {job} is being requeued and will resume automatically")
     try:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
         return ""
     except (OSError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or error).strip()
-    hint = f"Go on with:\n  {resume}" if resume else "Start it again."
-    return f"cifar-lit: it is not, as `scontrol requeue {job}` failed: {output.splitlines()[-1].rstrip('.')}. {hint}"
+    hint = f"Resume with:\n  {resume}" if resume else "Start it again."
+    return f"cifar-lit: requeueing failed: `scontrol requeue {job}`: {output.splitlines()[-1].rstrip('.')}. {hint}"

@@ -1,8 +1,8 @@
-"""How the ranks of a run come together before they share any work, and part again.
+"""Connect the ranks of a run before they share any work, and report how each one ends.
 
-torch's own rendezvous leaves two things open. gloo takes the interface of the machine's own name, which on most is 127.0.0.1.
-And torchrun lets all attempts meet at the agent's store, where the addresses of an earlier attempt are still found: who reads
-them too early cannot connect (github.com/pytorch/pytorch/issues/135712, and seen with torch 2.15).
+torch's own rendezvous has two gaps. gloo uses the interface of the machine's host name, which is often 127.0.0.1. And under
+torchrun all attempts meet at the agent's store, which still holds the addresses of an earlier attempt: a rank that reads
+them too early cannot connect (github.com/pytorch/pytorch/issues/135712, still present in torch 2.15).
 """
 
 from __future__ import annotations
@@ -27,109 +27,120 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # of Linux' netdevice(7): asks for an interface's address
-MEET_SECONDS = 300.0  # processes come late where starting takes long
+SIOCGIFADDR = 0x8915  # ioctl of Linux that returns the address of an interface, see netdevice(7)
+MEET_SECONDS = 300.0  # some machines start late
 POLL_SECONDS = 0.02
-LOSS_SECONDS = 5.0  # that a rank's loss may take to be known here, after it was felt
-TORCHRUN_LOSS_SECONDS = 0.5  # the same, after torchrun has felt it
+LOSS_SECONDS = 5.0  # from an error caused by a lost rank until the watch knows the rank
+TORCHRUN_LOSS_SECONDS = 0.5  # the same if torchrun noticed the loss first
 
 _watch: RankWatch | None = None
-_stores: list[Any] = []  # torch's, of the process group to come, which must live as long as this process
+_stores: list[Any] = []  # keeps torch's store alive until the process ends
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return an unused port of this machine."""
     with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def choose_interface(address: str) -> None:
-    """Lets gloo use the network interface that leads to an IPv4 address, unless the user has named one or it cannot be told."""
+    """Make gloo use the network interface that routes to an IPv4 address, unless the user has chosen one."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         from fcntl import ioctl  # not on Windows
 
-        udp.connect((address, 9))  # nothing is sent, but a way is chosen
+        udp.connect((address, 9))  # selects a route without sending anything
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
+            with suppress(OSError):  # an interface without an IPv4 address
                 answer = ioctl(udp.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == udp.getsockname()[0]:
                     os.environ.setdefault(GLOO_INTERFACE, name)
 
 
 def meet_anew(environment: MutableMapping[str, str]) -> None:
-    """Gives this attempt of torchrun a meeting point of its own; started by others, nothing changes.
+    """Give this attempt of torchrun its own rendezvous port; do nothing under other launchers.
 
     Raises:
-        Failure: when not all processes come in time.
+        Failure: some processes did not arrive in time.
     """
     world = int(environment.get("WORLD_SIZE", "1"))
     if not by_torchrun(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1:
         return
     from torch.distributed import TCPStore
 
-    address, port, restarts = (
-        environment[name] for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    )
-    store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
-    agreed = agree_on_port(store, int(environment["RANK"]), world, int(restarts), MEET_SECONDS)
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+    rank, restarts = int(environment["RANK"]), int(environment["TORCHELASTIC_RESTART_COUNT"])
+    agreed = agree_on_port(store, rank, world, restarts, MEET_SECONDS)
     environment["MASTER_PORT"], environment["TORCHELASTIC_RESTART_COUNT"] = map(str, agreed)
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: float) -> tuple[int, int]:
-    """A port, free on the machine of rank 0, at which `world` processes of one attempt meet, and how often they were restarted.
+    """Agree on a port, unused on the machine of rank 0, and on the number of restarts of this attempt.
 
-    torchrun's count does not tell attempts apart on several nodes, as each node counts its own: the highest holds, and it is
-    at least one where an earlier attempt has come this far. Each further process says hello with a token of its own until the
-    first one answers that it has heard it, and confirms; when all have, the first one says what holds. Nothing that an earlier
-    attempt has left answers a new token.
+    torchrun's count does not identify an attempt on several nodes, because each node counts its own restarts. The highest
+    count is used, and at least one if an earlier attempt got this far. Every other rank announces itself with a random
+    token until rank 0 acknowledges the token, and then confirms. After all confirmations, rank 0 publishes the result.
+    Keys left by an earlier attempt never contain a new token.
+
+    Args:
+        store: store shared by all attempts.
+        rank: rank of this process.
+        world: number of ranks.
+        restarts: number of restarts as torchrun counts them on this node.
+        limit: timeout in seconds.
+
+    Returns:
+        The port and the number of restarts.
 
     Raises:
-        Failure: after `limit` seconds.
+        Failure: timeout.
     """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + limit
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + limit
 
     def read(key: str, default: Any) -> Any:
         return json.loads(store.get(f"cifar_lit/{key}")) if store.check([f"cifar_lit/{key}"]) else default
 
-    def say(key: str, value: Any) -> None:
+    def write(key: str, value: Any) -> None:
         store.set(f"cifar_lit/{key}", json.dumps(value))
 
     def wait() -> None:
         if time.monotonic() > deadline:
-            raise Failure(
-                f"process {os.getpid()} has waited {limit:.0f} s for the others of this run: see what they printed"
-            )
+            raise Failure(f"process {os.getpid()} waited {limit:.0f} s for the other ranks: see what they printed")
         time.sleep(POLL_SECONDS)
 
     if rank > 0:
-        say(f"hello/{rank}", [token, restarts])
-        while token not in (answer := read("answer", {"heard": []}))["heard"]:
+        write(f"hello/{rank}", [token, restarts])
+        while token not in (answer := read("answer", {"acknowledged": []}))["acknowledged"]:
             wait()
-        say(f"confirmed/{rank}", answer["token"])
+        write(f"confirmed/{rank}", answer["token"])
         while (agreed := read("agreed", {"token": ""}))["token"] != answer["token"]:
             wait()
         return agreed["port"], agreed["restarts"]
-    others, hellos = range(1, world), None
+    others = range(1, world)
+    hellos = None
     while any(read(f"confirmed/{other}", "") != token for other in others):
         if hellos != (hellos := [read(f"hello/{other}", ["", 0]) for other in others]):
-            say("answer", {"token": token, "heard": [hello for hello, _ in hellos]})
+            write("answer", {"token": token, "acknowledged": [hello for hello, _ in hellos]})
         wait()
     counts = [restarts, *(read(f"hello/{other}", None)[1] for other in others), int(read("agreed", None) is not None)]
     port = free_port()
-    say("agreed", {"token": token, "port": port, "restarts": max(counts)})
+    write("agreed", {"token": token, "port": port, "restarts": max(counts)})
     return port, max(counts)
 
 
 def join(info: RankInfo, limit: float) -> RankWatch | None:
-    """Starts this process's watch, None when it is alone; waits for the first rank where that must be found.
+    """Start and return this process's watch, connected to the first rank; None for a single process.
 
     Args:
-        limit: seconds of silence after which a rank counts as lost, and `JOIN_FACTOR` times that for all to come together.
+        info: rank of this process.
+        limit: seconds without a heartbeat after which a rank counts as lost. All ranks must connect within `JOIN_FACTOR`
+            times this limit.
 
     Raises:
-        UsageError: when the port that all are to meet at is taken.
-        Failure: when the first rank cannot be found.
+        UsageError: MASTER_PORT is in use.
+        Failure: the first rank is unreachable.
     """
     global _watch
     if info.world == 1:
@@ -139,27 +150,30 @@ def join(info: RankInfo, limit: float) -> RankWatch | None:
     if info.address is not None:
         choose_interface(info.address)
     _watch = _coordinator(info, limit) if info.rank == 0 else _worker(info, limit)
-    os.environ["MASTER_PORT"] = str(_watch.store_port)  # where Lightning's process group meets
-    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.environ["MASTER_PORT"] = str(_watch.store_port)  # for Lightning's process group
+    if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_forget)
-    # Lightning's own observer kills this process, without a word, up to 5 s after a rank that it has started ended in failure
+    # Lightning's observer kills this process without a message, up to 5 s after one of its child ranks has failed.
     subprocess_script._launch_process_observer = _watch.adopt  # type: ignore[assignment]
     _watch.start()
     return _watch
 
 
 def leave(line: str, code: int, lost: bool = False) -> str:
-    """Tells the other ranks how this one ends; returns what it is to print of `line`.
+    """Tell the other ranks how this one ends, and return the line that it must print.
 
-    lost: the error is what the loss of another rank leads to, so that the line is about that rank.
+    Args:
+        line: message about this rank's own error, empty for none.
+        code: exit code; 128 or more after a signal.
+        lost: whether the error was caused by the loss of another rank. The returned line is then about that rank.
     """
     global _watch
     watch, _watch = _watch, None
     if watch is None:
         return line
-    if code >= 128 and watch.info.parent is not None:  # torchrun stops all others when it has lost one
-        known = watch.fault_known.wait(TORCHRUN_LOSS_SECONDS)
-        lost = known and watch.fault is not None and watch.fault.kind != STOPPED
+    if code >= 128 and watch.info.parent is not None:  # torchrun stops all ranks after losing one
+        is_known = watch.fault_known.wait(TORCHRUN_LOSS_SECONDS)
+        lost = is_known and watch.fault is not None and watch.fault.kind != STOPPED
     lost_rank = lost and watch.fault_known.wait(LOSS_SECONDS)
     watch.main_thread_ends.set()
     if lost_rank and watch.fault is not None:
@@ -169,16 +183,16 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     if code == 0:
         watch.finish()
         return line
-    if watch.info.rank and line and not line.startswith("[rank"):  # of another machine, where it is the first process
+    if watch.info.rank and line and not line.startswith("[rank"):
         line = f"[rank {watch.info.rank}] {line}"
     what = "lost its connection to another rank" if lost else f"failed: {line.rpartition('cifar-lit: ')[2]}"
     fault = watch.fail(Fault(watch.info.rank, STOPPED if code >= 128 else FAILED, what, code))
-    # what all ranks fail with is printed once
+    # An error that all ranks share is printed once.
     return line if fault.rank == watch.info.rank or fault.what != what else ""
 
 
 def _forget() -> None:
-    """In a fork of this process, such as a worker that loads images: it is no rank."""
+    """Drop the watch in a forked child, such as a data-loading worker."""
     global _watch
     watch, _watch = _watch, None
     if watch is not None:
@@ -188,7 +202,7 @@ def _forget() -> None:
 def _coordinator(info: RankInfo, limit: float) -> Coordinator:
     from torch.distributed import TCPStore
 
-    # only the ranks that this one starts can be told a secret
+    # A secret can only be passed to child processes.
     watch = Coordinator(info, limit, secrets.token_hex(16) if info.address is None else "")
     address = info.address or "127.0.0.1"
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
@@ -199,9 +213,10 @@ def _coordinator(info: RankInfo, limit: float) -> Coordinator:
 
 
 def _worker(info: RankInfo, limit: float) -> Worker:
-    address, port, token = (
-        json.loads(os.environ[COORDINATOR]) if COORDINATOR in os.environ else (info.address, info.port, "")
-    )
+    if COORDINATOR in os.environ:
+        address, port, token = json.loads(os.environ[COORDINATOR])
+    else:
+        address, port, token = info.address, info.port, ""
     timeout, watch = JOIN_FACTOR * limit, None
     deadline = time.monotonic() + timeout
     while watch is None:
@@ -209,14 +224,16 @@ def _worker(info: RankInfo, limit: float) -> Worker:
             watch = Worker(info, limit, socket.create_connection((address, port), timeout=2), token)
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = f"for {timeout:.0f} s: {error.strerror or error}. Start it within that time"
-                hint = "is MASTER_ADDR its address, and does no firewall lie between?"
                 raise Failure(
-                    f"cannot reach rank 0 of {info.world} at {address}, port {port}, {reason}; {hint}"
+                    f"cannot reach rank 0 of {info.world} at {address}, port {port}, within {timeout:.0f} s "
+                    f"({error.strerror or error}). Start it within that time. Check that MASTER_ADDR is its address, "
+                    "and that no firewall blocks the port."
                 ) from None
             time.sleep(0.2)
     if not watch.is_welcome():
-        hint = "what is there does not answer. Choose another MASTER_PORT, the same for all."
-        raise Failure(f"no rank 0 of this run is at {address}, port {port}: {hint}")
-    os.environ[COORDINATOR] = json.dumps([address, port, token])  # for ranks that this one's Trainer starts
+        raise Failure(
+            f"another program answers at {address}, port {port}, instead of rank 0 of this run. "
+            "Choose another MASTER_PORT, the same for all machines."
+        )
+    os.environ[COORDINATOR] = json.dumps([address, port, token])  # for the ranks that this process's Trainer starts
     return watch

@@ -1,1 +1,1 @@
-"""The run folder: its number, curves, metrics and weights."""
+"""The run folder: its number, lock, curves, metrics, weights and report."""

@@ -36,38 +36,56 @@ from cifar_lit.text import note, printable
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
-MAX_TABLE_CLASSES = 20  # up to which the confusion matrix is a table; beyond, a picture
-PARTS = ("train", "val", "test")  # whose curves share a chart: `val/loss` is drawn beside `train/loss`
-FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # the others follow as they were logged
+MAX_TABLE_CLASSES = 20  # with more classes the confusion matrix is a picture instead of a table
+PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
+FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
 TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
+# Facts of metrics.json: label and format.
+FACTS = {
+    "recipe": ("recipe", "{}"), "net": ("net", "{}"), "parameters": ("parameters", "{:,}"),
+    "dataset": ("dataset", "{}"), "epochs": ("epochs", "{:,}"), "batch_size": ("batch size", "{:,}"),
+    "seed": ("seed", "{}"), "precision": ("precision", "{}"), "accelerator": ("devices", "{}"),
+    "train_seconds": ("training time", "{:,.1f} s"), "images_per_second": ("training speed", "{:,.0f} images/s"),
+}  # fmt: skip
 
-# From a function that returns the images of rows, the rows, and a progress callback, to logits and embeddings (N, …).
+# Computes logits and embeddings (N, …). Arguments: a function from rows to their images, the rows, a progress callback.
 Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
 
 def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
-    """The page with a look at the training images, of the run's own figures where it was tested on these test images.
+    """Return the page with suspected label errors and duplicates, from a pass over all images.
 
-    look: `inference.embeddings.logits_and_embeddings` of the run's net. device: where to compare the embeddings.
+    The run's own predictions are used if it was tested on the same images; otherwise they are computed again.
+
+    Args:
+        run: the run folder.
+        data: its images.
+        look: `inference.embeddings.logits_and_embeddings` of its net.
+        device: where to compare embeddings.
     """
-    metrics, (train, held_out), test = read_metrics(run), _train_images(data), data.test_images
-    recorded = (metrics.get("test") or {}).get("fingerprint")
-    same = recorded == fingerprint(test.images, test.labels)
+    metrics = read_metrics(run)
+    train, held_out = _train_images(data)
+    test = data.test_images
+    tested_on = (metrics.get("test") or {}).get("fingerprint")
+    same = tested_on == fingerprint(test.images, test.labels)
     predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same else None
-    if recorded and not same:
-        note("these are other test images than the run was tested on: they are scored anew")
+    if tested_on and not same:
+        note("the run was tested on other images: evaluating these test images now")
         metrics = {**metrics, "test": None}
-    logits, embeddings = _looked_at(look, test, "test images")
+
+    def embed(images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
+        with progress(f"computing embeddings of the {what}", len(images)) as advance:
+            return look(images.take, torch.arange(len(images)), advance)
+
+    logits, embeddings = embed(test, "test images")
     if predictions is None:
-        scored = {
-            "indices": torch.arange(len(test)),
-            "labels": test.labels,
-            "probabilities": logits.double().softmax(1),
-        }
-        predictions = prediction_table(scored)
-    train_logits, known = _looked_at(look, train, "training images")
+        probabilities = logits.double().softmax(1)
+        predictions = prediction_table(
+            {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
+        )
+    train_logits, train_embeddings = embed(train, "training images")
     with progress("comparing test with training images", len(test)) as advance:
-        nearest = find_nearest(known.to(device), embeddings.to(device), advance)
+        nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
     findings = Findings(
         suspect_labels(train, train_logits.softmax(1), "Training", held_out),
         suspect_labels(test, logits.softmax(1), "Test"),
@@ -77,25 +95,22 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
 
 
 def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
-    """The training images, and the rows of those that were held out for validation.
+    """Return the training images without test images, and the rows of those that were held out for validation.
 
-    Test images are among the images to train on in a cross-validation, and where val/ is the test set too: these are left out.
+    `data.train_images` contains the test images in a cross-validation, and if val/ is also the test set.
     """
-    train, tested = data.train_images, set(data.test_images.names or ())
-    is_held_out, is_kept = torch.zeros(len(train), dtype=torch.bool), torch.ones(len(train), dtype=torch.bool)
+    train = data.train_images
+    is_held_out = torch.zeros(len(train), dtype=torch.bool)
     is_held_out[data.split[1]] = True
+    keep = torch.ones(len(train), dtype=torch.bool)
     if data.parts.folds:
-        is_kept[data.parts.fold_rows] = False
+        keep[data.parts.fold_rows] = False
     elif train.names:
-        is_kept = torch.tensor([name not in tested for name in train.names])
-    if not is_kept.all():
-        train = ImageSet(train.images[is_kept], train.labels[is_kept], train.classes)
-    return train, set(is_held_out[is_kept].nonzero()[:, 0].tolist())
-
-
-def _looked_at(look: Look, images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
-    with progress(f"looking at the {what}", len(images)) as advance:
-        return look(images.take, torch.arange(len(images)), advance)
+        test_names = set(data.test_images.names or ())
+        keep = torch.tensor([name not in test_names for name in train.names])
+    if not keep.all():
+        train = ImageSet(train.images[keep], train.labels[keep], train.classes)
+    return train, set(is_held_out[keep].nonzero()[:, 0].tolist())
 
 
 def render(
@@ -105,9 +120,14 @@ def render(
     predictions: PredictionTable,
     findings: Findings | None = None,
 ) -> str:
-    """The page as HTML. Every name in it is escaped: of classes, and of whatever else comes from outside.
+    """Return the page as HTML with all text escaped.
 
-    metrics: of metrics.json. predictions: of the test images. findings: None where the training images were not looked at.
+    Args:
+        run: the run folder.
+        metrics: contents of metrics.json.
+        data: the images of the run.
+        predictions: predictions for the test images.
+        findings: suspected label errors and duplicates; None if they were not searched.
     """
     classes = data.classes
     matrix = predictions.confusion(len(classes))
@@ -117,19 +137,20 @@ def render(
     if len(classes) > MAX_TABLE_CLASSES:
         matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
     config, config_text = run / "config.yaml", ""
-    with suppress(OSError, UnicodeDecodeError):  # there is none, or a stranger's that is no text
+    with suppress(OSError, UnicodeDecodeError):
         config_text = read_text(config)
     reproduce = {
         "Train and test again": ("train --config", [config]),
         "Test again": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
-        "Write this page again, with suspected labels and duplicates": ("report", [run]),
+        "Search for label errors and duplicates": ("report", [run]),
     }
     commands = []
-    for what, (command, places) in reproduce.items():
-        if place := next(filter(Path.exists, places), None):
-            commands.append((what, f"cifar-lit {command} {shlex.quote(display_path(place))}"))
+    for title, (command, paths) in reproduce.items():
+        if path := next(filter(Path.exists, paths), None):
+            commands.append((title, f"cifar-lit {command} {shlex.quote(display_path(path))}"))
+    correct = int(predictions.hits.sum())
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
-                       finalize=_shown, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+                       finalize=_printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
         config=config_text,
@@ -138,8 +159,8 @@ def render(
         classes=classes,
         findings=findings,
         images=len(predictions.labels),
-        right=int(predictions.hits.sum()),
-        interval=wilson_interval(int(predictions.hits.sum()), len(predictions.labels)),
+        correct=correct,
+        interval=wilson_interval(correct, len(predictions.labels)),
         summary=_summary(metrics),
         charts=_charts(read_curves(run)),
         smoothing=_label_smoothing(config),
@@ -168,34 +189,35 @@ def _label_smoothing(config: Path) -> float:
     return value if isinstance(value, int | float) else 0.0
 
 
-def _shown(value: Any) -> Any:
-    """A value of the page: of text each line as `printable`, but for charts, which are HTML."""
+def _printable_lines(value: Any) -> Any:
+    """Escape unprintable characters in each line of a text. Charts are HTML already and stay as they are."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return "\n".join(map(printable, value.split("\n"))) if is_text else value
 
 
+def _title(name: str) -> str:
+    return TITLES.get(name, name.replace("_", " "))
+
+
 def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts of metrics.json by name, those that are there, with all figures of the test and the validation."""
-    forms = {
-        "recipe": "{}", "net": "{}", "parameters": "{:,}", "dataset": "{}", "epochs": "{:,}", "batch_size": "{:,}",
-        "seed": "{}", "precision": "{}", "accelerator": "{}", "train_seconds": "{:,.1f} s", "images_per_second": "{:,.0f}",
-    }  # fmt: skip
+    """Return label and text of each fact in metrics.json, with all scores of the test and the validation."""
     if metrics.get("accelerator") is not None:
         metrics = {**metrics, "accelerator": f"{metrics.get('devices', 1)} × {metrics['accelerator']}"}
-    known = [name for name in forms if metrics.get(name) is not None]
-    facts = [(name.replace("_", " "), forms[name].format(metrics[name])) for name in known]
-    for part, what in (("test", "test"), ("val", "validation")):
+    facts = [
+        (label, form.format(metrics[name])) for name, (label, form) in FACTS.items() if metrics.get(name) is not None
+    ]
+    for part in ("test", "val"):
         for name, value in (metrics.get(part) or {}).items():
-            headline = name == "images" or (part, name) == ("test", "accuracy")
-            if isinstance(value, int | float) and not headline:
-                facts.append((f"{what} {name.replace('_', ' ')}", f"{value:.4f}"))
+            in_headline = name == "images" or (part, name) == ("test", "accuracy")
+            if isinstance(value, int | float) and not in_headline:
+                facts.append((f"{PART_NAMES[part]} {_title(name)}", f"{value:.4f}"))
             elif name == "tta" and isinstance(value, dict):
-                facts.append((f"{what} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
+                facts.append((f"{PART_NAMES[part]} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
     return facts
 
 
 def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Names and charts of all that a training logged more than once."""
+    """Return title and SVG of every value that was logged more than once."""
     logged: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in FIRST_CHARTS}
     for row in curves:
         for column, value in row.items():
@@ -204,39 +226,36 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
                 part = metric = column
             if column not in ("epoch", "step") and "step" in row:
                 logged.setdefault(metric, {}).setdefault(part, []).append((row["step"], value))
-    drawn: list[tuple[str, str]] = []
+    charts: list[tuple[str, str]] = []
     for name, lines in logged.items():
         if any(len(points) > 1 for points in lines.values()):
             ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
-            last = ", ".join(
-                f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items()
-            )
-            title = TITLES.get(name, name.replace("_", " "))
-            drawn.append(
-                (title, line_chart(f"chart-{len(drawn)}", ordered, f"{title.capitalize()} over training steps: {last}"))
-            )
-    return drawn
+            ends = (f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
+            title = _title(name)
+            label = f"{title.capitalize()} over training steps: {', '.join(ends)}"
+            charts.append((title, line_chart(f"chart-{len(charts)}", ordered, label)))
+    return charts
 
 
 def _most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:
-    """Label, predicted class, images and their fraction of the label's, for the pairs that are confused most often."""
-    wrong, totals = matrix.clone().fill_diagonal_(0), matrix.sum(1)
-    places = wrong.flatten().argsort(descending=True, stable=True)[:most]
-    cells = [(*divmod(place, len(classes)), int(wrong.flatten()[place])) for place in places.tolist()]
-    return [
-        (classes[row], classes[column], images, images / int(totals[row])) for row, column, images in cells if images
-    ]
+    """Return label, predicted class, images and their fraction of the label's, for the most frequent confusions."""
+    counts = matrix.clone().fill_diagonal_(0).flatten()
+    totals = matrix.sum(1).tolist()
+    confused = []
+    for cell in counts.argsort(descending=True, stable=True)[:most].tolist():
+        row, column = divmod(cell, len(classes))
+        if images := int(counts[cell]):
+            confused.append((classes[row], classes[column], images, images / totals[row]))
+    return confused
 
 
 def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """The lines below each image at these places of a table; the predicted class where it differs from the label."""
+    """Return the caption lines of the images at these rows of a table."""
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
     for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
-        names = (
-            (classes[label],) if predicted == label else (f"true {classes[label]}", f"predicted {classes[predicted]}")
-        )
-        lines.append((*names, f"{probability:.4f} · no. {index}"))
+        names = [classes[label]] if predicted == label else [f"true {classes[label]}", f"predicted {classes[predicted]}"]
+        lines.append((*names, f"{probability:.4f} · image {index}"))
     return lines
 
 

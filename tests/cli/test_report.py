@@ -77,7 +77,7 @@ def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -
     metrics["test"]["fingerprint"] = "0" * 64
     (own / "metrics.json").write_text(json.dumps(metrics))
     answer = run_command("report", "own-1")
-    assert "these are other test images than the run was tested on: they are scored anew" in answer.err
+    assert "the run was tested on other images: evaluating these test images now" in answer.err
     found = headline((own / "report.html").read_text())
     assert found["test accuracy"] == f"{metrics['test']['accuracy']:.4f}"
     assert "test loss" not in found
@@ -92,7 +92,7 @@ def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) 
     assert headline(page)["test images"] == "6"
     assert "of 6 test images" in page
     assert re.search(
-        r"[1-6] of 6 test images\s+(is|are) a training image pixel by pixel, [1-6] of\s+them under another label", page
+        r"[1-6] of 6 test images\s+(is|are) identical to a training image, [1-6] of\s+them with a different label", page
     )
 
 
@@ -111,7 +111,7 @@ def test_images_that_are_tested_on_are_not_looked_for_among_those_trained_on(mod
     Path("bare/config.yaml").write_text(f"data: {settings}")
     assert run_command("report", "bare").code == 0
     page = Path("bare/report.html").read_text()
-    assert re.search(r"\b0 of [2-5] test images\s+are a training image pixel by pixel", page)
+    assert re.search(r"\b0 of [2-5] test images\s+are identical to a training image", page)
 
 
 def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:

@@ -68,7 +68,7 @@ def main(rank: int, world: int, *more: str) -> None:
     else:
         watch = Worker(info, LIMIT, socket.create_connection(("127.0.0.1", int(more[0])), 5), "token")
         print("joined", flush=True)
-    watch.advice = lambda: "Go on with:\n  cifar-lit train --resume a-run"
+    watch.advice = lambda: "Resume with:\n  cifar-lit train --resume a-run"
     watch.release = lambda: print("released", flush=True)
     join._watch = watch
     os.register_at_fork(after_in_child=join._forget)

@@ -56,7 +56,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
             {"MASTER_ADDR": "a"},
             1,
             2,
-            "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine, as in",
+            "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine. Start it with",
         ),
         (
             {**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"},
@@ -87,8 +87,8 @@ def test_the_first_of_all_processes_knows_itself() -> None:
 def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoint() -> None:
     for restarts, again in (("1", True), ("2", False)):
         torchrun = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_MAX_RESTARTS": "2"}
-        assert ("torchrun starts all" in advice("x", torchrun)) == again
-    assert advice("cifar-lit train --resume a", {}) == "Go on with:\n  cifar-lit train --resume a"
+        assert ("torchrun restarts all" in advice("x", torchrun)) == again
+    assert advice("cifar-lit train --resume a", {}) == "Resume with:\n  cifar-lit train --resume a"
     assert advice(None, {}) == "It has no checkpoint yet: start it again."
 
 
@@ -126,16 +126,18 @@ def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(
 
 
 def test_a_port_that_is_taken_or_where_no_first_rank_answers_is_named(coordinator: Coordinator) -> None:
-    with pytest.raises(UsageError, match=f"port {coordinator.port}, which MASTER_PORT names, is taken on this machine"):
+    with pytest.raises(
+        UsageError, match=f"MASTER_PORT {coordinator.port} is in use by another process on this machine"
+    ):
         Coordinator(coordinator.info, 1.0, "")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(
-            Failure, match=rf"no rank 0 of this run is at 127.0.0.1, port {port}: .* Choose another MASTER_PORT"
+            Failure, match=rf"another program answers at 127.0.0.1, port {port}, .* Choose another MASTER_PORT"
         ):
             join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
     with pytest.raises(
-        Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, for 1 s: .*refused.* Start it with"
+        Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, within 1 s .*refused.* Start it with"
     ):
         join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
@@ -167,5 +169,5 @@ def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_no
 def test_restarted_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> None:
     store = dist.HashStore()
     store.set("cifar_lit/hello/1", '["of one that is gone", 0]')
-    with pytest.raises(Failure, match=r"has waited 0 s for the others of this run"):
+    with pytest.raises(Failure, match=r"waited 0 s for the other ranks"):
         agree_on_port(store, rank, 2, 0, 0.1)

@@ -44,7 +44,7 @@ two_idle = pytest.mark.parametrize("ranks", [(2, "")], indirect=True)
 def test_a_killed_rank_ends_the_others_and_the_first_that_is_left_names_it(ranks: list[Rank], lost: int) -> None:
     ranks[lost].process.kill()
     name = f"rank {lost} (process {ranks[lost].pid} on {socket.gethostname()})"
-    line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Go on with:\n"
+    line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Resume with:\n"
     assert ranks[1 - lost].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
     assert "released" in ranks[2].read()
     assert ranks[2].wait() == (1, "")
@@ -55,7 +55,7 @@ def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Ra
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
     code, line = ranks[1 - frozen].wait()
     assert code == 1 and f"rank {frozen} (process {ranks[frozen].pid} on" in line
-    assert "has given no sign for 2 s: it is frozen, or its machine cannot be reached" in line
+    assert "has sent no heartbeat for 2 s: it is frozen, or its machine is unreachable" in line
     assert ranks[2].wait() == (1, "")
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
 
@@ -162,7 +162,7 @@ def test_a_rank_hangs_that_keeps_the_others_waiting_but_not_one_that_moves_or_is
     pair.first.position = [1, 0, 2, 1]
     faults = [pair.looks(0.7)[0] for _ in range(4)]
     assert faults[0] is None
-    what = "has kept the others waiting for 2 s: it hangs, in a file system, a driver or a deadlock"
+    what = "has kept the others waiting for 2 s: it hangs in a file system, a driver or a deadlock"
     assert faults[-1] == Fault(1, "stuck", what)
 
 
@@ -195,7 +195,7 @@ def test_either_rank_may_end_in_order_before_the_other(pair: Pair, sooner: str) 
     assert [watches[1]._look() for _ in range(3)] == [None] * 3
 
 
-KILLED = "was killed by SIGKILL, as systems do that run out of memory"
+KILLED = "was killed by SIGKILL, perhaps because memory ran out"
 
 
 @pytest.mark.parametrize(("end", "what"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
@@ -217,7 +217,7 @@ def test_ranks_that_never_come_are_named(capsys: pytest.CaptureFixture[str]) -> 
         assert alone._look() is None
     assert capsys.readouterr().err == "waiting for rank 1, 2 of 3\n"
     alone.now += 50.0
-    assert sees(alone) == Fault(1, "silent", "has not come within 50 s")
+    assert sees(alone) == Fault(1, "silent", "did not connect within 50 s")
     alone.close_in_fork()
 
 

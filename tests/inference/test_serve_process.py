@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
         ("RUN --decode-seconds nan", "decode_seconds must be a number, not nan"),
         ("RUN --prot 1", "there is no flag --prot. Did you mean --port?"),
         ("RUN --port 0 --accelerator abacus", "this machine has no device 'abacus': it has cpu"),
-        ("nowhere", "there is no nowhere: name a run folder that ended, or a model.safetensors"),
+        ("nowhere", "there is no nowhere: name the folder of a finished run, or a model.safetensors"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(

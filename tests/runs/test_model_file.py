@@ -114,7 +114,7 @@ def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) 
     with pytest.raises(UsageError, match=f"best.ckpt is a checkpoint: name {path.parent} instead"):
         load_model_file(checkpoint)
     path.unlink()
-    with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a run that ended instead"):
+    with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a finished run instead"):
         load_model_file(checkpoint)
     with pytest.raises(UsageError, match=r"is no model\.safetensors: name a run folder, or its model\.safetensors"):
         load_model_file(checkpoint.rename(path))

@@ -46,7 +46,7 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     labels = torch.randint(0, classes, (300,), generator=generator)
     logits = torch.randn(300, classes, generator=generator) + 3 * torch.nn.functional.one_hot(labels, classes)
     predictions = {"indices": torch.arange(300), "labels": labels, "probabilities": logits.double().softmax(1)}
-    picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "no. 1"))
+    picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "image 1"))
     twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
     findings = Findings(Suspects(1000, [picture] * 24, 30, 12), Suspects(300, [picture] * 24, 9, 1), twins, 2, 1)
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
@@ -59,8 +59,8 @@ def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*", page)
     facts = dict(re.findall(r"<div><dt>([^<]*)</dt><dd>([^<]*)</dd></div>", page))
     assert facts.items() >= {
-        "parameters": "7,000", "seed": "7000", "accelerator": "2 × gpu", "train seconds": "61.3 s", "test loss": "0.2500",
-        "test top5": "0.9900", "test accuracy with mirror views": "0.9000", "validation accuracy": "1.0000",
+        "parameters": "7,000", "seed": "7000", "devices": "2 × gpu", "training time": "61.3 s", "test loss": "0.2500",
+        "test top-5 accuracy": "0.9900", "test accuracy with mirror views": "0.9000", "validation accuracy": "1.0000",
         "validation f1": "0.7500", "torch": "2",
     }.items()  # fmt: skip
     titles = ["loss", "learning rate", "lr-SGD", json.dumps(HOSTILE)[1:-1].replace("<", "&lt;").replace(">", "&gt;")]

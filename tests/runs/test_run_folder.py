@@ -117,7 +117,7 @@ def test_a_record_of_another_machine_is_told_of_and_one_that_cannot_be_read_hind
     monkeypatch.setattr(run_folder, "LEASE_SECONDS", 0.1)
     (tmp_path / OWNER).write_text(text)
     RunFolder(tmp_path, "fast", tmp_path).release()
-    line = f"{tmp_path} was left by process 41 on node-7; going on with it\n"
+    line = f"{tmp_path} was left unfinished by process 41 on node-7; resuming it\n"
     assert capsys.readouterr().err == (line if text == LEFT.format("node-7") else "")
     assert list(tmp_path.iterdir()) == []
 
@@ -191,7 +191,7 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
     checkpoint = find_resumable(Path("logs"), name)
     (run / place).unlink(missing_ok=True)
     (run / place).symlink_to(tmp_path / "logs/fast-10")  # which is not there
-    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a link that leads out of its run"):
+    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its run folder"):
         find_resumable(Path("logs"), name)
     (run / place).unlink()
     run.rename("elsewhere")

@@ -34,7 +34,7 @@ DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_class
 TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
 KERNEL = "/proc/kmsg"  # a regular file of size 0, whose reading waits
 REDIRECTION = b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"
-LEADS_OUT = "is a link that leads out of its run"
+LEADS_OUT = "is a symlink pointing outside its run folder"
 
 Prepare = Callable[[Path], object]
 Make = Callable[[Path, Path], object]  # is given the folder and the place of the file

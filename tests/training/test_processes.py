@@ -192,7 +192,7 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
         assert (root / "bin/asked").read_text().split()[:2] == ["requeue", "7"]
         assert "at epoch 2, step 20" in printed[1][0]
     if name == "torchrun starts both again":
-        assert printed[0][0].rstrip().endswith("The run was ended. torchrun starts all of them again.")
+        assert printed[0][0].rstrip().endswith("The run was ended. torchrun restarts all ranks.")
         assert printed[1][0].count("going on with lightning_logs/tudui-1: torchrun's job was started again") == 1
         assert "at epoch 2, step 13" in printed[1][0]
         assert (only_run(folder) / ".job").is_file()

@@ -70,8 +70,10 @@ def test_a_requeue_that_fails_says_how_to_go_on_by_hand(tmp_path: Path) -> None:
     path = scontrol(tmp_path / "bin", "echo no permission >&2; exit 1")
     done = here(WORDS, tmp_path, **SLURM, **array, PATH=path, AT_STEP="3", AT_STEP_SIGNAL=USR1)
     assert done.code == 138
-    assert f"{QUEUED}\ncifar-lit: it is not, as `scontrol requeue 5_2` failed: " in done.err
-    assert done.err.endswith("failed: no permission. Go on with:\n  cifar-lit train --resume lightning_logs/tudui-1\n")
+    assert f"{QUEUED}\ncifar-lit: requeueing failed: `scontrol requeue 5_2`: " in done.err
+    assert done.err.endswith(
+        "`scontrol requeue 5_2`: no permission. Resume with:\n  cifar-lit train --resume lightning_logs/tudui-1\n"
+    )
 
 
 @pytest.mark.parametrize(("moment", "step"), [({"AT_STEP": "3", **SLURM}, 4), ({"AT_STAGE": "fit"}, None)])
