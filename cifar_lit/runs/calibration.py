@@ -1,7 +1,7 @@
-"""How far probabilities can be believed: the calibration error, and the temperature that mends it.
+"""Calibration error of probabilities, and the temperature that reduces it.
 
-After C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, On Calibration of Modern Neural Networks, ICML 2017. Label smoothing makes
-a net less sure than it is right: it asks for 82 % of a plain horse.
+Both follow C. Guo, G. Pleiss, Y. Sun and K. Q. Weinberger, On Calibration of Modern Neural Networks, ICML 2017. A net
+trained with label smoothing is underconfident.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from torch import Tensor
 from cifar_lit.runs.figures import Bin
 from cifar_lit.runs.model_file import MAX_TEMPERATURE
 
-MIN_HELD_OUT = 20  # images; of fewer nothing is learned
-BISECTIONS = 20  # which leave a temperature within 6e-6 of itself
+MIN_HELD_OUT = 20  # images needed to fit a temperature
+BISECTIONS = 20  # relative error of the temperature: 6e-6
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
-    """The temperature at which held-out images have the least mean negative log-likelihood; accuracies stay as they are.
+    """Return the temperature with the smallest mean negative log-likelihood on held-out images.
 
-    That mean is convex in 1 / T, so the sign of its slope tells the side. A share of 1 / (N + 2) of each label is spread over all
-    classes, as J. Platt did for two (1999), or a net without a mistake on few images would be sure without bounds.
+    The mean is convex in 1 / T, so bisection on the sign of its slope finds the minimum. Labels are smoothed by
+    1 / (N + 2), as by J. Platt for two classes (1999). Otherwise a net without mistakes on few images would become
+    arbitrarily confident.
 
     Args:
-        logits: (N, classes) of images that the net was not trained on. labels: int64 (N,).
+        logits: (N, classes) of images that the net was not trained on.
+        labels: int64 (N,).
 
     Returns:
-        It, within `MAX_TEMPERATURE` and its inverse; None of fewer than 20 images, or of logits that are not finite.
+        The temperature in 1 / `MAX_TEMPERATURE` … `MAX_TEMPERATURE`; None for fewer than 20 images or non-finite logits.
     """
     count, logits = len(labels), logits.double()
     if count < MIN_HELD_OUT or not logits.isfinite().all():
@@ -44,25 +46,27 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """The probabilities (N, classes) of the same logits, divided by a temperature; those given are of a temperature of 1."""
+    """Return probabilities (N, classes), given at temperature 1, at another temperature."""
     return (probabilities.log() / temperature).softmax(1)
 
 
 def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
-    """Images by the probability of the predicted class, in bins of equal width; 15 as in Guo et al. 2017.
+    """Return bins of equal width over the probability of the predicted class.
 
-    probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is right.
+    Args:
+        probability: float (N,) in 0 … 1.
+        hits: bool (N,), whether the prediction is correct.
+        bins: number of bins.
     """
     places = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
     counts = torch.bincount(places, minlength=bins)
-    confidence, accuracy = (
-        torch.bincount(places, each.double(), minlength=bins) / counts for each in (probability, hits)
-    )
+    confidence = torch.bincount(places, probability.double(), minlength=bins) / counts
+    accuracy = torch.bincount(places, hits.double(), minlength=bins) / counts
     columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
     return [Bin(place / bins, (place + 1) / bins, *column) for place, column in enumerate(columns)]
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """The mean distance between probability and accuracy, in 0 … 1: Σ (images of a bin / images) · |accuracy − confidence|."""
+    """Return Σ (images of a bin / images) · |accuracy − confidence|, in 0 … 1."""
     images = sum(part.images for part in bins)
     return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)

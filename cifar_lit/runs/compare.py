@@ -1,11 +1,11 @@
-"""Compare runs: the settings that differ, the results, and which differences are more than chance."""
+"""Compare runs: settings that differ, results, and statistical tests of the differences."""
 
 from __future__ import annotations
 
 import glob
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, compress, cycle, product
 from pathlib import Path
@@ -17,19 +17,23 @@ from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metr
 from cifar_lit.stats import McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
 
-# ---- What a run's folder says.
-
 SEED = "seed_everything"
-PLACES = ("logs", "ckpt_path", "weights_only")  # settings that say where files lie, not what was computed
+PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
+
+# ---- Read runs.
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
+    """A run folder as the comparison sees it.
 
-    name: as the user would type it. settings: of config.yaml by dotted name, without those of places. metrics: of metrics.json.
-    note: why figures are missing, empty when none are.
+    Attributes:
+        path: the folder.
+        name: its path as the user would type it.
+        settings: contents of config.yaml by dotted name, without `PLACES`.
+        metrics: contents of metrics.json.
+        note: why results are missing, empty if none are.
     """
 
     path: Path
@@ -40,13 +44,13 @@ class RunRecord:
 
     @property
     def test(self) -> dict[str, Any]:
-        """The test's part of metrics.json, empty where there was none."""
+        """The test results in metrics.json; empty without a test."""
         test = self.metrics.get("test")
         return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
 
     @property
     def recipe(self) -> str:
-        """The recipe's name."""
+        """Name of the recipe, or –."""
         return str(self.metrics.get("recipe") or self.settings.get("recipe") or "–")
 
     @property
@@ -56,17 +60,17 @@ class RunRecord:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What is compared, by name, None where it is not known; at the end whatever else the test or the validation counted.
+        """The values to compare by name, None if unknown, followed by all other scores of the test and the validation.
 
-        low, high: the 95 % interval of the accuracy, for tests that say of how many images.
+        `low` and `high` are the limits of the 95 % interval of the test accuracy.
         """
-        test, val, images = self.test, self.metrics.get("val") or {}, self.test.get("images")
+        test, val = self.test, self.metrics.get("val") or {}
+        images = test.get("images")
         low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
         figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
         figures["val_accuracy"] = val.get("accuracy")
-        figures |= {
-            name: self.metrics.get(name) for name in ("train_seconds", "images_per_second", "parameters", "epochs")
-        }
+        for name in ("train_seconds", "images_per_second", "parameters", "epochs"):
+            figures[name] = self.metrics.get(name)
         for prefix, scores in (("", test), ("val_", val)):
             for name, value in scores.items():
                 if name not in ("accuracy", "loss", "images") and isinstance(value, int | float):
@@ -75,29 +79,29 @@ class RunRecord:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """The run folders that are named: folders of runs, folders of logs, or patterns such as `logs/laptop-*`; each once.
+    """Return the run folders that names stand for, each once.
 
-    A folder that holds no run is taken for a run, which its record tells to be broken. Raises UsageError for a name that
-    stands for no folder.
+    A name is a run folder, a folder of runs, or a pattern such as `logs/laptop-*`. A folder without any run is returned
+    itself; `read_run` then reports that it is broken. Raise UsageError for a name that matches no folder.
     """
     runs: dict[Path, Path] = {}
     for name in names:
         path = Path(name).expanduser()
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]
-        folders = sorted(filter(Path.is_dir, matches), key=_by_name)
+        folders = _sorted_folders(matches)
         if not folders:
-            wrong = f"{name} is a file" if matches else f"there is no {name}"
-            raise UsageError(f"{wrong}: name run folders, a pattern of them, or a folder of logs")
+            problem = f"{name} is a file" if matches else f"there is no {name}"
+            raise UsageError(f"{problem}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()), key=_by_name)
+            inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
             for run in inner or [folder]:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
-def _by_name(folder: Path) -> Any:
-    """Sorts laptop-2 before laptop-10."""
-    return natural_key(folder.name)
+def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders among paths, laptop-2 before laptop-10."""
+    return sorted(filter(Path.is_dir, paths), key=lambda folder: natural_key(folder.name))
 
 
 def _is_run(path: Path) -> bool:
@@ -105,11 +109,10 @@ def _is_run(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunRecord:
-    """What a folder says; what is wrong with it is in the record's `note`, never raised."""
+    """Return the contents of a run folder. Missing and damaged files are reported in `note`, never raised."""
+    config_file = path / "config.yaml"
     try:
-        config = (
-            plain_values(path / "config.yaml") if (path / "config.yaml").is_file() else None
-        )  # a pipe would be waited for
+        config = plain_values(config_file) if config_file.is_file() else None  # reading a pipe would block
     except UsageError:
         config = None
     settings = _flattened(config) if isinstance(config, dict) else {}
@@ -125,17 +128,17 @@ def read_run(path: Path) -> RunRecord:
         note = "predictions only"
     elif not settings:
         note = "broken: neither config.yaml nor metrics.json"
-    else:  # a running process holds the lock, and one that was killed leaves it
+    else:  # a killed process leaves its lock file
         note = "still running, or killed" if (path / LOCK).exists() else "did not end"
     return replace(record, note=note)
 
 
 def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name; lists stay values."""
+    """Return nested settings by dotted name. Lists are values."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= _flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        is_nested = isinstance(value, Mapping) and value
+        flat |= _flattened(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
     return flat
 
 
@@ -143,26 +146,28 @@ def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs that have any, with each run's value as text; – where it has none."""
+    """Return the settings that differ between runs, with each run's value as text; – where it has none.
+
+    Runs without any settings are not compared.
+    """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     texts = {name: [_setting_text(run, name) for run in runs] for name in names}
-    known = [bool(run.settings) for run in runs]
-    return {name: values for name, values in texts.items() if len(set(compress(values, known))) > 1}
+    has_settings = [bool(run.settings) for run in runs]
+    return {name: values for name, values in texts.items() if len(set(compress(values, has_settings))) > 1}
 
 
 def _setting_text(run: RunRecord, name: str) -> str:
-    """A setting's value as one would type it."""
+    """Return a setting's value as the user would type it."""
     value = run.settings.get(name, "–")
-    return (
-        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-    )  # dates too
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Tested runs of one recipe and the same settings but for the seed, taken together.
+    """Group the tested runs that have the same recipe and the same settings except for the seed.
 
-    Of each group: `recipe`, `settings` (those that differ between groups, as texts), `runs` (names), `seeds`, and of
-    `accuracy` and `train_seconds` what `mean_interval` gives.
+    Returns:
+        For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds`, and
+        `mean_interval` of `accuracy` and `train_seconds`.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe")]
@@ -185,66 +190,66 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return summaries
 
 
-def _right_answers(run: RunRecord) -> list[bool] | None:
-    """Whether each test image in order was named right; None where predictions.csv does not say.
-
-    It must have a row for each test image of metrics.json, or it is of another test.
-    """
+def _hits(run: RunRecord) -> list[bool] | None:
+    """Return whether each test image was predicted correctly; None unless predictions.csv has every test image."""
     try:
         table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted"))
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
     except (KeyError, ValueError):
         return None
-    whole = rows and len(rows) == run.test.get("images") and all(row[0] == place for place, row in enumerate(rows))
-    return [label == predicted for _, label, predicted in rows] if whole else None
+    is_complete = rows and [index for index, _, _ in rows] == list(range(run.test.get("images", 0)))
+    return [label == predicted for _, label, predicted in rows] if is_complete else None
 
 
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
-    """McNemar's test of tested runs that saw the same test images, and one line for each reason why others are left out.
+    """Apply McNemar's test to pairs of runs that were tested on the same images.
 
-    Of each set of test images every two of up to five runs; of more, each against the one with the best accuracy, named first.
+    Up to five runs on the same images are compared pairwise. If there are more, each is compared with the most accurate.
+
+    Returns:
+        The names of each pair with its test, and messages about runs that are not compared.
     """
     tested = [run for run in runs if run.test]
     if len(tested) < 2:
         return [], []
-    reasons = []
-    answers = {run.name: right for run in tested if run.test.get("fingerprint") and (right := _right_answers(run))}
-    if missing := [run.name for run in tested if run.name not in answers]:
-        reasons.append(
+    messages = []
+    hits = {run.name: answers for run in tested if run.test.get("fingerprint") and (answers := _hits(run))}
+    if missing := [run.name for run in tested if run.name not in hits]:
+        messages.append(
             f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}"
         )
-    usable = [run for run in tested if run.name in answers]
-    sets: dict[str, list[RunRecord]] = {}
-    for run in usable:
-        sets.setdefault(run.test["fingerprint"], []).append(run)
-    if len(sets) > 1:
-        reasons.append("runs with different test images are not compared image by image")
-    chosen: list[tuple[RunRecord, RunRecord]] = []
-    for same in sets.values():
-        if len(same) <= 5:
-            chosen += combinations(same, 2)
+    by_images: dict[str, list[RunRecord]] = {}
+    for run in tested:
+        if run.name in hits:
+            by_images.setdefault(run.test["fingerprint"], []).append(run)
+    if len(by_images) > 1:
+        messages.append("runs with different test images are not compared image by image")
+    candidates: list[tuple[RunRecord, RunRecord]] = []
+    for group in by_images.values():
+        if len(group) <= 5:
+            candidates += combinations(group, 2)
             continue
-        best = max(same, key=lambda run: run.test["accuracy"])
-        chosen += [(best, run) for run in same if run is not best]
-        reasons.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small.")
+        best = max(group, key=lambda run: run.test["accuracy"])
+        candidates += [(best, run) for run in group if run is not best]
+        messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small.")
     tests = []
-    for first, second in chosen:
-        counts = Counter(zip(answers[first.name], answers[second.name], strict=False))
+    for first, second in candidates:
+        counts = Counter(zip(hits[first.name], hits[second.name], strict=False))
         tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
-    return tests, reasons
+    return tests, messages
 
 
-# ---- Curves.
+# ---- Plot the curves.
 
-# Okabe and Ito's colours, told apart with any colour vision; without the yellow, which is too light on white.
+# Okabe and Ito's palette for all colour vision, without its yellow, which is too light on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 GREY = "#666666"
-STYLES = ("-", "--", ":", "-.")  # one for each time the colours have been gone through
+STYLES = ("-", "--", ":", "-.")  # the next one after every seven colours
 SIDE, ROW = 4.6, 3.1  # inches of one panel
 
 
 def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
-    """How many epochs had been made at a row of the curves. ends: the last row's step of each epoch."""
+    """Return the epochs completed at a row of the curves. ends: the last step of each epoch."""
     begin, end = ends.get(row["epoch"] - 1, 0.0), ends[row["epoch"]]
     return row["epoch"] + (row.get("step", end) - begin) / max(end - begin, 1.0)
 
@@ -252,60 +257,53 @@ def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     """Draw accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
 
-    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc
-    does not apply: it could choose TeX or the size of the picture.
+    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc is
+    ignored: it could select TeX or another size.
 
     Args:
         runs: the runs to draw.
-        labels: text in the legend for each run. Runs of one label share its colour.
+        labels: text in the legend for each run. Runs with the same label share a colour.
         file: the PNG to write.
 
     Raises:
         ValueError: no run has a curve.
     """
     from matplotlib import style
-
-    with style.context("default"):
-        _plot_curves(runs, labels, file)
-
-
-def _plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = [[row for row in read_curves(run.path) if "epoch" in row] for run in runs]
     parts = [part for part in ("val", "train") if any(f"{part}/accuracy" in row for rows in curves for row in rows)]
     if not parts:
         raise ValueError("none of these runs has a curve yet")
-    times = [
-        (run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs
-    ]  # seconds per epoch
-    styles = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
-    panels = 2 if any(times) else 1
-    columns = min(len(styles), 1 + panels)
-    height = 2 * ROW + 0.22 * -(-len(styles) // columns) + 0.2
-    figure = Figure(figsize=(SIDE * panels, height), dpi=150, layout="constrained")
-    grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
+    seconds_per_epoch = [(run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs]
+    appearance = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
+    panels = 2 if any(seconds_per_epoch) else 1
+    columns = min(len(appearance), 1 + panels)
+    height = 2 * ROW + 0.22 * -(-len(appearance) // columns) + 0.2
     lines: dict[str, Any] = {}
-    for row, name, scale in zip(grid, (f"{parts[0]}/accuracy", "train/loss"), (100.0, 1.0), strict=True):
-        for rows, label, seconds in zip(curves, labels, times, strict=True):
-            ends = {values["epoch"]: values.get("step", 0.0) for values in rows}  # the step of an epoch's last row
-            points = [(epochs_done(values, ends), scale * values[name]) for values in rows if name in values]
-            style, colour = styles[label]
-            for axes, unit in zip(row, (1.0, seconds), strict=False):
-                if unit and points:
-                    x, y = [unit * epoch for epoch, _ in points], [value for _, value in points]
-                    marker = "o" if len(points) == 1 else None
-                    drawn = axes.plot(x, y, linestyle=style, color=colour, linewidth=1.4, marker=marker, markersize=4)
-                    lines.setdefault(label, drawn[0])
-    for axes in grid.flat:
-        axes.grid(color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlim(left=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[parts[0]])
-    grid[1][0].set_ylabel("training loss")
-    for axes, text in zip(grid[1], ("epochs", "seconds of training (at each run's mean epoch)"), strict=False):
-        axes.set_xlabel(text)
-    names = [printable(label).replace("$", r"\$") for label in lines]  # what stands between dollars would be a formula
-    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    figure.savefig(file, format="png")
+    with style.context("default"):
+        figure = Figure(figsize=(SIDE * panels, height), dpi=150, layout="constrained")
+        grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
+        for axes_row, name, scale in zip(grid, (f"{parts[0]}/accuracy", "train/loss"), (100.0, 1.0), strict=True):
+            for rows, label, seconds in zip(curves, labels, seconds_per_epoch, strict=True):
+                ends = {row["epoch"]: row.get("step", 0.0) for row in rows}
+                points = [(epochs_done(row, ends), scale * row[name]) for row in rows if name in row]
+                for axes, unit in zip(axes_row, (1.0, seconds), strict=False):
+                    if unit and points:
+                        x, y = [unit * epoch for epoch, _ in points], [value for _, value in points]
+                        marker = "o" if len(points) == 1 else None
+                        linestyle, colour = appearance[label]
+                        drawn = axes.plot(x, y, ls=linestyle, color=colour, lw=1.4, marker=marker, markersize=4)
+                        lines.setdefault(label, drawn[0])
+        for axes in grid.flat:
+            axes.grid(color="#e6e6e6", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.set_xlim(left=0)
+            axes.spines[["top", "right"]].set_visible(False)
+        grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[parts[0]])
+        grid[1][0].set_ylabel("training loss")
+        for axes, text in zip(grid[1], ("epochs", "training time, s (at each run's mean epoch)"), strict=False):
+            axes.set_xlabel(text)
+        names = [printable(label).replace("$", r"\$") for label in lines]  # matplotlib parses formulas between dollars
+        figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        figure.savefig(file, format="png")

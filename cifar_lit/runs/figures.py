@@ -1,4 +1,4 @@
-"""What is drawn of a run: SVG charts that take their colours from the page, and pictures for the page and for TensorBoard."""
+"""Figures of a run: SVG charts in the colours of the page, and pictures for the page and TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from cifar_lit.text import printable
 
-own_style = style.context("default")  # a matplotlibrc must not choose TeX, colours or the size of a picture
+own_style = style.context("default")  # ignores the user's matplotlibrc
 
-# ---- Charts of a page. What is drawn in these colours gets the page's: by name of its variables, and of its text.
+# ---- SVG charts of the page. `_svg` replaces these placeholder colours by the page's CSS variables.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
-OF_PAGE = {
-    INK: "currentColor",
-    RULE: "var(--rule)",
-    FIRST: "var(--first)",
-    SECOND: "var(--second)",
-    THIRD: "var(--third)",
+PAGE_COLOURS = {INK: "currentColor"} | {
+    colour: f"var(--{name})"
+    for colour, name in ((RULE, "rule"), (FIRST, "first"), (SECOND, "second"), (THIRD, "third"))
 }
 PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
-SIZE = (4.4, 2.9)  # inches: as wide as a phone, so that the text is as large there as the page's
+SIZE = (4.4, 2.9)  # inches; at the width of a phone, the text is as large as the text of the page
 
 
 @own_style
@@ -46,10 +43,10 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
     """Return curves over training steps as `<svg>`.
 
     Args:
-        name: Identifies the chart on the page.
-        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has one colour in all
-            charts; a single point is drawn as a diamond on top of the lines.
-        label: Text for screen readers.
+        name: unique name of the chart on the page.
+        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has the same colour in
+            all charts. A single point is drawn as a diamond.
+        label: text for screen readers.
     """
     figure, axes = _chart()
     for part, points in lines.items():
@@ -68,7 +65,14 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
 
 
 class Bin(NamedTuple):
-    """The images whose predicted class has a probability in (low, high]: their mean probability and accuracy, NaN of none."""
+    """Images whose predicted class has a probability in (low, high].
+
+    Attributes:
+        low, high: limits.
+        images: number of images.
+        confidence: mean probability, NaN for an empty bin.
+        accuracy: fraction of correct predictions, NaN for an empty bin.
+    """
 
     low: float
     high: float
@@ -79,12 +83,12 @@ class Bin(NamedTuple):
 
 @own_style
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
-    """Accuracy over probability as bars beside the diagonal that a calibrated net would meet, as `<svg>`."""
+    """Return accuracy over probability as `<svg>`, with the diagonal of a perfectly calibrated net."""
     figure, axes = _chart()
-    lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib leaves NaN out
-    axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy of the bin")
-    axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="its mean probability")
-    axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":")
+    lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib skips NaN
+    axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy")
+    axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="mean probability")
+    axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":", label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
     return _svg(figure, name, label)
@@ -108,18 +112,18 @@ def _svg(figure: Figure, name: str, label: str) -> str:
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     start = f'<svg role="img" aria-label="{escape(printable(label))}"'
     text = re.sub(r"^.*?<svg", lambda _: start, file.getvalue(), count=1, flags=re.DOTALL)
-    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # other charts of the page have the same names
-    return re.sub("|".join(OF_PAGE), lambda match: OF_PAGE[match[0]], text)
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # unique among all charts of the page
+    return re.sub("|".join(PAGE_COLOURS), lambda match: PAGE_COLOURS[match[0]], text)
 
 
-# ---- Images of a set as small pictures.
+# ---- Galleries.
 
 GALLERY_SIZE = 24  # images
-THUMBNAIL_PIXELS = 96  # pixels a side of what is shown
+THUMBNAIL_PIXELS = 96  # maximum height and width
 
 
 class Picture(NamedTuple):
-    """One image of a page's gallery: its address, what it shows in words, and the lines below it."""
+    """An image of the page: data URI, alternative text and caption lines."""
 
     uri: str
     alt: str
@@ -127,9 +131,10 @@ class Picture(NamedTuple):
 
 
 def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
-    """The address that holds a picture of uint8 (H, W, C) itself.
+    """Return a data URI of an image, uint8 (H, W, C).
 
-    Up to half of `largest` pixels a side as they are, in a PNG; others at most `largest` as a JPEG.
+    An image of at most half of `largest` pixels per side is a lossless PNG. A larger one is scaled to `largest` and
+    becomes a JPEG.
     """
     file, picture = BytesIO(), _picture(image)
     kind = "png" if max(picture.size) <= largest // 2 else "jpeg"
@@ -143,15 +148,24 @@ def _picture(image: Tensor) -> Image.Image:
 
 
 def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
-    """The picture of images uint8 (N, H, W, C) in a grid, each with its lines below, at most three: uint8 (3, height, width)."""
+    """Return a grid of images with captions.
+
+    Args:
+        images: uint8 (N, H, W, C).
+        captions: at most three lines per image.
+        columns: images per row.
+
+    Returns:
+        uint8 (3, height, width).
+    """
     cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
     sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
     draw = ImageDraw.Draw(sheet)
     font = _font()
     for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
         top, left = place // columns * height, place % columns * pitch + 12
-        smaller = max(image.shape[:2]) < cell
-        method = Image.Resampling.NEAREST if smaller else Image.Resampling.LANCZOS  # CIFAR's pixels are to be seen
+        is_small = max(image.shape[:2]) < cell
+        method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS  # shows single pixels
         sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
         text = "\n".join(_short(line, 20) for line in lines)
         draw.multiline_text(
@@ -178,13 +192,7 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
 
 
 def augmented_sample(data: Any, count: int, epoch: int = 0) -> Tensor:
-    """Return the first training images of an epoch as they are augmented: uint8 (count, C, H, W).
-
-    Args:
-        data: an ImageData.
-        count: number of images.
-        epoch: number of the epoch.
-    """
+    """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
     order, make = data.train_loader.epoch_plan(epoch)
     (batch,) = make([(order[:count], 1.0)])
     batch = data.preprocessing.augment(batch, lambda images: images.permute(0, 3, 1, 2))
@@ -192,28 +200,34 @@ def augmented_sample(data: Any, count: int, epoch: int = 0) -> Tensor:
 
 
 def _font() -> ImageFont.FreeTypeFont:
-    """Return matplotlib's font, which has far more letters than Pillow's."""
+    """Return matplotlib's font, which has more glyphs than Pillow's."""
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
 
 
-# ---- Figures about all classes, drawn without pyplot, which would keep them.
+# ---- The confusion matrix, drawn without pyplot, which would keep the figure in memory.
 
 DPI = 100
-MAX_COUNTED = 20  # classes up to which a confusion matrix has its numbers written in
-BLUE, VERMILION = "#0072B2", "#D55E00"  # of Okabe and Ito's colours, told apart with any colour vision
+MAX_COUNTED = 20  # with more classes the cells have no numbers
 
 
 @own_style
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
-    """The picture of a confusion matrix int64 (classes, classes), labels down and predictions across: uint8 (3, H, W).
+    """Return a picture of a confusion matrix. Darker cells hold a larger fraction of their row.
 
-    A cell is the darker, the greater its fraction of its row.
+    Args:
+        matrix: int64 (classes, classes), images by label (rows) and predicted class (columns).
+        classes: their names.
+
+    Returns:
+        uint8 (3, height, width).
     """
     count = len(classes)
     side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))
     figure = Figure(figsize=(side, side), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()  # the root lets rare confusions be seen
+    shares = (
+        (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
+    )  # the root makes rare confusions visible
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if count <= MAX_COUNTED:
         for (label, predicted), images in np.ndenumerate(matrix.numpy()):
@@ -223,44 +237,24 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     axes.set_xticks(range(count), names, rotation=90, fontsize=size)
     axes.set_yticks(range(count), names, fontsize=size)
     axes.set(xlabel="predicted class", ylabel="true class")
-    axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images right")
-    return _pixels(figure)
-
-
-@own_style
-def class_accuracies(matrix: Tensor, classes: Sequence[str]) -> Tensor:
-    """The picture of each class's accuracy as a bar, from its row of the confusion matrix: uint8 (3, H, W)."""
-    counts = matrix.sum(1)
-    accuracies = (matrix.diag() / counts).nan_to_num().tolist()
-    overall = float(matrix.diag().sum() / matrix.sum())
-    figure = Figure(figsize=(7.0, 1.2 + 0.26 * len(classes)), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(
-        range(len(classes)), accuracies, color=[BLUE if value >= overall else VERMILION for value in accuracies]
-    )
-    texts = [f"{value:.3f}" if count else "no image" for value, count in zip(accuracies, counts.tolist(), strict=True)]
-    axes.bar_label(bars, texts, padding=3, fontsize=8)
-    axes.axvline(overall, color="black", linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(classes)), [_tick(name) for name in classes], fontsize=8)
-    axes.set(xlim=(0, 1.1), ylim=(len(classes) - 0.4, -0.6), xlabel=f"accuracy; dotted: of all images, {overall:.4f}")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images correct")
     return _pixels(figure)
 
 
 def _pixels(figure: Figure) -> Tensor:
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # of a name that the font lacks: it is drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
         canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
 
 
 def _short(name: str, most: int = 18) -> str:
-    """A name cut to fit, of letters that can be drawn."""
+    """Return a printable name, shortened to `most` characters."""
     plain = printable(name)
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 
 
 def _tick(name: str) -> str:
-    """The same beside an axis, where matplotlib would take what stands between dollars for a formula."""
+    """Return a short name for an axis. Dollar signs are escaped, as matplotlib parses formulas between them."""
     return _short(name).replace("$", r"\$")

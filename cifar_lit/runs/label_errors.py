@@ -98,7 +98,7 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
         lines = (
             f"label {name} {of_label:.3f}",
             f"predicted {other} {of_other:.3f}",
-            f"image {row}{' · held out' * (row in held_out)}",
+            f"#{row}{' · held out' * (row in held_out)}",
         )
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
     return Suspects(len(images), pictures, len(ranked), int(confident.sum()))

@@ -254,8 +254,10 @@ def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> 
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
     for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
-        names = [classes[label]] if predicted == label else [f"true {classes[label]}", f"predicted {classes[predicted]}"]
-        lines.append((*names, f"{probability:.4f} · image {index}"))
+        names = (
+            [classes[label]] if predicted == label else [f"true {classes[label]}", f"predicted {classes[predicted]}"]
+        )
+        lines.append((*names, f"{probability:.4f} · #{index}"))
     return lines
 
 

@@ -46,7 +46,7 @@ def test_tensorboard_has_figures_galleries_and_the_tests_accuracy_as_the_metric_
     events = EventAccumulator(str(run_dir))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {*COLUMNS[2:]}
-    figures, galleries = ("confusion_matrix", "accuracy_per_class"), ("confident_mistakes", "doubtful_hits")
+    figures, galleries = ("confusion_matrix",), ("confident_mistakes", "doubtful_hits")
     parts = {*(f"val/{name}" for name in figures), *(f"test/{name}" for name in (*figures, *galleries))}
     assert set(events.Tags()["images"]) == {"images/train", *parts}
     (image,) = events.Images("test/confident_mistakes")
@@ -227,7 +227,7 @@ def test_fit_tests_nothing_and_a_train_goes_on_with_its_test(run_dir: Path) -> N
     assert "test/" not in (OWN / "metrics.csv").read_text().replace(",".join(COLUMNS), "")
     events = EventAccumulator(str(OWN))
     events.Reload()
-    names = ("accuracy_per_class", "confident_mistakes", "confusion_matrix", "doubtful_hits")
+    names = ("confident_mistakes", "confusion_matrix", "doubtful_hits")
     assert set(events.Tags()["images"]) == {"images/train", *(f"val/{name}" for name in names)}
     assert [event.step for event in events.Scalars("val/loss")] == [5, 10]  # the look at each image logs no score again
     answer = run_command("train", "--resume", OWN)

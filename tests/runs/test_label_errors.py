@@ -21,9 +21,9 @@ def test_labels_are_suspected_the_less_probable_they_are_where_another_class_is_
         [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]], [0, 0, 0, 0, 1]
     )
     assert [picture.lines for picture in found.pictures] == [
-        ("label a 0.100", "predicted b 0.450", "image 2"),
-        ("label a 0.200", "predicted b 0.400", "image 0"),
-        ("label a 0.250", "predicted b 0.750", "image 1 · held out"),
+        ("label a 0.100", "predicted b 0.450", "#2"),
+        ("label a 0.200", "predicted b 0.400", "#0"),
+        ("label a 0.250", "predicted b 0.750", "#1 · held out"),
     ]
     assert (found.images, found.rejected) == (5, 3)
 

@@ -46,7 +46,7 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     labels = torch.randint(0, classes, (300,), generator=generator)
     logits = torch.randn(300, classes, generator=generator) + 3 * torch.nn.functional.one_hot(labels, classes)
     predictions = {"indices": torch.arange(300), "labels": labels, "probabilities": logits.double().softmax(1)}
-    picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "image 1"))
+    picture = Picture(URI, f"one of {HOSTILE}", (f"label {HOSTILE}", "#1"))
     twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
     findings = Findings(Suspects(1000, [picture] * 24, 30, 12), Suspects(300, [picture] * 24, 9, 1), twins, 2, 1)
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
