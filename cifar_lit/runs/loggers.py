@@ -1,4 +1,4 @@
-"""Where curves go: `metrics.csv` and TensorBoard, both straight in the run folder."""
+"""Loggers of the curves: `metrics.csv` and TensorBoard, both directly in the run folder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,16 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # typ
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import atomic_write, find_os_error, read_text, write_failure
-from cifar_lit.runs.run_folder import MAX_TABLE, RunFolder, display_path, read_rows
-from cifar_lit.text import note
+from cifar_lit.files import atomic_write, find_os_error, write_failure
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 
-# The first columns of metrics.csv, which every run has; whatever else is logged gets a column behind them.
+# First columns of every metrics.csv. Other names are appended.
 COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy", "val/balanced_accuracy", "val/macro_f1", "test/balanced_accuracy", "test/macro_f1",
 )  # fmt: skip
-
-
-MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # the first columns of TensorBoard's hparams tab
-
-
-# What TensorBoard's hparams tab shows of a run: the settings that people compare runs by.
+MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # first columns of TensorBoard's hparams tab
+# Settings shown in TensorBoard's hparams tab.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
     "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
@@ -41,7 +36,7 @@ COMPARED = (
 
 
 def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that runs are compared by, out of the whole configuration."""
+    """Return the settings for TensorBoard's hparams tab from the whole configuration."""
     values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
     values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
     return {name: values[name] for name in COMPARED if values.get(name) is not None}
@@ -60,65 +55,49 @@ def _writing(run: RunFolder) -> Iterator[None]:
 
 
 class CurveFile(Logger):
-    """`metrics.csv`: one row for each moment of logging, empty where a value was not taken.
+    """`metrics.csv`: one row per logging call, with empty cells for values that were not logged.
 
-    Lightning's CSVLogger deletes the earlier curves when a run is resumed; here rows up to the resumed step stay, but for those
-    of a test, which is made again.
+    Lightning's CSVLogger deletes the earlier curves when a run is resumed. This one keeps the rows up to the resumed step,
+    except those of a test, which is repeated.
     """
 
-    name, version = "", ""  # which Lightning asks for: the run folder has both
+    name, version = "", ""  # required by Lightning; unused, because the run folder has both
 
     def __init__(self, run: RunFolder, resumed_step: int | None = None) -> None:
         super().__init__()
         self._run, self._resumed_step = run, resumed_step
-        self._columns: list[str] = []  # of the file, none until there is something to write
+        self._columns: list[str] = []  # empty until the first row
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Appends a row; a value of a new name makes a column of its own."""
+        """Append a row. A new name adds a column."""
         with _writing(self._run):
             self._write({**metrics, "step": step})
 
     def _write(self, row: dict[str, Any]) -> None:
         path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
-            with path.open("r+", newline="", encoding="utf-8") as file:  # not "a", which makes what is gone anew
+            with path.open("r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
             return
         rows = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
-            if _lacks_row(path, self._resumed_step):
-                note(
-                    f"{display_path(path)}: its last row was cut short, by a full disk or a power loss: the curves lack it"
-                )
-            rows = [kept for kept in rows if _step_of(kept) <= self._resumed_step]
-            rows = [kept for kept in rows if not any(name.startswith("test/") for name in kept)]
-        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for kept in rows for name in kept), *row]))
-        # a kill in the middle would take the earlier curves with it
+            rows = [old for old in rows if _step_of(old) <= self._resumed_step]
+            rows = [old for old in rows if not any(name.startswith("test/") for name in old)]
+        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for old in rows for name in old), *row]))
+        # Atomic: a kill while the file is rewritten must not lose the earlier curves.
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows([*rows, row])
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Settings are in config.yaml."""
-
-
-def _lacks_row(path: Path, resumed_step: int) -> bool:
-    """Return whether the last row is cut short, unless the resumed run takes its step again."""
-    try:
-        lines = read_text(path, MAX_TABLE).splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError):
-        return False
-    if len(lines) < 2 or lines[-1].endswith("\n"):
-        return False
-    whole_cells = lines[-1].split(",")[:-1]
-    return _step_of(dict(zip(lines[0].split(","), whole_cells, strict=False))) <= resumed_step
+        """Do nothing: settings are in config.yaml."""
 
 
 def _step_of(row: Mapping[str, str]) -> float:
-    """The step of a row that was read; infinite where that is damaged."""
+    """Return the step of a row; infinity if it is damaged."""
     try:
         return float(row.get("step", 0))
     except ValueError:
@@ -126,7 +105,7 @@ def _step_of(row: Mapping[str, str]) -> float:
 
 
 def _put_main_settings_first(experiment: Summary) -> None:
-    """Mark the main settings as differing between runs: TensorBoard sorts these first, and the others by name."""
+    """Mark the main settings as differing between runs, because TensorBoard shows such settings first."""
     plugin_data = experiment.value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(plugin_data.content)
     for setting in content.experiment.hparam_infos:
@@ -135,10 +114,12 @@ def _put_main_settings_first(experiment: Summary) -> None:
 
 
 class TensorBoardCurves(TensorBoardLogger):
-    """TensorBoard's event file in the run folder, with a hparams tab that compares runs by what was validated and tested.
+    """TensorBoard's event file in the run folder, with settings and scores for the hparams tab.
 
     Args:
-        settings: What the tab shows of this run, plain values; None for what is not to be compared there.
+        run: the run folder.
+        settings: plain values for the hparams tab; None leaves the run out of it.
+        resumed_step: TensorBoard ignores earlier events after this step.
     """
 
     def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:
@@ -153,11 +134,11 @@ class TensorBoardCurves(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Writes scalars; the epoch is left out, as every curve has its own axis."""
+        """Write scalars, except the epoch."""
         scores = [name.partition("/")[2] for name in metrics if name.startswith(("val/", "test/"))]
         with _writing(self._run):
             if scores and self._settings is not None:
-                # The tab is told the settings, and the scalars that it is to show beside them, before the first is written.
+                # The settings and the names of the scores must be written before the first score.
                 names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
                 experiment, *session = hparams(self._settings, dict.fromkeys(names, 0))
                 _put_main_settings_first(experiment)
@@ -167,22 +148,22 @@ class TensorBoardCurves(TensorBoardLogger):
             super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Settings are in config.yaml, and in the tab with the first scores."""
+        """Do nothing: settings are in config.yaml, and are written for the hparams tab with the first scores."""
 
     @rank_zero_only
     def log_images(self, tag: str, image: Tensor, step: int = 0) -> None:
-        """Writes one picture, uint8 (C, H, W)."""
+        """Write a picture, uint8 (C, H, W)."""
         with _writing(self._run):
             self.experiment.add_image(tag, image, step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Flushes; settings are in config.yaml, not in a file of TensorBoard's."""
+        """Flush the event file, without Lightning's hparams.yaml."""
         with _writing(self._run):
             self.experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Closes the file, which has all that was logged; what failed before would fail again."""
+        """Close the file. A disk error was already raised when it first occurred."""
         with suppress(OSError):
             super().finalize(status)

@@ -59,25 +59,6 @@ def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and
     assert header(run) == [*COLUMNS, "train/top5", "val/f1"]
 
 
-@pytest.mark.parametrize(
-    ("end", "lost"),
-    [("0,12,0.1,", True), ("0,13,0.1,2.", False), ("0,1", True), ("\0" * 40, True), ("0,12,0.1,,0.5\n", False)],
-    ids=["resumed step", "later step", "cut step", "zeros", "whole row"],
-)
-def test_a_row_that_was_cut_short_is_told_unless_its_step_is_taken_again(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], end: str, lost: bool
-) -> None:
-    CurveFile(run).log_metrics({"train/loss": 1.5}, 11)
-    with (run.path / "metrics.csv").open("a") as file:
-        file.write(end)
-    resumed = CurveFile(run, resumed_step=12)
-    for step in (13, 14):
-        resumed.log_metrics({"train/loss": 1.0}, step)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == lost
-    assert all("metrics.csv: its last row was cut short" in line for line in lines)
-
-
 @pytest.mark.parametrize("resumed_step", [12, None])
 def test_a_kill_while_the_file_is_written_anew_leaves_the_earlier_curves_whole(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, resumed_step: int | None
