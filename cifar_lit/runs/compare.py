@@ -231,7 +231,9 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
             continue
         best = max(group, key=lambda run: run.test["accuracy"])
         candidates += [(best, run) for run in group if run is not best]
-        messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small.")
+        messages.append(
+            f"{best.name} was selected as the best on these images, so its p values are slightly too small."
+        )
     tests = []
     for first, second in candidates:
         counts = Counter(zip(hits[first.name], hits[second.name], strict=False))

@@ -1,7 +1,4 @@
-"""Configuration files as plain values: YAML without tags, of bounded size, depth and growth; they may come from anyone.
-
-And what such a file may choose: see `check_choices`.
-"""
+"""Read untrusted configuration files: YAML without tags and of limited size, with limited choices (`check_choices`)."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import core_count
 
-MAX_BYTES = 1 << 15  # bytes; a run's own is about 5 KiB
+MAX_BYTES = 1 << 15  # bytes; a run's config.yaml has about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
-MAX_VALUES = 20_000  # with aliases written out
+MAX_VALUES = 20_000  # with aliases expanded
 MAX_LIST = 200  # elements of a list: jsonargparse copies a list for each of its elements
 MAX_DIGITS = 64  # characters of an integer
-MAX_INTEGER = 1 << 63  # the first that torch and numpy cannot hold
+MAX_INTEGER = 1 << 63  # exceeds int64 of torch and numpy
 _TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
 }
@@ -30,16 +27,16 @@ _INTEGER = "tag:yaml.org,2002:int"
 
 
 def plain_values(file: Path) -> Any:
-    """What a configuration file holds; raises UsageError for one that would do more than set values, or cannot be read."""
+    """Return the contents of a configuration file; raise UsageError if it is unreadable or holds more than plain values."""
     text = plain_text(file)
     try:
         return yaml.safe_load(text)
-    except Exception:  # what a value leads to that is not of its tag or form: a list as a name, the 99th of a month
-        raise UsageError(f"{file} holds values that no setting can have") from None
+    except Exception:  # errors of the YAML constructors, such as a list as a key or an impossible date
+        raise UsageError(f"{file} holds invalid values, such as a list as a name or an impossible date") from None
 
 
 def plain_text(file: Path) -> str:
-    """The text of a configuration file; raises UsageError for one that would do more than set values."""
+    """Return the text of a configuration file; raise UsageError if it is unreadable or holds more than plain values."""
     try:
         text = read_text(file, MAX_BYTES)
         root = yaml.compose(text, yaml.SafeLoader)
@@ -47,10 +44,10 @@ def plain_text(file: Path) -> str:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ", or no text in UTF-8"
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ", or not UTF-8 text"
         raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
     except RecursionError:
-        raise UsageError(f"{file} was not read: it is nested too deep") from None
+        raise UsageError(f"{file} was not read: it is nested too deeply") from None
     if root is None:
         return text
     _count(file, root, {}, 0)
@@ -62,14 +59,11 @@ def plain_text(file: Path) -> str:
     return text
 
 
-def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Count the values below a node with aliases written out.
-
-    Raise UsageError for foreign tags, huge integers, long lists, loops, depth and growth.
-    """
+def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> int:
+    """Return the number of values in a node with aliases expanded; raise UsageError if a limit is exceeded."""
     if node.tag not in _TAGS:
         raise UsageError(
-            f"{file} was not read: it has the YAML tag {node.tag[:80]!r}; a configuration holds plain values only"
+            f"{file} was not read: it has the YAML tag {node.tag[:80]!r}, but only plain values are allowed"
         )
     if node.tag == _INTEGER and isinstance(node, yaml.ScalarNode) and _is_huge(node):
         raise UsageError(
@@ -79,46 +73,47 @@ def _count(file: Path, node: yaml.Node, known: dict[int, int], depth: int) -> in
         raise UsageError(
             f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements"
         )
-    if depth > MAX_DEPTH or known.get(id(node)) == 0:
-        raise UsageError(f"{file} was not read: it is nested too deep")
-    if id(node) not in known:
-        known[id(node)] = 0  # until it is counted: to meet it again means a loop
-        inner = node.value if isinstance(node, yaml.CollectionNode) else []
-        inner = [one for pair in inner for one in pair] if isinstance(node, yaml.MappingNode) else inner
-        known[id(node)] = 1 + sum(_count(file, one, known, depth + 1) for one in inner)
-    if known[id(node)] > MAX_VALUES:
-        raise UsageError(f"{file} was not read: its aliases make more than {MAX_VALUES:,} values of it")
-    return known[id(node)]
+    if depth > MAX_DEPTH or counts.get(id(node)) == 0:
+        raise UsageError(f"{file} was not read: it is nested too deeply")
+    if id(node) not in counts:
+        counts[id(node)] = 0  # reached again while it is 0, the node is part of a loop
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        counts[id(node)] = 1 + sum(_count(file, child, counts, depth + 1) for child in children)
+    if counts[id(node)] > MAX_VALUES:
+        raise UsageError(f"{file} was not read: its aliases expand to more than {MAX_VALUES:,} values")
+    return counts[id(node)]
 
 
 def _is_huge(node: yaml.ScalarNode) -> bool:
-    """Return whether an integer, in any of YAML's notations, does not fit into 64 bits."""
+    """Return whether an integer in any YAML notation exceeds 64 bits."""
     try:
         return len(node.value) > MAX_DIGITS or abs(yaml.SafeLoader("").construct_yaml_int(node)) >= MAX_INTEGER
-    except ValueError:  # a text tagged as an integer, refused when it is constructed
+    except ValueError:  # a string tagged as an integer; the constructor refuses it
         return False
 
 
-# ---- What a file may choose of places that are read, written and fetched from, and of processes.
+# ---- Paths, URLs and numbers of processes that an untrusted file may choose.
 
 MAX_PROCESSES = max(8, core_count())
 _COUNTS = {"devices", "workers"}
-_NEAR = {"logs", "root", "cache_dir", "ckpt_path"}  # in the working folder
+_LOCAL = {"logs", "root", "cache_dir", "ckpt_path"}  # allowed below the working folder
 _NAMED = {"recipe", "filename", "name"}
-PLACES = _NEAR | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
-# A file name of at most 255 characters, none a control character. In braces a metric, as ModelCheckpoint takes them, with a
-# width below 100.
+PLACES = _LOCAL | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
+# A file name of at most 255 characters without control characters. Braces hold a metric of ModelCheckpoint, with a width
+# below 100.
 _NAME = re.compile(
     r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*"
 )
-_FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # of numbers in a progress bar
-MAX_METRIC_SETTINGS = 100  # numbers and words of all metrics together
-MAX_METRIC_SETTING = 1000  # classes, labels or thresholds of a torchmetrics class, which reserves memory for them
+_FORMAT = re.compile(r"\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?")  # numbers in a progress bar
+MAX_METRIC_SETTINGS = 100  # values of all metrics together
+MAX_METRIC_SETTING = 1000  # classes, labels or thresholds, for which torchmetrics allocates memory
 _allowed: set[tuple[str, str]] = set()
 
 
 def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every single value in nested settings as text, with the names that lead to it; a name may be dotted (`model.net`)."""
+    """Yield each value in nested settings as text, with its names from the root. Dotted names are split."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from leaves(value, (*key, *str(name).rstrip("+").split(".")))
@@ -130,16 +125,17 @@ def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Those of `leaves` that a file may not decide on: see `check_choices`."""
+    """Yield those of `leaves` that a file must not choose, see `check_choices`."""
     metric_settings = 0
     for key, text in leaves(settings):
         name = key[-1]
-        plain = name in _NAMED and _NAME.fullmatch(text)
-        near = name in _NEAR and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+        is_name = name in _NAMED and _NAME.fullmatch(text)
+        is_local = name in _LOCAL and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
         number = text.replace(" ", "") if name in _COUNTS else ""
-        many = number.isdecimal() and (len(number) > 4 or int(number) > MAX_PROCESSES)
-        wide = name == "metrics_format" and not _FORMAT.fullmatch(text)
-        if key[0] != "model" and (many or wide or (name in PLACES and not plain and not near)):
+        is_large = number.isdecimal() and (len(number) > 4 or int(number) > MAX_PROCESSES)
+        is_bad_format = name == "metrics_format" and not _FORMAT.fullmatch(text)
+        is_place = name in PLACES and not is_name and not is_local
+        if key[0] != "model" and (is_large or is_bad_format or is_place):
             yield key, text
         if key[:2] == ("model", "metrics"):
             metric_settings += 1
@@ -156,40 +152,42 @@ def _is_above(text: str, limit: float) -> bool:
 
 
 def allow_choices(settings: Any) -> None:
-    """Lets files choose what `settings` do, which the user typed or trusts, under the same names."""
+    """Allow files to choose the values in `settings`, which the user has typed or trusts, under the same names."""
     _allowed.update((key[-1], text) for key, text in leaves(settings))
 
 
 def check_choices(settings: dict[str, Any]) -> None:
-    """Raises UsageError where nested settings choose what neither the user has typed or trusted, nor a file may decide on.
+    """Raise UsageError for a choice that a file must not make and that the user has neither typed nor trusted.
 
-    | setting | what a file may say |
+    | setting | values that a file may choose |
     |---|---|
-    | `logs`, `data.cache_dir`, `ckpt_path` | places in the working folder |
-    | `data.root` | also one elsewhere, where a data set of ours is complete: it is read, nothing is written there |
-    | `recipe`; `filename`, `name` of callbacks and loggers | names without folders; Lightning puts them into the run's |
+    | `logs`, `data.cache_dir`, `ckpt_path` | paths below the working folder |
+    | `data.root` | also a folder with a complete data set of ours, which is only read |
+    | `recipe`; `filename`, `name` of callbacks and loggers | names without folders, used inside the run folder |
     | `metrics_format` of RichProgressBar, `{epoch:02d}` in `filename` | widths and digits below 100 |
-    | `model.metrics` | at most 100 settings, numbers of at most 1000 |
-    | `trainer.devices`, `data.workers` | as many processes as the machine has cores, or eight |
-    | `data.url`, and all other places of Lightning's classes (`dirpath`, `save_dir`, …) and the Trainer's | nothing |
+    | `model.metrics` | at most 100 values, numbers of at most 1000 |
+    | `trainer.devices`, `data.workers` | at most the number of cores, or eight |
+    | `data.url`, all other paths of the Trainer and of Lightning's classes (`dirpath`, `save_dir`, …) | none |
     """
     for key, text in unsafe_choices(settings):
         if (key[-1], text) in _allowed:
             continue
-        fault, remedy = "which no file may choose", "type that setting yourself"
+        reason, remedy = "which no file may choose", "type that setting yourself"
         if key == ("data", "root"):
             dataset = str(settings["data"].get("dataset", "cifar10"))
             if _has_data(dataset, text):
                 continue
-            fault = f"where {dataset[:80]} is not complete, and no file may choose a place to write to"
+            reason = f"where {dataset[:80]} is incomplete, and no file may choose a folder to write to"
             remedy = f"type --data-dir {shlex.quote(text[:200])} yourself"
         setting = ".".join(name for name in key if name != "init_args")
-        line = f"a configuration file sets {setting} to {text[:200]!r}, {fault}"
-        raise UsageError(f"{line}: {remedy}, or give --trust if you know where the file comes from")
+        raise UsageError(
+            f"a configuration file sets {setting} to {text[:200]!r}, {reason}: "
+            f"{remedy}, or give --trust if you know where the file comes from"
+        )
 
 
 def _has_data(dataset: str, root: str) -> bool:
-    """Return whether `root` holds a complete data set of ours, which is then only read. Other sources may write there."""
+    """Return whether `root` holds a complete built-in data set. Other sources could write there."""
     from cifar_lit.data.sources import SOURCES, SourceSettings, at_hand  # imports torch
 
     return dataset in SOURCES and at_hand(dataset, SourceSettings(root=root))

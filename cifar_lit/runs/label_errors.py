@@ -17,7 +17,7 @@ AT_ONCE = 256  # images compared with all training images in one step
 
 
 class Pair(NamedTuple):
-    """A test image beside the training image that is like it."""
+    """A test image, the most similar training image, and a caption."""
 
     test: Picture
     train: Picture
@@ -25,10 +25,13 @@ class Pair(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """Labels of a set that are to be looked at.
+    """Suspected labels of a set.
 
-    pictures: those with the most against the label. rejected: images of which another class is likelier than the label;
-    confident: those of them that confident learning counts.
+    Attributes:
+        images: size of the set.
+        pictures: images with the least probable labels.
+        rejected: number of images predicted as a different class than their label.
+        confident: number of these that confident learning counts as mislabelled.
     """
 
     images: int
@@ -38,9 +41,14 @@ class Suspects(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What a look at the training images found.
+    """Suspected labels, and duplicates between training and test images.
 
-    pairs: the test images most like a training image. twins: test images that are one, pixel by pixel; contrary: of other label.
+    Attributes:
+        train: suspected labels of the training images.
+        test: suspected labels of the test images.
+        pairs: test images that are most similar to a training image, but not identical.
+        twins: number of test images that are identical to a training image.
+        contrary: number of twins with a different label.
     """
 
     train: Suspects
@@ -51,13 +59,14 @@ class Findings(NamedTuple):
 
 
 def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-    """Return for each image the cosine with the nearest known image, and the row of that image.
+    """Find the known image with the greatest cosine similarity to each image.
 
-    The mean of the known images is subtracted first: the common part of a net's embeddings would make any two images
-    similar. B. Barz and J. Denzler searched CIFAR for duplicates in this way (Do We Train on Test Data?, J. Imaging 2020).
+    The mean of the known images is subtracted first, because the common part of a net's embeddings makes any two images
+    similar. Method: B. Barz and J. Denzler, Do We Train on Test Data?, J. Imaging 2020.
 
     Args:
-        known, images: embeddings (N, features) of one net.
+        known: embeddings (N, features).
+        images: embeddings (images, features) of the same net.
         advance: callback with the number of images processed since the last call.
 
     Returns:
@@ -75,38 +84,36 @@ def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) 
 def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
     """Return the labels that contradict a net's predictions, the least probable label first.
 
-    A label is suspected if another class is more probable. Confident learning counts the suspected labels whose predicted
-    class has at least its threshold: the mean probability of that class among the images labelled with it (C. Northcutt,
-    L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
+    A label is suspected if another class is more probable. Confident learning counts those whose predicted class reaches
+    its threshold: the mean probability of that class over the images labelled with it (C. Northcutt, L. Jiang and
+    I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     Args:
-        images: the images with their labels.
-        probabilities: the net's, float (N, classes).
-        what: name of the set in captions.
+        images: images with labels.
+        probabilities: predicted probabilities, float (N, classes).
+        what: name of the set in alternative texts.
         held_out: rows of validation images.
     """
     ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities)
     pictures = []
     for row in ranked[:GALLERY_SIZE].tolist():
-        name, other, of_label, of_other = (
-            images.classes[images.labels[row]],
-            images.classes[suggested[row]],
-            own[row],
-            best[row],
-        )
-        alt = f"{what} image {row}: labelled {name} with {of_label:.2f}, taken for {other} with {of_other:.2f}"
-        lines = (
-            f"label {name} {of_label:.3f}",
-            f"predicted {other} {of_other:.3f}",
-            f"#{row}{' · held out' * (row in held_out)}",
-        )
+        label, predicted = images.classes[images.labels[row]], images.classes[suggested[row]]
+        alt = f"{what} image {row}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
+        mark = " · held out" if row in held_out else ""
+        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", f"#{row}{mark}")
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
     return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
 
 
 class Ranking(NamedTuple):
-    """rows: int64, of the suspected labels, the first with the most against it, which are `confident` where another class has
-    its threshold, bool. Of all images: the probability of the label, of the likeliest class, and this class.
+    """Suspected labels, and probabilities of all images.
+
+    Attributes:
+        rows: int64, rows of the suspected labels, the least probable first.
+        own: probability of each image's label.
+        best: probability of each image's predicted class.
+        suggested: predicted classes.
+        confident: bool, whether each of `rows` reaches the threshold of confident learning.
     """
 
     rows: Tensor
@@ -117,39 +124,34 @@ class Ranking(NamedTuple):
 
 
 def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
-    """The order of `suspect_labels`, for int64 labels (N,) and float probabilities (N, classes)."""
+    """Rank labels as `suspect_labels` does. labels: int64 (N,); probabilities: float (N, classes)."""
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
     rejected = (best > own).nonzero()[:, 0]
     rows = rejected[own[rejected].argsort(stable=True)]
-    confident = (best >= thresholds[suggested])[rows]  # not of a class without images, which has no threshold
+    confident = (best >= thresholds[suggested])[rows]  # NaN, the threshold of a class without images, compares as false
     return Ranking(rows, own, best, suggested, confident)
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `twins` and `contrary` of `Findings`.
-
-    Args:
-        train, test: the two sets.
-        cosines, rows: nearest training image of each test image, from `find_nearest`.
-    """
-    first: dict[bytes, int] = {}
-    for number in range(len(train)):
-        first.setdefault(_digest(train.images[number]), number)
-    twins = torch.tensor([first.get(_digest(image), -1) for image in test.images])
-    repeated = twins >= 0
-    others = min(int((~repeated).sum()), GALLERY_SIZE)
+    """Return `pairs`, `twins` and `contrary` of `Findings`. cosines, rows: result of `find_nearest` for the test images."""
+    first_rows: dict[bytes, int] = {}
+    for row, image in enumerate(train.images):
+        first_rows.setdefault(_digest(image), row)
+    twins = torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
+    is_twin = twins >= 0
+    count = min(int((~is_twin).sum()), GALLERY_SIZE)
     pairs = []
-    for place in cosines.masked_fill(repeated, -2.0).argsort(descending=True, stable=True)[:others]:
-        row = rows[place]
-        image, other_image = test.images[place].float(), train.images[row].float()
-        difference = min(float((image - side).square().mean().sqrt()) for side in (other_image, other_image.flip(1)))
-        likeness = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
-        pairs.append(Pair(_labelled("Test", test, int(place)), _labelled("Training", train, int(row)), likeness))
-    contrary = int((train.labels[twins[repeated]] != test.labels[repeated]).sum())
-    return pairs, int(repeated.sum()), contrary
+    for place in cosines.masked_fill(is_twin, -2.0).argsort(descending=True, stable=True)[:count].tolist():
+        row = int(rows[place])
+        image, known = test.images[place].float(), train.images[row].float()
+        difference = min(float((image - side).square().mean().sqrt()) for side in (known, known.flip(1)))
+        caption = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
+        pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), caption))
+    contrary = int((train.labels[twins[is_twin]] != test.labels[is_twin]).sum())
+    return pairs, int(is_twin.sum()), contrary
 
 
 def _digest(image: Tensor) -> bytes:

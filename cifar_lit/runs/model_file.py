@@ -1,4 +1,4 @@
-"""`model.safetensors`: the tested weights with all that a use of them needs, without pickle and without Lightning."""
+"""`model.safetensors`: the tested weights with the metadata needed to use them, without pickle and Lightning."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ CHECKSUM = "sha256"  # key of the metadata
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The metadata needed to use weights: the net and its settings, the classes, and how images are prepared.
+    """Metadata needed to use weights: the net and its settings, the classes, and the preparation of images.
 
     Attributes:
         net: name in the registry.
         width: factor of the net's channels.
         input_shape: channels, height, width.
         classes: names in the order of the logits.
-        mean, std: of each channel, in [0, 1] units.
+        mean: mean of each channel, for pixel values in 0 … 1.
+        std: standard deviation of each channel.
         options: the net's own settings, as plain values.
-        novelty_threshold: `cifar_lit.inference.novelty` above which an image is unlike the training images.
-        temperature: divisor of the logits for probabilities. It and the threshold are None if no images were held out.
-        resize: how images of other proportions are brought to the net's height and width, one of `decode.RESIZES`.
+        novelty_threshold: score of `cifar_lit.inference.novelty` above which an image is out-of-distribution; None
+            without held-out images.
+        temperature: divisor of the logits for calibrated probabilities; None without held-out images.
+        resize: how images with another aspect ratio are resized, one of `decode.RESIZES`.
     """
 
     net: str
@@ -60,16 +62,16 @@ class ModelCard:
 
     @property
     def net_settings(self) -> dict[str, Any]:
-        """What `build_net` takes besides the net's name."""
+        """Return the keyword arguments of `build_net`."""
         channels, height, width = self.input_shape
         sizes = {"channels": channels, "image_size": (height, width), "num_classes": len(self.classes)}
         return {**sizes, "width": self.width, "options": self.options}
 
 
 class LoadedNet(nn.Module):
-    """A trained net that takes images as they are: uint8 (B, C, H, W) to logits float32 (B, classes).
+    """A trained net with its normalisation: from uint8 images (B, C, H, W) to float32 logits (B, classes).
 
-    `net` is the bare net, for images that are normalised already.
+    `net` is the bare net, for normalised images.
     """
 
     mean: Tensor
@@ -82,7 +84,7 @@ class LoadedNet(nn.Module):
         self.register_buffer("std", torch.tensor(card.std).view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of uint8 images; raises ValueError for another dtype or shape."""
+        """Return the logits of uint8 images; raise ValueError for another dtype or shape."""
         if images.dtype != torch.uint8 or images.ndim != 4 or list(images.shape[1:]) != self.card.input_shape:
             shape = " × ".join(map(str, self.card.input_shape))
             raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
@@ -90,7 +92,7 @@ class LoadedNet(nn.Module):
         return logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """float32 (B, classes) of its logits, at the temperature of its card."""
+        """Return calibrated probabilities of logits, float32 (B, classes)."""
         logits = logits.float()
         return (logits if self.card.temperature is None else logits / self.card.temperature).softmax(1)
 
@@ -103,25 +105,21 @@ def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNe
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
-    """Write a net's state dict with its card, atomically; the same values give the same bytes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a net's state dict with its card, atomically. Equal values give equal bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     text = json.dumps(asdict(card))
     metadata = {"format": FORMAT, "card": text, CHECKSUM: checksum(text, tensors)}
     content = save(tensors)
-    # The metadata are put into the header here, as safetensors writes them in another order each time.
+    # safetensors itself writes the metadata in a random order.
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of eight bytes
+    header += b" " * (-len(header) % 8)  # aligns the tensors to eight bytes
     with atomic_write(path) as partial, partial.open("wb") as file:
         file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
 
 
 def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, as hexadecimal text, of a card's text and of all tensors with their names, dtypes and shapes."""
+    """Return the SHA-256, in hex, of a card's text and of all tensors with their names, dtypes and shapes."""
     digest = sha256(card.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -131,9 +129,11 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def load_model_file(path: str | Path) -> LoadedNet:
-    """Build the net of a run folder, or of its `model.safetensors`, in evaluation mode on the CPU.
+    """Return the net of a run folder, or of a `model.safetensors`, in evaluation mode on the CPU.
 
-    Raises UsageError if there is no such file, Failure if it is damaged or was not written by this program.
+    Raises:
+        UsageError: there is no such file, or it has another format.
+        Failure: the file is damaged, or was not written by this program.
     """
     file = weights_file(path)
     try:
@@ -141,7 +141,7 @@ def load_model_file(path: str | Path) -> LoadedNet:
         with file.open("rb") as opened:
             length, brace = int.from_bytes(opened.read(8), "little"), opened.read(1)
         if brace not in (b"", b"{"):
-            raise UsageError(f"{file} is no model.safetensors: name a run folder, or its model.safetensors")
+            raise UsageError(f"{file} is not a model.safetensors: name a run folder, or its model.safetensors")
         if length > min(MAX_HEADER, max(size - 8, 0)):
             raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
@@ -150,57 +150,46 @@ def load_model_file(path: str | Path) -> LoadedNet:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
             if card.net.startswith(TIMM) or is_import_path(card.net):
-                net_spec(card.net)  # a package or module that is not here is no damage
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
+                net_spec(card.net)  # raises UsageError for a missing package, which is no damage
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
             weights = {name: opened.get_tensor(name) for name in slices}
         if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
-            raise InvalidFileError("it is not as it was written: its checksum differs")
+            raise InvalidFileError("its checksum differs: the file was changed")
         net = build_loaded_net(card, weights)
         if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
-            raise InvalidFileError(
-                "its weights are not finite numbers: the training diverged"
-            )  # nonsense is all it would say
+            raise InvalidFileError("its weights are not finite numbers: the training diverged")
     except Failure:
         raise
-    except (KeyError, TypeError):  # what a card without its values, or with others, leads to
+    except (KeyError, TypeError):  # the card has missing or additional values
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
     except PermissionError:
-        raise Failure(f"{file} may not be read by you: copy it with rights to read") from None
+        raise Failure(f"{file} cannot be read: you have no read permission") from None
     except OSError as error:
         raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
-    except MemoryError:  # safetensors maps the whole file, which may be mostly a hole
+    except MemoryError:  # safetensors maps the whole file, which may be sparse
         raise Failure(f"{file} is larger than the memory: copy or train it again") from None
-    except (
-        InvalidFileError,
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # torch raises RuntimeError where it maps the file
-        raise Failure(f"{file} is damaged or false ({error}): copy or train it again") from None
+    except (InvalidFileError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map the file
+        raise Failure(f"{file} is damaged or invalid ({error}): copy or train it again") from None
     return net
 
 
-# ---- What a file says of itself, looked at before memory is spent on it: it may come from anywhere.
+# ---- Validation of untrusted files before memory is allocated.
 
-MAX_CARD = 3 << 20  # bytes of the header
-MAX_HEADER = 4 << 20  # bytes; that of torchvision's net with the most tensors, and of 20,000 classes, is below 1 MiB
+MAX_CARD = 3 << 20  # bytes
+MAX_HEADER = 4 << 20  # bytes; torchvision's net with the most tensors and 20,000 classes needs less than 1 MiB
 MAX_CHANNELS = 64
 MAX_CLASSES = 100_000
-MAX_TEMPERATURE = 20.0  # and the inverse of the least
+MAX_TEMPERATURE = 20.0  # the minimum is its inverse
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _EXACT = {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def card_values(text: str) -> dict[str, Any]:
-    """The values of a model card from its JSON; raises InvalidFileError for those that no net of ours can have."""
+    """Return the values of a model card from its JSON; raise InvalidFileError for invalid ones."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -218,80 +207,69 @@ def card_values(text: str) -> dict[str, Any]:
 
 
 def check_card(card: ModelCard) -> None:
-    """Raises UsageError for a card that `load_model_file` would refuse, so that nobody trains for hours what cannot be used."""
+    """Raise UsageError for a card that `load_model_file` would refuse. It is called before the training."""
     try:
         text = json.dumps(asdict(card))
         card_values(text)
         if len(json.dumps(text)) > MAX_CARD:
-            raise InvalidFileError("the names of its classes are too long together")
-    except (InvalidFileError, TypeError) as error:  # TypeError: of an option that is no plain value
-        raise UsageError(f"a net that is trained so could not be loaded again ({error}): choose others") from None
+            raise InvalidFileError("the names of all classes together are too long")
+    except (InvalidFileError, TypeError) as error:  # TypeError: an option is not a plain value
+        raise UsageError(f"the trained net could not be loaded again ({error}): choose other settings") from None
 
 
 def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
-    """Raise InvalidFileError unless the tensors of a file are those of the card's net. The net gets no memory.
+    """Raise InvalidFileError unless a file's tensors are those of the card's net, which is built without memory.
 
-    Args:
-        claims: by name, each tensor's dtype as safetensors writes it ("F32") and its shape.
+    claims: dtype, as safetensors writes it ("F32"), and shape of each tensor by name.
     """
     try:
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
     except UntrustedName:
         raise
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        ArithmeticError,
-        MemoryError,
-    ) as error:  # what settings without sense lead to
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # meaningless settings
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
     if claims.keys() != expected.keys() or not all(_fits(tensor, *claims[name]) for name, tensor in expected.items()):
-        raise InvalidFileError(f"its weights are not those of the net {card.net} that it names")
+        raise InvalidFileError(f"its weights do not fit its net {card.net}")
 
 
 def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
-    right = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
-    return right and tuple(tensor.shape) == shape
+    has_dtype = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
+    return has_dtype and tuple(tensor.shape) == shape
 
 
-def _number(value: Any) -> bool:
-    return (
-        type(value) in (int, float) and abs(value) <= sys.float_info.max
-    )  # which NaN is not, nor an integer beyond all floats
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN and huge integers
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_number, value))
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
 
 
-def _shape(value: Any) -> bool:
-    whole = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
-    return whole and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
+def _is_shape(value: Any) -> bool:
+    is_triple = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
+    return is_triple and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
 
 
-def _plain(value: Any, depth: int = 0) -> bool:
-    """Whether a setting is a finite number, a short text, a truth value, none, or a short list or object of them."""
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether a setting is None, a bool, a finite number, a short text, or a short list or object of these."""
     if isinstance(value, list | dict):
         inner = list(value.values()) if isinstance(value, dict) else value
-        return depth < 3 and len(inner) <= 1000 and all(_plain(one, depth + 1) for one in inner)
-    return (
-        value is None
-        or isinstance(value, bool)
-        or _number(value)
-        or (isinstance(value, str) and len(value) <= MAX_NAME)
-    )
+        return depth < 3 and len(inner) <= 1000 and all(_is_plain(one, depth + 1) for one in inner)
+    is_short_text = isinstance(value, str) and len(value) <= MAX_NAME
+    return value is None or isinstance(value, bool) or _is_number(value) or is_short_text
 
 
 _CHECKS = {
     "net": is_name,
-    "width": lambda value: _number(value) and 0 < value <= MAX_WIDTH,
-    "input_shape": _shape,
+    "width": lambda value: _is_number(value) and 0 < value <= MAX_WIDTH,
+    "input_shape": _is_shape,
     "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(is_name, value)),
-    "mean": _numbers,
-    "std": lambda value: _numbers(value) and min(value, default=0) > 0,
-    "options": lambda value: isinstance(value, dict) and _plain(value),
-    "novelty_threshold": lambda value: value is None or _number(value),
-    "temperature": lambda value: value is None or (_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE),
+    "mean": _are_numbers,
+    "std": lambda value: _are_numbers(value) and min(value, default=0) > 0,
+    "options": lambda value: isinstance(value, dict) and _is_plain(value),
+    "novelty_threshold": lambda value: value is None or _is_number(value),
+    "temperature": lambda value: (
+        value is None or (_is_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE)
+    ),
     "resize": lambda value: value in tuple(RESIZES),
 }

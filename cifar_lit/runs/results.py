@@ -1,4 +1,4 @@
-"""What a run leaves besides its weights: metrics.json, pictures for TensorBoard, and the page about it."""
+"""Results of a run: metrics.json, pictures for TensorBoard, and report.html."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
-from cifar_lit.runs.figures import GALLERY_SIZE, class_accuracies, confusion_matrix, gallery
+from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
@@ -32,32 +32,32 @@ Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 def run_metrics(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
 ) -> dict[str, Any]:
-    """Return the contents of metrics.json. temperature: that of the model card, None without validation images."""
-    trainer, settings, clock = model.trainer, run.settings, run.clock if run.trains else None
-    kind = trainer.strategy.root_device.type
+    """Return the contents of metrics.json. temperature: from the model card, None without validation images."""
+    trainer, settings = model.trainer, run.settings
+    clock = run.clock if run.trains else None
+    speed = round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None
+    device_type = trainer.strategy.root_device.type
     metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
         "net": model.hparams["net"],
         "dataset": data.dataset,
         "seed": settings.get("seed_everything"),
         "epochs": trainer.current_epoch if clock else None,
-        "accelerator": "gpu" if kind == "cuda" else kind,
+        "accelerator": "gpu" if device_type == "cuda" else device_type,
         "devices": trainer.world_size,
         "precision": str(trainer.precision),
         "batch_size": data.batch_size,
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
-        "images_per_second": round(clock.images / clock.training_seconds, 1)
-        if clock and clock.training_seconds
-        else None,
+        "images_per_second": speed,
         "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),
     }
     if test:
         per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
-        counted = {"images": test.images, "interval": accuracy_interval(test)}
-        scores: dict[str, Any] = {**test.values, **counted, "per_class": per_class}
+        interval = accuracy_interval(test)
+        scores: dict[str, Any] = {**test.values, "images": test.images, "interval": interval, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
         if model.predictions is not None:
@@ -67,13 +67,14 @@ def run_metrics(
 
 
 def accuracy_interval(score: Score) -> list[float] | None:
-    """Wilson's 95 % interval of its accuracy; None of no images."""
-    right, images = sum(row[place] for place, row in enumerate(score.confusion)), sum(map(sum, score.confusion))
-    return [round(bound, 6) for bound in wilson_interval(right, images)] if images else None
+    """Return Wilson's 95 % interval of the accuracy; None without images."""
+    correct = sum(row[label] for label, row in enumerate(score.confusion))
+    images = sum(map(sum, score.confusion))
+    return [round(bound, 6) for bound in wilson_interval(correct, images)] if images else None
 
 
 def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
-    """The calibration error of the probabilities as they are, and at a temperature; null for both where there is none."""
+    """Return the expected calibration error without and with a temperature (None for no temperature)."""
 
     def error(probabilities: Tensor) -> float:
         table = prediction_table({**predictions, "probabilities": probabilities})
@@ -85,13 +86,13 @@ def calibration_of(predictions: Predictions, temperature: float | None) -> dict[
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the result depends on."""
+    """Return the versions of Python and of the packages that results depend on."""
     packages = {package: version(package) for package in ("torch", "torchvision", "lightning", "torchmetrics")}
     return {"python": platform.python_version(), **packages, "cifar-lit": cifar_lit.__version__}
 
 
 def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
-    """Writes metrics.json, which says that the run is finished; null for numbers that JSON does not know, as of diverged nets."""
+    """Write metrics.json, which marks the run as finished. NaN and infinity, from a diverged net, become null."""
 
     def without_nan(value: Any) -> Any:
         if isinstance(value, dict):
@@ -109,16 +110,21 @@ def draw_for_tensorboard(
     data: ImageData,
     step: int,
 ) -> None:
-    """Draws confusion matrix and accuracy of each class of what was scored, and galleries where each image's prediction is known.
+    """Log confusion matrices, and galleries of mistakes and doubtful predictions.
 
-    predictions: of the test or, without one, of the validation. step: where the pictures stand on TensorBoard's axis.
+    Args:
+        board: the logger.
+        val: score of the validation, if any.
+        test: score of the test, if any.
+        predictions: predictions of the test or, without one, of the validation. None draws no galleries.
+        data: the images of the run.
+        step: step on TensorBoard's axis.
     """
     for stage, score in (("val", val), ("test", test)):
         if score is None or not score.images:
             continue
         matrix = torch.tensor(score.confusion)
         board.log_images(f"{stage}/confusion_matrix", confusion_matrix(matrix, data.classes), step)
-        board.log_images(f"{stage}/accuracy_per_class", class_accuracies(matrix, data.classes), step)
         if predictions is not None and (stage == "test" or test is None):
             table = prediction_table(predictions)
             images = (data.test_images if stage == "test" else data.train_images).images
@@ -131,5 +137,5 @@ def draw_for_tensorboard(
 
 
 def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
-    """Writes report.html, but for what takes a pass over the training images: `cifar-lit report` adds that."""
+    """Write report.html without the pass over the training images. `cifar-lit report` adds its findings."""
     write_text(run / "report.html", render(run, metrics, data, prediction_table(predictions)))

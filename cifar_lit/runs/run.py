@@ -1,4 +1,4 @@
-"""A run folder as a Lightning callback, with the callbacks and loggers that write to it."""
+"""The run folder as a Lightning callback, with the callbacks and loggers that write to it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
 
 class Run(Callback):
-    """Claim the folder of a command, let checkpoints and loggers write to it, and write its config.yaml.
+    """Claim a run folder, write its config.yaml, and create the callbacks and loggers that write to it.
 
     Args:
-        folder: the folder, not created yet unless it is resumed.
+        folder: the folder, created on first use unless it is resumed.
         settings: the parsed configuration as nested plain values.
-        config: its text, for config.yaml.
-        notes: further lines of the start card by name; `resume` and `step` name the checkpoint that is resumed.
-        command: fit, train (a fit with a test), validate, test or predict.
-        monitored: the score that the best checkpoint is chosen by, as in `best_checkpoint`.
+        config: text of config.yaml.
+        notes: additional lines of the start card by name. `resume` and `step` identify the checkpoint that is resumed.
+        command: fit, train (fit and test), validate, test or predict.
+        monitored: score that selects the best checkpoint, as in `best_checkpoint`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Run(Callback):
         return callbacks
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Return TensorBoard and metrics.csv for a training, TensorBoard for `test`, no logger for `validate` and `predict`."""
+        """Return TensorBoard and metrics.csv for a training, TensorBoard for `test`, and none for other commands."""
         if self.trains:
             self.board = TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)
             return [self.board, CurveFile(self.folder, resumed_step)]
@@ -75,27 +75,26 @@ class Run(Callback):
         """Claim the folder. Raise Failure if processes would start from different checkpoints."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        start = " of step ".join(
-            filter(None, ("/".join(Path(self.notes.get("resume", "")).parts[-3:]), self.notes.get("step")))
-        )
-        path, first = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
-        if start != first:  # on a file system that shows changes late or not at all to some nodes
+        checkpoint = "/".join(Path(self.notes.get("resume", "")).parts[-3:])
+        start = " of step ".join(filter(None, (checkpoint, self.notes.get("step")))) or "the beginning"
+        path, first_start = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
+        if start != first_start:  # a network file system may show changes late or only on some nodes
             raise Failure(
-                f"process {trainer.global_rank} would start from {start or 'the beginning'}, the first one from "
-                f"{first or 'the beginning'}: --logs must be a folder that all processes see alike"
+                f"process {trainer.global_rank} would start from {start}, the first process from {first_start}: "
+                "--logs must be a folder that is the same for all processes"
             )
         self.folder.follow(Path(path))
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", "") is None:
                 checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            if self.trains:  # marks a run that is killed before its first checkpoint as a training
+            if self.trains:  # identifies a training that is killed before its first checkpoint
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
                 self._write_config()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the changed configuration of a resumed run, once its checkpoint is loaded."""
+        """Write the changed configuration of a resumed run after its checkpoint has been loaded."""
         if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write_config()
 

@@ -1,4 +1,4 @@
-"""The images of the data set that a run was trained on."""
+"""Load the images that a run was trained and tested on."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 
 
 def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
-    """Settings of the data: those of a run's config.yaml, or what a named data set needs for the card's net; else none.
+    """Return the data settings of a run's config.yaml, or of a given data set for this net; empty without either.
 
-    Those of config.yaml are to be checked with `check_choices` before they are used.
+    Check settings from config.yaml with `check_choices` before using them.
 
-    dataset: another than config.yaml names, needed where there is none. data_dir: where it lies, if not where it was.
+    Args:
+        run: the run folder.
+        card: metadata of the net.
+        dataset: data set to use instead of that in config.yaml, required without a config.yaml.
+        data_dir: folder of the data, if it was moved.
     """
     if data_dir:
         allow_choices({"root": data_dir})
     if dataset:
-        allow_imports([dataset])  # which was typed
-        settings: Any = {"dataset": dataset, "val_size": 0}  # nobody knows which images were held out
+        allow_imports([dataset])  # typed by the user
+        settings: Any = {"dataset": dataset, "val_size": 0}  # the split is unknown
         channels, height, width = card.input_shape
         if dataset in ("shapes", "folder"):
             settings |= {"image_size": [height, width], "channels": channels}
@@ -49,50 +53,58 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
-    """The data that a run trained and tested on, with its split; downloaded where they are missing.
+    """Return the data of a run with its split, downloaded if missing. Arguments are those of `data_settings`.
 
-    Arguments are those of `data_settings`. Raises UsageError when nothing says which data, Failure when they are not those that
-    the net was trained for.
+    Raises:
+        UsageError: the data set is unknown.
+        Failure: classes or image size differ from those of the net.
     """
-    from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
+    from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
-    settings, name = data_settings(run, card, dataset, data_dir), display_path(run)
+    settings = data_settings(run, card, dataset, data_dir)
+    name = display_path(run)
     if not settings:
         raise UsageError(
-            f"{name} has no config.yaml that names the data: give --dataset, and --data-dir where they lie"
+            f"{name} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
         )
     check_choices({"data": settings})
-    data = ImageData(**_of_kinds(ImageData, settings, name))
+    data = ImageData(**_parsed(ImageData, settings, name))
     _check_fit(card, data.classes, data.input_shape)
     return data
 
 
-def _of_kinds(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a class is made with, by settings of a config.yaml; raises Failure for unknown ones, and for values of other kinds."""
+def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
     try:
         return dict(parser.parse_object(settings).as_dict())
-    except (ArgumentError, TypeError, ValueError) as error:  # TypeError: of a name that is no text
+    except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
-            f"{name}/config.yaml has data settings of another version ({first_line(error)}): give --dataset"
+            f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"
         ) from None
 
 
 def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
-    remedy = "name its own with --data-dir"
+    remedy = "give the folder of its own data with --data-dir"
     if list(classes) != card.classes:
-        own, other = (
+        data_classes, net_classes = (
             f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes)
         )
-        raise Failure(f"the data have other classes than the net ({own}; {other}): {remedy}")
+        raise Failure(f"the data has other classes ({data_classes}) than the net ({net_classes}): {remedy}")
     if shape != card.input_shape:
-        own, other = ("×".join(map(str, sides)) for sides in (shape, card.input_shape))
-        raise Failure(f"the data are images of {own}, the net takes {other}: {remedy}")
+        data_shape, net_shape = ("×".join(map(str, sides)) for sides in (shape, card.input_shape))
+        raise Failure(f"the images are {data_shape}, but the net takes {net_shape}: {remedy}")
 
 
 class RunImages(NamedTuple):
-    """Images as a net takes them: uint8 (N, C, H, W). labels: int64 (N,), None for drawn ones. what: they are, for the user."""
+    """Images for a net.
+
+    Attributes:
+        images: uint8 (N, C, H, W).
+        labels: int64 (N,); None for generated images.
+        what: description for messages.
+    """
 
     images: Tensor
     labels: Tensor | None
@@ -100,10 +112,12 @@ class RunImages(NamedTuple):
 
 
 class RunData:
-    """The data set of a run as far as it is here: nothing is downloaded.
+    """The data set of a run, without downloads.
 
-    model: the run's model.safetensors, beside its config.yaml. card: what it says; images that it does not fit are not used.
-    data_dir: where the images are, if not where config.yaml says; without config.yaml, a folder of images.
+    Args:
+        model: the run's model.safetensors, beside its config.yaml.
+        card: metadata of the net. Images that do not fit it are refused.
+        data_dir: folder of the images, if they were moved; without a config.yaml, an image folder.
     """
 
     def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:
@@ -111,26 +125,25 @@ class RunData:
         run = model.parent
         self.values = data_settings(run, card, None, data_dir) or data_settings(run, card, "folder", data_dir)
         self.dataset = str(self.values.get("dataset", "folder"))
-        known = {field.name for field in fields(SourceSettings)}
-        own = {name: value for name, value in self.values.items() if name in known}
-        self.settings = SourceSettings(**_of_kinds(SourceSettings, own, display_path(run)))
+        names = {field.name for field in fields(SourceSettings)}
+        source = {name: value for name, value in self.values.items() if name in names}
+        self.settings = SourceSettings(**_parsed(SourceSettings, source, display_path(run)))
 
     def load(self, train: bool, count: int) -> RunImages:
-        """`count` of the train or the test images, evenly spread over them; all for 0.
+        """Return `count` training or test images, evenly spaced; all for 0.
 
-        Raises UsageError or Failure when they are not to be had or do not fit the net.
+        Raises:
+            UsageError, Failure: they are missing or do not fit the net.
         """
         where = f" {self.settings.root}" if self.settings.root else ""
         if not at_hand(self.dataset, self.settings):
             place = f" in{where}" if where else ""
-            raise Failure(
-                f"the images of {self.dataset} that it was trained on are not here{place}: name their place with --data-dir"
-            )
+            raise Failure(f"the images of {self.dataset} are missing{place}: give their folder with --data-dir")
         check_choices({"data": self.values})
-        if self.values.get("folds"):  # the test images are some of those to train on
-            from cifar_lit.data.datamodule import ImageData  # here, as it imports Lightning
+        if self.values.get("folds"):  # a fold of the training images is the test set
+            from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
-            data = ImageData(**_of_kinds(ImageData, self.values, self.dataset))
+            data = ImageData(**_parsed(ImageData, self.values, self.dataset))
             source, rows = data.train_images, data.split[0] if train else data.parts.fold_rows
         else:
             source = load_images(self.dataset, self.settings, train)
@@ -142,9 +155,9 @@ class RunData:
         return RunImages(source.take(places).permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
 
     def load_or_draw(self, count: int) -> RunImages:
-        """Test images as `load` gives them; where there are none, drawn figures, and in `what` the reason.
+        """Return test images, or generated shapes if there are none, with the reason in `what`.
 
-        The figures are grey in all channels where a net has neither 1 nor 3. Raises what `load` does where `data_dir` was given.
+        Shapes are grey if the net has neither 1 nor 3 channels. With `data_dir`, the error of `load` is raised instead.
         """
         try:
             return self.load(train=False, count=count)
@@ -155,4 +168,4 @@ class RunData:
             size, colours = [max(MIN_SIZE, height), max(MIN_SIZE, width)], 3 if channels == 3 else 1
             drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
             images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
-            return RunImages(images, None, f"{len(images):,} drawn images, without labels ({error})")
+            return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")

@@ -122,15 +122,15 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
     def refuse(code: int, line: str, *words: str) -> None:
         assert_refused(run_command("report", "bare", *words), code, line)
 
-    refuse(2, "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
+    refuse(2, "bare has no config.yaml that names the data: add --dataset, and --data-dir with its folder")
     place = "nowhere/page.html cannot be written: name a file in a folder that can be, with --out"
     refuse(2, place, "--dataset", "folder", "--data-dir", "others", "--out", "nowhere/page.html")
-    line = "the data have other classes than the net (2: a, c; 2: a, b): name its own with --data-dir"
+    line = "the data has other classes (2: a, c) than the net (2: a, b): give the folder of its own data with --data-dir"
     refuse(1, line, "--dataset", "folder", "--data-dir", "others")
     Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}")
     refuse(1, "bare/config.yaml has data settings of another version (")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}")
-    refuse(1, "the data are images of 3×20×20, the net takes 3×16×16: name its own with --data-dir")
+    refuse(1, "the images are 3×20×20, but the net takes 3×16×16: give the folder of its own data with --data-dir")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")
     refuse(2, "images does not exist: --data-dir must name a folder with ")
     assert run_command("report", "bare", "--data-dir", "elsewhere").code == 0

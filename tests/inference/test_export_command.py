@@ -46,10 +46,10 @@ def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(
     (run / "config.yaml").unlink()
     export([f"{run}/model.safetensors", "--to", "safetensors", "--out", "copy.safetensors", "--images", "20"])
     out = capsys.readouterr().out
-    assert out.startswith("checking on 20 drawn images, without labels (the images of folder ")
+    assert out.startswith("checking on 20 generated images without labels (the images of folder ")
     assert "--data-dir" in out.splitlines()[0] and "accuracy" not in out
     assert load_model_file("copy.safetensors").card == load_model_file(run).card
-    with pytest.raises(Failure, match="are not here: name their place with --data-dir"):
+    with pytest.raises(Failure, match="are missing: give their folder with --data-dir"):
         export([str(run), "--to", "onnx", "--quantize", "int8"])
 
 
@@ -63,8 +63,8 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
     others, large = draw_images("others", ["cat", "dog"]), draw_images("large", card.classes, size=24)
     for root, text in (
-        (others, "the data have other classes than the net"),
-        (large, "the data are images of 3×24×24, the net takes 3×16×16"),
+        (others, "the data has other classes ("),
+        (large, "the images are 3×24×24, but the net takes 3×16×16"),
     ):
         with pytest.raises(Failure, match=text):
             export([str(run), "--to", "onnx", "--data-dir", str(root)])

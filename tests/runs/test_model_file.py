@@ -116,7 +116,7 @@ def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) 
     path.unlink()
     with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a finished run instead"):
         load_model_file(checkpoint)
-    with pytest.raises(UsageError, match=r"is no model\.safetensors: name a run folder, or its model\.safetensors"):
+    with pytest.raises(UsageError, match=r"is not a model\.safetensors: name a run folder, or its model\.safetensors"):
         load_model_file(checkpoint.rename(path))
 
 
@@ -132,7 +132,7 @@ def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, chan
         content = bytearray(path.read_bytes())
         content[change] ^= 1
         path.write_bytes(content)
-    refused(path, r"is damaged or false \(it is not as it was written: its checksum differs\): copy or")
+    refused(path, r"is damaged or invalid \(its checksum differs: the file was changed\): copy or")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, chan
 )  # fmt: skip
 def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:
     rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
-    refused(path, rf"is damaged or false \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
+    refused(path, rf"is damaged or invalid \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
     with pytest.raises(
         UsageError, match=rf"could not be loaded again \(its {next(iter(values))} "
     ):  # before it is trained
@@ -170,7 +170,7 @@ def test_a_net_whose_file_could_not_be_written_or_read_is_not_trained(values: di
 
 
 def test_tensors_that_are_not_finite_or_not_the_nets_are_refused(path: Path) -> None:
-    other = "its weights are not those of the net lenet that it names"
+    other = "its weights do not fit its net lenet"
     weights = net_of(CARD).state_dict()
     save_weights(path, {**weights, "further": torch.zeros(1)}, CARD)
     refused(path, other)
@@ -205,7 +205,7 @@ def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(
         ({"format": FORMAT, "card": "{"}, "does not say how to build"),
         ({"format": FORMAT, "card": '{"net": "lenet"}'}, "does not say how to build"),
         ({"format": FORMAT, "card": json.dumps({**CARD_VALUES, "depth": 3})}, "does not say how to build"),
-        ({"format": FORMAT, "card": json.dumps(CARD_VALUES)}, "are not those of the net lenet"),
+        ({"format": FORMAT, "card": json.dumps(CARD_VALUES)}, "do not fit its net lenet"),
     ],
 )
 def test_a_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str, str] | None, line: str) -> None:

@@ -54,10 +54,10 @@ def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
     data = RunData(tmp_path / "model.safetensors", CARD)
     reason = (
-        f"the images of cifar10 that it was trained on are not here in {tmp_path}: name their place with --data-dir"
+        f"the images of cifar10 are missing in {tmp_path}: give their folder with --data-dir"
     )
     with pytest.raises(Failure, match=reason):
         data.load(train=True, count=0)
     drawn = data.load_or_draw(7)
     assert (drawn.images.shape, drawn.labels) == ((7, 3, 8, 8), None)
-    assert drawn.what == f"7 drawn images, without labels ({reason})"
+    assert drawn.what == f"7 generated images without labels ({reason})"
