@@ -27,19 +27,12 @@ REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job
 
 
 class Job(NamedTuple):
-    """A job of a scheduler.
+    """A job of a scheduler."""
 
-    Attributes:
-        key: identifier that is the same after a restart.
-        title: name for messages.
-        again: whether the scheduler says that it has restarted the job.
-        named: whether CIFAR_LIT_JOB is set. A run may then already exist even without a restart counter.
-    """
-
-    key: str
-    title: str
-    again: bool
-    named: bool = False
+    key: str  # the same after a restart
+    title: str  # for messages
+    again: bool  # restarted, according to the scheduler
+    named: bool = False  # by CIFAR_LIT_JOB: a run may already exist even without a restart counter
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:

@@ -1,8 +1,8 @@
 """Connect the ranks of a run before they share any work, and report how each one ends.
 
-torch's own rendezvous has two gaps. gloo uses the interface of the machine's host name, which is often 127.0.0.1. And under
-torchrun all attempts meet at the agent's store, which still holds the addresses of an earlier attempt: a rank that reads
-them too early cannot connect (github.com/pytorch/pytorch/issues/135712, still present in torch 2.15).
+torch's own rendezvous has two gaps. gloo uses the interface of the machine's host name, which is often 127.0.0.1. And
+under torchrun all attempts meet at the agent's store, which still holds the addresses of an earlier attempt. A rank
+that reads them too early cannot connect (github.com/pytorch/pytorch/issues/135712, still present in torch 2.15).
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def choose_interface(address: str) -> None:
 def meet_anew(environment: MutableMapping[str, str]) -> None:
     """Give this attempt of torchrun its own rendezvous port; do nothing under other launchers.
 
-    Raises:
-        Failure: some processes did not arrive in time.
+    Raise Failure if some processes do not arrive in time.
     """
     world = int(environment.get("WORLD_SIZE", "1"))
     if not by_torchrun(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1:
@@ -76,25 +75,12 @@ def meet_anew(environment: MutableMapping[str, str]) -> None:
 
 
 def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: float) -> tuple[int, int]:
-    """Agree on a port, unused on the machine of rank 0, and on the number of restarts of this attempt.
+    """Return a port, unused on the machine of rank 0, and the number of restarts of this attempt, equal on all ranks.
 
-    torchrun's count does not identify an attempt on several nodes, because each node counts its own restarts. The highest
+    torchrun's count does not identify an attempt on several nodes, as each node counts its own restarts. The highest
     count is used, and at least one if an earlier attempt got this far. Every other rank announces itself with a random
     token until rank 0 acknowledges the token, and then confirms. After all confirmations, rank 0 publishes the result.
-    Keys left by an earlier attempt never contain a new token.
-
-    Args:
-        store: store shared by all attempts.
-        rank: rank of this process.
-        world: number of ranks.
-        restarts: number of restarts as torchrun counts them on this node.
-        limit: timeout in seconds.
-
-    Returns:
-        The port and the number of restarts.
-
-    Raises:
-        Failure: timeout.
+    Keys left by an earlier attempt never contain a new token. Raise Failure after `limit` seconds.
     """
     token = uuid.uuid4().hex
     deadline = time.monotonic() + limit
@@ -135,8 +121,8 @@ def join(info: RankInfo, limit: float) -> RankWatch | None:
 
     Args:
         info: rank of this process.
-        limit: seconds without a heartbeat after which a rank counts as lost. All ranks must connect within `JOIN_FACTOR`
-            times this limit.
+        limit: seconds without a heartbeat after which a rank counts as lost. All ranks must connect within
+            `JOIN_FACTOR` times this limit.
 
     Raises:
         UsageError: MASTER_PORT is in use.

@@ -1,7 +1,7 @@
 """Determine the rank of this process, whether it was started by torchrun, SLURM, the user or the Trainer.
 
-Lightning's cluster environments know the rank once there is a Trainer. It is needed earlier: to count the devices, to let
-only the first process claim the run folder and print, and to watch the other ranks while data is prepared.
+Lightning's cluster environments know the rank once there is a Trainer. It is needed earlier: to count the devices, to
+claim the run folder and print on the first rank only, and to watch the other ranks while data is prepared.
 """
 
 from __future__ import annotations
@@ -16,46 +16,30 @@ COORDINATOR = "CIFAR_LIT_COORDINATOR"  # address, port and token of the first ra
 
 
 class RankInfo(NamedTuple):
-    """One of `world` processes, counted over all machines.
-
-    Attributes:
-        rank: global rank.
-        world: number of ranks.
-        address: address of the first rank's store; None if the Trainer starts all ranks itself, on this machine.
-        port: port of the store.
-        per_node: number of ranks that the first process of each machine starts, itself included.
-        parent: process id of the torchrun agent that started this process, if any.
-    """
+    """One of `world` processes, counted over all machines."""
 
     rank: int
     world: int
-    address: str | None = None
+    address: str | None = None  # of the first rank's store; None if the Trainer starts all ranks on this machine
     port: int | None = None
-    per_node: int = 1
-    parent: int | None = None
+    per_node: int = 1  # ranks that the first process of each machine starts, itself included
+    parent: int | None = None  # process id of the torchrun agent that started this process
 
 
 def rank_info(devices: int, nodes: int) -> RankInfo:
     """Return the rank of this process in a run on `devices` devices of each of `nodes` machines.
 
-    Raises:
-        UsageError: the environment does not say how to reach the first machine.
+    Raise UsageError if the environment does not say how to reach the first machine.
     """
     from lightning.fabric.plugins import environments
 
     # Order of the Trainer: torchrun may run inside a SLURM job.
-    for kind in (
-        environments.TorchElasticEnvironment,
-        environments.SLURMEnvironment,
-        environments.LSFEnvironment,
-        environments.MPIEnvironment,
-    ):
+    for name in ("TorchElastic", "SLURM", "LSF", "MPI"):
+        kind = getattr(environments, f"{name}Environment")
         if kind.detect():
-            cluster = kind()
-            parent = os.getppid() if kind is environments.TorchElasticEnvironment else None
-            return RankInfo(
-                cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, parent=parent
-            )
+            cluster, parent = kind(), os.getppid() if name == "TorchElastic" else None
+            address, port = cluster.main_address, cluster.main_port
+            return RankInfo(cluster.global_rank(), cluster.world_size(), address, port, parent=parent)
     own = environments.LightningEnvironment()
     rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
     started_by_user = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ
@@ -70,10 +54,10 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
             f"{what} needs {', '.join(missing)} in the environment of each machine. Start it with "
             f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {last}) cifar-lit …, or use torchrun or SLURM."
         )
-    port = os.environ["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {port!r}")
-    return RankInfo(rank, world, os.environ["MASTER_ADDR"], int(port), per_node=1 if started_by_user else devices)
+    text = os.environ["MASTER_PORT"]
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {text!r}")
+    return RankInfo(rank, world, os.environ["MASTER_ADDR"], int(text), per_node=1 if started_by_user else devices)
 
 
 def is_first_process(environment: Mapping[str, str]) -> bool:

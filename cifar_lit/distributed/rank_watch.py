@@ -1,12 +1,13 @@
 """A thread in every rank that detects and names a lost rank, and ends this process if its own work cannot continue.
 
 Measured with two ranks over gloo: if one is killed, the other gets "Connection reset by peer" without a rank. If one is
-frozen or hangs, DDPStrategy(timeout=…) raises without a name and leaves the frozen process. That timeout also covers the
-wait for the first rank's download or checkpoint, so its 30 minutes cannot become 60 s. torchrun detects no frozen rank.
+frozen or hangs, DDPStrategy(timeout=…) raises without a name and leaves the frozen process. That timeout also covers
+the wait for the first rank's download or checkpoint, so its 30 minutes cannot become 60 s. torchrun detects no frozen
+rank, and torch's store reports no lost client.
 
-Here every rank holds a connection to the first. The operating system closes it at once when a process dies. A rank that is
-frozen or cut off from the network sends no heartbeats. A rank whose main thread hangs does not reach the step where the
-others wait. torch's store reports no lost client.
+Here every rank holds a connection to the first. The operating system closes it at once when a process dies. A rank that
+is frozen or cut off from the network sends no heartbeats. A rank whose main thread hangs does not reach the step where
+the others wait.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ ANNOUNCE_SECONDS = 15.0  # until the first rank prints which ranks are missing
 MAX_MESSAGE_BYTES = 1 << 20
 
 # A small process beside each rank kills it when it is frozen. A rank that was stopped (SIGSTOP), or waits forever in a
-# driver or a file system, runs none of its threads, and no other machine can kill it. The watchdog counts heartbeats, not
-# time, so that it stands still when a terminal or a scheduler suspends the whole run.
+# driver or a file system, runs none of its threads, and no other machine can kill it. The watchdog counts heartbeats,
+# not time, so that it stands still when a terminal or a scheduler suspends the whole run.
 WATCHDOG = """
 import os, select, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -67,19 +68,12 @@ if os.getppid() == rank:
 
 
 class Fault(NamedTuple):
-    """Why a run cannot continue.
+    """Why a run cannot continue."""
 
-    Attributes:
-        rank: rank at fault.
-        kind: key of EXIT_SECONDS.
-        what: predicate of the message about the rank, such as "is gone".
-        code: exit code.
-    """
-
-    rank: int
-    kind: str
-    what: str
-    code: int = 1
+    rank: int  # at fault
+    kind: str  # key of EXIT_SECONDS
+    what: str  # rest of the sentence about the rank, such as "is gone"
+    code: int = 1  # exit code
 
 
 class JsonSocket:
@@ -264,7 +258,7 @@ class RankWatch(threading.Thread):
     # ---- End the process.
 
     def line_about(self, fault: Fault) -> str:
-        """Return the message about a fault on the first remaining rank of each machine, once; elsewhere an empty string.
+        """Return the message about a fault, once and on the first remaining rank of each machine; elsewhere "".
 
         It is also empty if the rank at fault has printed its error on this machine.
         """
@@ -320,8 +314,7 @@ class RankWatch(threading.Thread):
 class Coordinator(RankWatch):
     """The first rank's watch. The others connect to its `port` with its `token` and learn about each other from it.
 
-    Raises:
-        UsageError: MASTER_PORT is in use by another process.
+    Raise UsageError if another process uses MASTER_PORT.
     """
 
     def __init__(self, info: RankInfo, limit: float, token: str) -> None:
@@ -387,7 +380,7 @@ class Coordinator(RankWatch):
         return None
 
     def _hanging_rank(self) -> Fault | None:
-        """Return a fault for a rank whose main thread does not reach the others' position, though it sends heartbeats."""
+        """Return a fault for a rank that sends heartbeats, but does not reach the position of the others."""
         positions = {**self._positions, self.info.rank: self.position}
         furthest = max(positions.values())
         for rank, position in positions.items():

@@ -31,7 +31,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
         labels: int64 (N,).
 
     Returns:
-        The temperature in 1 / `MAX_TEMPERATURE` … `MAX_TEMPERATURE`; None for fewer than 20 images or non-finite logits.
+        The temperature in 1/20 … 20; None for fewer than 20 images or non-finite logits.
     """
     count, logits = len(labels), logits.double()
     if count < MIN_HELD_OUT or not logits.isfinite().all():

@@ -26,21 +26,13 @@ RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder as the comparison sees it.
-
-    Attributes:
-        path: the folder.
-        name: its path as the user would type it.
-        settings: contents of config.yaml by dotted name, without `PLACES`.
-        metrics: contents of metrics.json.
-        note: why results are missing, empty if none are.
-    """
+    """A run folder as the comparison sees it."""
 
     path: Path
-    name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    name: str  # the path as the user would type it
+    settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
+    metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
+    note: str = ""  # why results are missing
 
     @property
     def test(self) -> dict[str, Any]:
@@ -87,7 +79,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     runs: dict[Path, Path] = {}
     for name in names:
         path = Path(name).expanduser()
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207
         folders = _sorted_folders(matches)
         if not folders:
             problem = f"{name} is a file" if matches else f"there is no {name}"
@@ -204,7 +196,7 @@ def _hits(run: RunRecord) -> list[bool] | None:
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
     """Apply McNemar's test to pairs of runs that were tested on the same images.
 
-    Up to five runs on the same images are compared pairwise. If there are more, each is compared with the most accurate.
+    Up to five runs on the same images are compared pairwise. With more, each is compared with the most accurate one.
 
     Returns:
         The names of each pair with its test, and messages about runs that are not compared.
@@ -231,9 +223,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
             continue
         best = max(group, key=lambda run: run.test["accuracy"])
         candidates += [(best, run) for run in group if run is not best]
-        messages.append(
-            f"{best.name} was selected as the best on these images, so its p values are slightly too small."
-        )
+        messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small")
     tests = []
     for first, second in candidates:
         counts = Counter(zip(hits[first.name], hits[second.name], strict=False))
@@ -259,16 +249,8 @@ def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
     """Draw accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
 
-    Accuracy is that of the validation images, or of the training images if no run has any. The user's matplotlibrc is
-    ignored: it could select TeX or another size.
-
-    Args:
-        runs: the runs to draw.
-        labels: text in the legend for each run. Runs with the same label share a colour.
-        file: the PNG to write.
-
-    Raises:
-        ValueError: no run has a curve.
+    Accuracy is that of the validation images, or of the training images if no run has any. Runs with the same label
+    share a colour. The user's matplotlibrc is ignored, as it could select TeX. Raise ValueError if no run has a curve.
     """
     from matplotlib import style
     from matplotlib.figure import Figure

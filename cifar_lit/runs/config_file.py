@@ -27,7 +27,7 @@ _INTEGER = "tag:yaml.org,2002:int"
 
 
 def plain_values(file: Path) -> Any:
-    """Return the contents of a configuration file; raise UsageError if it is unreadable or holds more than plain values."""
+    """Return the values in a configuration file; raise UsageError unless it is readable and holds only plain values."""
     text = plain_text(file)
     try:
         return yaml.safe_load(text)
@@ -36,7 +36,7 @@ def plain_values(file: Path) -> Any:
 
 
 def plain_text(file: Path) -> str:
-    """Return the text of a configuration file; raise UsageError if it is unreadable or holds more than plain values."""
+    """Return the text of a configuration file; raise UsageError unless it is readable and holds only plain values."""
     try:
         text = read_text(file, MAX_BYTES)
         root = yaml.compose(text, yaml.SafeLoader)
@@ -101,8 +101,8 @@ _COUNTS = {"devices", "workers"}
 _LOCAL = {"logs", "root", "cache_dir", "ckpt_path"}  # allowed below the working folder
 _NAMED = {"recipe", "filename", "name"}
 PLACES = _LOCAL | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
-# A file name of at most 255 characters without control characters. Braces hold a metric of ModelCheckpoint, with a width
-# below 100.
+# A file name of at most 255 characters without control characters. Braces hold a metric of ModelCheckpoint, with a
+# width below 100.
 _NAME = re.compile(
     r"(?!\.\.?$)(?!.{256})(?:[^/\\{}\x00-\x1f\x7f-\x9f]|\{\w+(?:/\w+)*(?::0?\d{0,2}(?:\.\d{1,2})?[a-zA-Z%]?)?\})*"
 )
@@ -113,7 +113,7 @@ _allowed: set[tuple[str, str]] = set()
 
 
 def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each value in nested settings as text, with its names from the root. Dotted names are split."""
+    """Yield each value in nested settings as text with its path of names, dotted names split."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from leaves(value, (*key, *str(name).rstrip("+").split(".")))

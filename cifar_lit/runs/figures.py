@@ -35,7 +35,7 @@ PAGE_COLOURS = {INK: "currentColor"} | {
 }
 PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
-SIZE = (4.4, 2.9)  # inches; at the width of a phone, the text is as large as the text of the page
+SIZE = (4.4, 2.9)  # inches; at the width of a phone, the text has the size of the page's text
 
 
 @own_style
@@ -44,8 +44,8 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
 
     Args:
         name: unique name of the chart on the page.
-        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has the same colour in
-            all charts. A single point is drawn as a diamond.
+        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has the same colour
+            in all charts. A single point is drawn as a diamond.
         label: text for screen readers.
     """
     figure, axes = _chart()
@@ -65,20 +65,13 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
 
 
 class Bin(NamedTuple):
-    """Images whose predicted class has a probability in (low, high].
-
-    Attributes:
-        low, high: limits.
-        images: number of images.
-        confidence: mean probability, NaN for an empty bin.
-        accuracy: fraction of correct predictions, NaN for an empty bin.
-    """
+    """Images whose predicted class has a probability in (low, high]."""
 
     low: float
     high: float
     images: int
-    confidence: float
-    accuracy: float
+    confidence: float  # mean probability, NaN for an empty bin
+    accuracy: float  # NaN for an empty bin
 
 
 @own_style
@@ -131,10 +124,9 @@ class Picture(NamedTuple):
 
 
 def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
-    """Return a data URI of an image, uint8 (H, W, C).
+    """Return a data URI of an image, uint8 (H, W, C), at most `largest` pixels high and wide.
 
-    An image of at most half of `largest` pixels per side is a lossless PNG. A larger one is scaled to `largest` and
-    becomes a JPEG.
+    It is a lossless PNG up to half of `largest`, otherwise a JPEG.
     """
     file, picture = BytesIO(), _picture(image)
     kind = "png" if max(picture.size) <= largest // 2 else "jpeg"
@@ -148,16 +140,7 @@ def _picture(image: Tensor) -> Image.Image:
 
 
 def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
-    """Return a grid of images with captions.
-
-    Args:
-        images: uint8 (N, H, W, C).
-        captions: at most three lines per image.
-        columns: images per row.
-
-    Returns:
-        uint8 (3, height, width).
-    """
+    """Return a grid of images, uint8 (N, H, W, C), with up to three caption lines each: uint8 (3, height, width)."""
     cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
     sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -212,14 +195,9 @@ MAX_COUNTED = 20  # with more classes the cells have no numbers
 
 @own_style
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
-    """Return a picture of a confusion matrix. Darker cells hold a larger fraction of their row.
+    """Return a picture, uint8 (3, height, width), of a confusion matrix, int64 (classes, classes), labels in rows.
 
-    Args:
-        matrix: int64 (classes, classes), images by label (rows) and predicted class (columns).
-        classes: their names.
-
-    Returns:
-        uint8 (3, height, width).
+    Darker cells hold a larger fraction of their row.
     """
     count = len(classes)
     side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))

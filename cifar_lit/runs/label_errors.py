@@ -25,37 +25,22 @@ class Pair(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """Suspected labels of a set.
+    """Suspected labels of a set."""
 
-    Attributes:
-        images: size of the set.
-        pictures: images with the least probable labels.
-        rejected: number of images predicted as a different class than their label.
-        confident: number of these that confident learning counts as mislabelled.
-    """
-
-    images: int
-    pictures: Sequence[Picture]
-    rejected: int
-    confident: int
+    images: int  # size of the set
+    pictures: Sequence[Picture]  # images with the least probable labels
+    rejected: int  # images predicted as a different class than their label
+    confident: int  # those that confident learning counts as mislabelled
 
 
 class Findings(NamedTuple):
-    """Suspected labels, and duplicates between training and test images.
-
-    Attributes:
-        train: suspected labels of the training images.
-        test: suspected labels of the test images.
-        pairs: test images that are most similar to a training image, but not identical.
-        twins: number of test images that are identical to a training image.
-        contrary: number of twins with a different label.
-    """
+    """Suspected labels, and duplicates between training and test images."""
 
     train: Suspects
     test: Suspects
-    pairs: Sequence[Pair]
-    twins: int
-    contrary: int
+    pairs: Sequence[Pair]  # test images most similar to a training image, but not identical
+    twins: int  # test images identical to a training image
+    contrary: int  # twins with a different label
 
 
 def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
@@ -84,9 +69,9 @@ def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) 
 def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
     """Return the labels that contradict a net's predictions, the least probable label first.
 
-    A label is suspected if another class is more probable. Confident learning counts those whose predicted class reaches
-    its threshold: the mean probability of that class over the images labelled with it (C. Northcutt, L. Jiang and
-    I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
+    A label is suspected if another class is more probable. Confident learning counts those whose predicted class
+    reaches its threshold: the mean probability of that class over the images labelled with it (C. Northcutt, L. Jiang
+    and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     Args:
         images: images with labels.
@@ -106,21 +91,13 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
 
 
 class Ranking(NamedTuple):
-    """Suspected labels, and probabilities of all images.
+    """Suspected labels, and probabilities of all images."""
 
-    Attributes:
-        rows: int64, rows of the suspected labels, the least probable first.
-        own: probability of each image's label.
-        best: probability of each image's predicted class.
-        suggested: predicted classes.
-        confident: bool, whether each of `rows` reaches the threshold of confident learning.
-    """
-
-    rows: Tensor
-    own: Tensor
-    best: Tensor
-    suggested: Tensor
-    confident: Tensor
+    rows: Tensor  # suspected labels, the least probable first, int64
+    own: Tensor  # probability of each image's label
+    best: Tensor  # probability of each image's predicted class
+    suggested: Tensor  # predicted classes
+    confident: Tensor  # whether each of `rows` reaches the threshold of confident learning, bool
 
 
 def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
@@ -136,7 +113,7 @@ def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `twins` and `contrary` of `Findings`. cosines, rows: result of `find_nearest` for the test images."""
+    """Return `pairs`, `twins` and `contrary` of `Findings`. cosines, rows: from `find_nearest`, for the test images."""
     first_rows: dict[bytes, int] = {}
     for row, image in enumerate(train.images):
         first_rows.setdefault(_digest(image), row)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,8 +29,8 @@ MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # first columns of TensorB
 # Settings shown in TensorBoard's hparams tab.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop", "flip",
-    "cutout", "seed",
+    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop",
+    "flip", "cutout", "seed",
 )  # fmt: skip
 
 
@@ -57,8 +56,8 @@ def _writing(run: RunFolder) -> Iterator[None]:
 class CurveFile(Logger):
     """`metrics.csv`: one row per logging call, with empty cells for values that were not logged.
 
-    Lightning's CSVLogger deletes the earlier curves when a run is resumed. This one keeps the rows up to the resumed step,
-    except those of a test, which is repeated.
+    Lightning's CSVLogger deletes the earlier curves when a run is resumed. This one keeps the rows up to the resumed
+    step, except those of a test, which is repeated.
     """
 
     name, version = "", ""  # required by Lightning; unused, because the run folder has both

@@ -33,32 +33,19 @@ CHECKSUM = "sha256"  # key of the metadata
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Metadata needed to use weights: the net and its settings, the classes, and the preparation of images.
+    """Metadata needed to use weights: the net and its settings, the classes, and the preparation of images."""
 
-    Attributes:
-        net: name in the registry.
-        width: factor of the net's channels.
-        input_shape: channels, height, width.
-        classes: names in the order of the logits.
-        mean: mean of each channel, for pixel values in 0 … 1.
-        std: standard deviation of each channel.
-        options: the net's own settings, as plain values.
-        novelty_threshold: score of `cifar_lit.inference.novelty` above which an image is out-of-distribution; None
-            without held-out images.
-        temperature: divisor of the logits for calibrated probabilities; None without held-out images.
-        resize: how images with another aspect ratio are resized, one of `decode.RESIZES`.
-    """
-
-    net: str
-    width: float
-    input_shape: list[int]
-    classes: list[str]
-    mean: list[float]
+    net: str  # name in the registry
+    width: float  # factor of the net's channels
+    input_shape: list[int]  # channels, height, width
+    classes: list[str]  # in the order of the logits
+    mean: list[float]  # of each channel, for pixel values in 0 … 1
     std: list[float]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
+    # Score of `cifar_lit.inference.novelty` above which an image is out-of-distribution; None without held-out images.
     novelty_threshold: float | None = None
-    temperature: float | None = None
-    resize: str = "crop"
+    temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
+    resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
 
     @property
     def net_settings(self) -> dict[str, Any]:

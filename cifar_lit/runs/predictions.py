@@ -1,4 +1,4 @@
-"""Tables of predictions: `predictions.csv` and `probabilities.npy` of a data set, and the rows of `cifar-lit classify`."""
+"""Tables of predictions: `predictions.csv` and `probabilities.npy` of a run, and the rows of `cifar-lit classify`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,12 @@ ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
 
 
 class PredictionTable(NamedTuple):
-    """Predictions for N images.
+    """Predictions for N images."""
 
-    Attributes:
-        indices: rows of the data set, int64 (N,).
-        labels: class numbers, int64 (N,).
-        predicted: class numbers, int64 (N,).
-        probability: probability of the predicted class, float64 (N,).
-    """
-
-    indices: Tensor
-    labels: Tensor
-    predicted: Tensor
-    probability: Tensor
+    indices: Tensor  # rows of the data set, int64 (N,)
+    labels: Tensor  # class numbers, int64 (N,)
+    predicted: Tensor  # class numbers, int64 (N,)
+    probability: Tensor  # of the predicted class, float64 (N,)
 
     @property
     def hits(self) -> Tensor:
@@ -70,8 +63,8 @@ def write_predictions(
 ) -> int:
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
-    Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. The array has
-    the same rows, float32 (N, classes).
+    Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. The array
+    has the same rows, float32 (N, classes).
 
     Args:
         path: the CSV file.
@@ -108,8 +101,7 @@ def write_predictions(
 def read_predictions(path: Path, classes: Sequence[str], count: int) -> PredictionTable | None:
     """Return the table in a `predictions.csv`, or None if it does not fit these classes and number of images.
 
-    Each index must occur once and be below `count`. Probabilities must be in 0 … 1, or NaN for all images (a diverged
-    net).
+    Each index must occur once. Probabilities must be in 0 … 1, or NaN for all images (a diverged net).
     """
     number: dict[object, int] = {csv_cell(name): place for place, name in enumerate(classes)}
     try:

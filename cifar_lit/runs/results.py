@@ -112,13 +112,7 @@ def draw_for_tensorboard(
 ) -> None:
     """Log confusion matrices, and galleries of mistakes and doubtful predictions.
 
-    Args:
-        board: the logger.
-        val: score of the validation, if any.
-        test: score of the test, if any.
-        predictions: predictions of the test or, without one, of the validation. None draws no galleries.
-        data: the images of the run.
-        step: step on TensorBoard's axis.
+    predictions: of the test or, without one, of the validation. None draws no galleries.
     """
     for stage, score in (("val", val), ("test", test)):
         if score is None or not score.images:

@@ -98,17 +98,11 @@ def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> N
 
 
 class RunImages(NamedTuple):
-    """Images for a net.
+    """Images for a net."""
 
-    Attributes:
-        images: uint8 (N, C, H, W).
-        labels: int64 (N,); None for generated images.
-        what: description for messages.
-    """
-
-    images: Tensor
-    labels: Tensor | None
-    what: str
+    images: Tensor  # uint8 (N, C, H, W)
+    labels: Tensor | None  # int64 (N,); None for generated images
+    what: str  # for messages
 
 
 class RunData:

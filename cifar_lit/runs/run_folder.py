@@ -48,8 +48,7 @@ class RunFolder:
         first: whether this is the first process of the run. The others never claim a folder, they `follow` it.
         job: record of the scheduler job, written to a new folder so that a restarted job finds its run.
 
-    Raises:
-        Failure: the folder cannot be written, or another process is writing it.
+    Raise Failure if the folder cannot be written, or another process is writing it.
     """
 
     def __init__(
@@ -333,35 +332,24 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it cannot be read or one of its numbers is out of range."""
     try:
-        content = json.loads(
-            read_text(file), parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=_bounded_float
-        )
+        content = json.loads(read_text(file))
+        return content if isinstance(content, dict) and _is_bounded(content) else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
-def _bounded_float(text: str) -> float:
-    """Return the number; raise ValueError for NaN and numbers of `MAX_FIGURE` or more."""
-    value = float(text)
-    if not abs(value) < MAX_FIGURE:
-        raise ValueError(f"{text[:20]} is out of range")
-    return value
-
-
-def _bounded_int(text: str) -> int:
-    _bounded_float(text)
-    return int(text)
+def _is_bounded(value: Any) -> bool:
+    """Return whether all numbers in a JSON value are below `MAX_FIGURE`; false for NaN."""
+    if isinstance(value, dict | list):
+        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int | float) or abs(value) < MAX_FIGURE
 
 
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read.
 
     An unterminated last line is skipped: it is still being written, or was cut short by a kill or a full disk.
-
-    Args:
-        file: the table.
-        columns: names of the columns to return, all by default.
+    columns: names of the columns to return, all by default.
     """
     try:
         lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
@@ -375,10 +363,7 @@ def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[st
 
 
 def read_curves(run: Path) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics.csv by column; none if the file cannot be read.
-
-    Rows with text in place of a number are skipped, and so are single values that are NaN or out of range.
-    """
+    """Return the rows of a run's metrics.csv. Rows with text and values that are NaN or out of range are left out."""
     rows = []
     for row in read_rows(run / "metrics.csv"):
         with suppress(ValueError):

@@ -53,9 +53,7 @@ def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
 def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
     data = RunData(tmp_path / "model.safetensors", CARD)
-    reason = (
-        f"the images of cifar10 are missing in {tmp_path}: give their folder with --data-dir"
-    )
+    reason = f"the images of cifar10 are missing in {tmp_path}: give their folder with --data-dir"
     with pytest.raises(Failure, match=reason):
         data.load(train=True, count=0)
     drawn = data.load_or_draw(7)
