@@ -75,8 +75,8 @@ class Run(Callback):
         """Claim the folder. Raise Failure if processes would start from different checkpoints."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        checkpoint = "/".join(Path(self.notes.get("resume", "")).parts[-3:])
-        start = " of step ".join(filter(None, (checkpoint, self.notes.get("step")))) or "the beginning"
+        resumed = "/".join(Path(self.notes.get("resume", "")).parts[-3:])
+        start = " of step ".join(filter(None, (resumed, self.notes.get("step")))) or "the beginning"
         path, first_start = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
         if start != first_start:  # a network file system may show changes late or only on some nodes
             raise Failure(

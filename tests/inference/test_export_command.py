@@ -63,7 +63,7 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("checking on 12 test images of folder moved\n")
     others, large = draw_images("others", ["cat", "dog"]), draw_images("large", card.classes, size=24)
     for root, text in (
-        (others, "the data has other classes ("),
+        (others, "the data has other classes"),
         (large, "the images are 3×24×24, but the net takes 3×16×16"),
     ):
         with pytest.raises(Failure, match=text):

@@ -1,0 +1,75 @@
+"""The schema of metrics.json matches the files that runs write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.command_line import metrics_of, run_command
+from jsonschema import Draft202012Validator
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schema/metrics.schema.json").read_text())
+VALIDATOR = Draft202012Validator(SCHEMA)
+
+
+def errors(metrics: dict[str, Any]) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in VALIDATOR.iter_errors(metrics)]
+
+
+def fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, field in schema.get("properties", {}).items():
+        yield f"{path}{name}", field
+        yield from fields(field, f"{path}{name}.")
+
+
+def all_fields() -> dict[str, dict[str, Any]]:
+    parts = ((f"{name}.", part) for name, part in SCHEMA["$defs"].items())
+    return {name: field for path, schema in (("", SCHEMA), *parts) for name, field in fields(schema, path)}
+
+
+def test_the_schema_is_valid_and_describes_each_field_with_the_unit_of_each_number() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    for name, field in all_fields().items():
+        assert field.get("description", "").endswith("."), name
+        kinds = {field["type"]} if isinstance(field.get("type"), str) else {*field.get("type", ())}
+        is_number = bool(kinds & {"number", "integer"})
+        assert not is_number or name == "seed" or field.get("unit"), name
+
+
+def test_a_run_has_the_fields_of_the_schema(run_dir: Path) -> None:
+    metrics = metrics_of(run_dir)
+    assert errors(metrics) == []
+    optional = {"top5", "tta"}  # need more than five classes or `model.tta`
+    assert metrics.keys() == SCHEMA["properties"].keys()
+    for part in ("val", "test"):
+        assert SCHEMA["$defs"][part]["properties"].keys() - metrics[part].keys() <= optional
+
+
+@pytest.mark.parametrize("command", [("validate",), ("test", "--model.tta", "mirror")])
+def test_evaluations_fit_the_schema(run_dir: Path, working_folder: Path, command: tuple[str, ...]) -> None:
+    name, *flags = command
+    answer = run_command(name, "--ckpt_path", run_dir / "checkpoints/best.ckpt", *flags)
+    assert answer.code == 0, answer.err
+    metrics = metrics_of(Path("lightning_logs/small-1"))
+    assert errors(metrics) == []
+    assert ("tta" in (metrics["test"] or {})) == (name == "test")
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("test", {"accuracy": 1.5}),
+        ("test", {"fingerprint": "x"}),
+        ("val", {"interval": [0.5]}),
+        ("val", {"extra": "text"}),
+    ],
+)
+def test_the_schema_refuses_other_values(run_dir: Path, part: str, change: dict[str, Any]) -> None:
+    metrics = metrics_of(run_dir)
+    assert errors({**metrics, part: {**metrics[part], **change}}) != []
+    assert errors({**metrics, "unknown": 1}) != []
+    del metrics["seed"]
+    assert errors(metrics) != []
