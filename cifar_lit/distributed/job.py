@@ -2,7 +2,7 @@
 
 Lightning requeues SLURM jobs and torchrun restarts processes, but neither finds the run folder of the previous attempt.
 A job is identified by a key: CIFAR_LIT_JOB if it is set, else SLURM's job id, else torchrun's run id. A new run folder
-records the key with a digest of the command line, so that each training of one SLURM script finds its own run.
+records the key with a digest of the command line. So each training of one SLURM script finds its own run.
 """
 
 from __future__ import annotations

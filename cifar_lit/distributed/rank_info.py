@@ -1,7 +1,7 @@
 """Determine the rank of this process, whether it was started by torchrun, SLURM, the user or the Trainer.
 
-Lightning's cluster environments know the rank once there is a Trainer. It is needed earlier: to count the devices, to
-claim the run folder and print on the first rank only, and to watch the other ranks while data is prepared.
+Lightning's cluster environments know the rank once there is a Trainer. It is needed earlier: only the first rank claims
+the run folder and prints, and ranks watch each other while data is prepared.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ ANNOUNCE_SECONDS = 15.0  # until the first rank prints which ranks are missing
 MAX_MESSAGE_BYTES = 1 << 20
 
 # A small process beside each rank kills it when it is frozen. A rank that was stopped (SIGSTOP), or waits forever in a
-# driver or a file system, runs none of its threads, and no other machine can kill it. The watchdog counts heartbeats,
-# not time, so that it stands still when a terminal or a scheduler suspends the whole run.
+# driver or a file system, runs none of its threads. No other machine can kill it. The watchdog counts heartbeats, not
+# time, so that it stands still when a terminal or a scheduler suspends the whole run.
 WATCHDOG = """
 import os, select, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

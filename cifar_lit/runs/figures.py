@@ -29,10 +29,9 @@ own_style = style.context("default")  # ignores the user's matplotlibrc
 # ---- SVG charts of the page. `_svg` replaces these placeholder colours by the page's CSS variables.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
-PAGE_COLOURS = {INK: "currentColor"} | {
-    colour: f"var(--{name})"
-    for colour, name in ((RULE, "rule"), (FIRST, "first"), (SECOND, "second"), (THIRD, "third"))
-}
+PAGE_COLOURS = {
+    INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)",
+}  # fmt: skip
 PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
 SIZE = (4.4, 2.9)  # inches; at the width of a phone, the text has the size of the page's text

@@ -150,8 +150,6 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise
     except (KeyError, TypeError):  # the card has missing or additional values
         raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
-    except PermissionError:
-        raise Failure(f"{file} cannot be read: you have no read permission") from None
     except OSError as error:
         raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
     except MemoryError:  # safetensors maps the whole file, which may be sparse
