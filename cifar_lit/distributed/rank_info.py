@@ -20,7 +20,9 @@ class RankInfo(NamedTuple):
 
     rank: int
     world: int
-    address: str | None = None  # of the first rank's store; None if the Trainer starts all ranks on this machine
+    address: str | None = (
+        None  # address of the first rank's store; None if the Trainer starts all ranks on this machine
+    )
     port: int | None = None
     per_node: int = 1  # ranks that the first process of each machine starts, itself included
     parent: int | None = None  # process id of the torchrun agent that started this process

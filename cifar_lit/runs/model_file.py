@@ -38,8 +38,8 @@ class ModelCard:
     net: str  # name in the registry
     width: float  # factor of the net's channels
     input_shape: list[int]  # channels, height, width
-    classes: list[str]  # in the order of the logits
-    mean: list[float]  # of each channel, for pixel values in 0 … 1
+    classes: list[str]  # names in the order of the logits
+    mean: list[float]  # per channel, for pixel values in 0 … 1
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
     # Score of `cifar_lit.inference.novelty` above which an image is out-of-distribution; None without held-out images.

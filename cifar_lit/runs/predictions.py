@@ -30,7 +30,7 @@ class PredictionTable(NamedTuple):
     indices: Tensor  # rows of the data set, int64 (N,)
     labels: Tensor  # class numbers, int64 (N,)
     predicted: Tensor  # class numbers, int64 (N,)
-    probability: Tensor  # of the predicted class, float64 (N,)
+    probability: Tensor  # probability of the predicted class, float64 (N,)
 
     @property
     def hits(self) -> Tensor:

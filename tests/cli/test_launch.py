@@ -253,5 +253,5 @@ def test_processes_that_see_different_checkpoints_do_not_train_together() -> Non
     )
     for notes, own in ((RESUMES, "from a-1/checkpoints/last.ckpt of step 7"), ({}, "from the beginning")):
         run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
-        with pytest.raises(Failure, match=f"{own}, the first one from {first}"):
+        with pytest.raises(Failure, match=f"{own}, the first process from {first}"):
             run.setup(second, None, "fit")
