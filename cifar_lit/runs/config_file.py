@@ -177,7 +177,7 @@ def check_choices(settings: dict[str, Any]) -> None:
             dataset = str(settings["data"].get("dataset", "cifar10"))
             if _has_data(dataset, text):
                 continue
-            reason = f"where {dataset[:80]} is incomplete, and no file may choose a folder to write to"
+            reason = f"where {dataset[:80]} is not complete, and no file may choose a folder to write to"
             remedy = f"type --data-dir {shlex.quote(text[:200])} yourself"
         setting = ".".join(name for name in key if name != "init_args")
         raise UsageError(

@@ -405,6 +405,6 @@ ATTACKS: dict[str, Attack] = {
     "a run to export whose images are decoded into the user's folder": harmless(
         with_pictures(data_of_run(dataset="folder", root="../images", cache_dir="OUTSIDE")),
         in_work(["export", "../run", "--to", "safetensors", "--out", "x.safetensors"]),
-        "drawn images",
+        "generated images",
     ),
 }
