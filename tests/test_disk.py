@@ -51,7 +51,7 @@ def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_err
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            raise error
+            raise error  # noqa: B904 (torch sets no cause either)
 
     with pytest.raises(OSError, match="No space left on device") as full, atomic_write(tmp_path / "a"):
         fail(RuntimeError("unexpected pos 64 vs 0"))

@@ -1,4 +1,4 @@
-"""K. Jordan's own program on a CPU, to be beside ours: python scripts/benchmarks/airbench.py airbench94_muon.py."""
+"""Run K. Jordan's own program on a CPU: python scripts/benchmarks/airbench.py airbench94_muon.py."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Runs airbench94_muon.py (github.com/KellerJordan/cifar10-airbench; not part of this project) unchanged on the CPU: what it "
-    "asks of CUDA is answered by the CPU, and its half precision is bfloat16. Nothing is compiled; freed memory is "
-    "kept, as our trainings keep it. The clock is its own, without the last test with views."
+    "Run airbench94_muon.py (github.com/KellerJordan/cifar10-airbench; not part of this project) unchanged on the "
+    "CPU. Its CUDA calls are redirected to the CPU, and its half precision is bfloat16. Nothing is compiled. Freed "
+    "memory is kept, as in our trainings. The time is measured by its own clock, without the last test with views."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument("file", metavar="airbench94_muon.py", help="the program")
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
-    parser.add_argument("--runs", type=int, default=1, help="seeds")
+    """Add the flags of this measurement."""
+    parser.add_argument("file", metavar="airbench94_muon.py", help="path of the program")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--dataset", default="cifar10", help="shapes for a trial run")
+    parser.add_argument("--runs", type=int, default=1, help="number of seeds")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     path = Path(settings.file).resolve()
     if not path.is_file() or settings.runs < 1:
         raise UsageError(f"there is no program {settings.file}" if settings.runs > 0 else "--runs must be at least 1")
@@ -48,13 +48,13 @@ def run(settings: argparse.Namespace) -> None:
     keep_freed_memory()
     results: list[dict[str, Any]] = []
     progress = Progress(8 * settings.runs, "epoch")
-    here = Path.cwd()
+    original_folder = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, suppress(Interrupted):
         (Path(folder) / "cifar10").mkdir()
         for part, images in (("train", data.train_images), ("test", data.test_images)):
             contents = {"images": images.images, "labels": images.labels, "classes": list(images.classes)}
             torch.save(contents, Path(folder) / f"cifar10/{part}.pt")
-        answer_for_cuda()
+        redirect_cuda_to_cpu()
         os.chdir(folder)
         try:
             program = load(path)
@@ -62,7 +62,7 @@ def run(settings: argparse.Namespace) -> None:
                 torch.manual_seed(seed)
                 results.append(train(program, progress, seed))
         finally:
-            os.chdir(here)
+            os.chdir(original_folder)
     names = {"val_acc": "accuracy", "tta_val_acc": "accuracy with views"}
     rows: list[Row] = [
         (text, spread(100 * one[name] for one in results), "%") for name, text in names.items() if results
@@ -73,24 +73,24 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def train(program: ModuleType, progress: Progress, seed: int) -> dict[str, Any]:
-    """One training; what the program says of it after each epoch and at its end, together."""
-    said: dict[str, Any] = {}
+    """Train once; return the values that the program reports after each epoch and at its end."""
+    reported: dict[str, Any] = {}
 
     def note_details(variables: dict[str, Any], is_final_entry: bool) -> None:
         names = ("tta_val_acc",) if is_final_entry else ("val_acc", "time_seconds")
-        said.update({name: variables[name] for name in names})
+        reported.update({name: variables[name] for name in names})
         if not is_final_entry:
             progress.advance(8 * seed + variables["epoch"] + 1, f"{100 * variables['val_acc']:.2f} %")
 
     program.print_training_details = note_details  # type: ignore[attr-defined]
     net = program.CifarNet().to(memory_format=torch.channels_last)
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):
         program.main(seed, net)
-    return said
+    return reported
 
 
 def load(path: Path) -> ModuleType:
-    """The program as a module, which reads its own text by the name that it was started by."""
+    """Import the program. It reads its own source through `sys.argv[0]`."""
     spec = spec_from_file_location("airbench_program", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python program")
@@ -104,22 +104,22 @@ def load(path: Path) -> ModuleType:
 
 
 class Event:
-    """A moment, in place of CUDA's."""
+    """Replacement for `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool) -> None:
         self.time = 0.0
 
     def record(self) -> None:
-        """Now."""
+        """Store the current time."""
         self.time = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds up to another."""
+        """Return the milliseconds from this event to `end`."""
         return 1e3 * (end.time - self.time)
 
 
-def answer_for_cuda() -> None:
-    """Has the CPU stand in for what the program asks of CUDA."""
+def redirect_cuda_to_cpu() -> None:
+    """Replace the CUDA functions that the program calls by equivalents for the CPU."""
     load_file = torch.load
     changes: list[tuple[Any, str, Any]] = [
         (torch, "load", lambda file, map_location: load_file(file)),

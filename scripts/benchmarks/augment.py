@@ -1,4 +1,4 @@
-"""Images a second of augmentation, ours on whole batches and torchvision's by workers: python scripts/benchmarks/augment.py."""
+"""Throughput of augmentation, ours and torchvision's: python scripts/benchmarks/augment.py."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ from cifar_lit.hardware import choose_devices, detect_machine, keep_freed_memory
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "From uint8 images in memory to augmented and normalised batches on the device, in images a second: `data.augment`, drawn "
-    "for each image and computed on whole batches, against torchvision's v2 transforms of the same settings on tensors, image by "
-    "image in a DataLoader with 2 workers. Both take turns in one process; each turn's first batches are off the clock, and the "
-    "workers' start too."
+    "Measure images/s from uint8 images in memory to augmented and normalised batches on the device. `data.augment` "
+    "draws per image and computes on whole batches. It is compared with torchvision's v2 transforms of the same "
+    "settings on tensors, image by image in a DataLoader with 2 workers. Both take turns in one process. The start of"
+    " the workers and the first batches of each turn are not timed."
 )
-WORKERS, READY = (
-    2,
-    4,
-)  # processes; batches that they make ahead while the first is waited for, which are off the clock too
+WORKERS = 2  # processes
+READY = 4  # batches that the workers prefetch while the first is awaited; not timed either
 BILINEAR = v2.InterpolationMode.BILINEAR
-# What is set here, and the transforms of the same meaning for images of a side.
+# Our settings, and a function from the side of the images to torchvision's transforms of the same meaning.
 OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[int], list[Any]]]] = {
     "none": ({"brightness": 0.0}, lambda side: []),
     "crop": ({"scale": [0.35, 1]}, lambda side: [v2.RandomResizedCrop(side, (0.35, 1))]),
@@ -65,26 +63,28 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[int], list[Any]]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument("--names", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="which of them")
-    parser.add_argument("--sides", nargs="+", type=int, default=[32, 224], help="of the images, in pixels")
-    parser.add_argument("--batch-size", type=int, default=128, help="images a batch")
-    parser.add_argument("--batches", type=int, default=6, help="of each in a round, that are counted")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one to warm up")
+    """Add the flags of this measurement."""
+    parser.add_argument(
+        "--names", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="operations to measure"
+    )
+    parser.add_argument("--sides", nargs="+", type=int, default=[32, 224], help="sides of the images in pixels")
+    parser.add_argument("--batch-size", type=int, default=128, help="images per batch")
+    parser.add_argument("--batches", type=int, default=6, help="timed batches of each in a round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one that warms up")
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, gpu or mps")
     parser.add_argument("--threads", type=set_threads, help="torch's threads")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.rounds < 2 or settings.batches < 1:
-        raise UsageError("a measurement takes at least --rounds 2 of --batches 1")
+        raise UsageError("--rounds must be at least 2, and --batches at least 1")
     accelerator, devices = choose_devices(detect_machine(), settings.accelerator, 1)
     device = pl.Trainer(
         accelerator=accelerator, devices=devices, logger=False, enable_checkpointing=False
     ).strategy.root_device
     if device.type == "cpu":
-        keep_freed_memory()  # as a fit does
+        keep_freed_memory()  # same as in a fit
     progress = Progress(len(settings.sides) * len(settings.names), "operation")
     rows: list[Row] = []
     with suppress(Interrupted):
@@ -108,7 +108,7 @@ def measure(
     settings: argparse.Namespace,
     device: torch.device,
 ) -> list[Row]:
-    """The rows about one operation: the ratio of both speeds, and each."""
+    """Measure one operation; return the rows with the ratio of both speeds and with each speed."""
     side, size = images.input_shape[1], settings.batch_size
     data = ImageData("shapes", augment=ours, val_size=0)
     data.parts = data.preprocessing.parts = images.parts
@@ -139,7 +139,7 @@ def measure(
     speeds: list[tuple[float, float]] = []
     for number in range(settings.rounds + 1):
         our, their = (images_per_second(turn(), settings.batches, device) for turn in (our_batches, their_batches))
-        speeds += [(our, their)] if number else []  # the first warms up
+        speeds += [(our, their)] if number else []  # the first round warms up
     return [
         (f"{label}: ours / torchvision", spread(our / their for our, their in speeds), "×"),
         (f"{label}: ours", spread(our for our, _ in speeds), "images/s"),

@@ -1,4 +1,4 @@
-"""Images that are more than the memory: python scripts/benchmarks/bigger_than_memory.py --folder DIR --json FILE."""
+"""Train on a data set larger than memory: python scripts/benchmarks/bigger_than_memory.py --folder DIR --json FILE."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "A folder of JPEGs of drawn shapes that decoded are several times as large as a memory limit, which a control group holds "
-    "all processes to, with the pages of files that they read: decoded, trained on for an epoch, killed in the middle of one and "
-    "gone on with. The same without a limit, with the decoded images in memory, for its images/s; every batch must be the same "
-    "to the bit."
+    "Train on JPEGs of generated shapes whose decoded size is several times a memory limit. A control group enforces "
+    "the limit for all processes, including the page cache. The images are decoded and trained on for an epoch; then "
+    "a training is killed in the middle of an epoch and resumed. The same is measured without a limit, with the "
+    "decoded images in memory. Every batch must be equal bit for bit."
 )
-CLASSES = 6  # as the recipe has them
-RECIPE = "signs_mlp"  # a net that computes little, so that reading counts
+CLASSES = 6  # same as in the recipe
+RECIPE = "signs_mlp"  # a small net, so that reading dominates
 DRAWN_AT_ONCE = 4096  # images
-SAMPLE_SECONDS = 0.2  # between two looks at the memory
+SAMPLE_SECONDS = 0.2  # between two samples of memory use
 DECODE = """import sys; from pathlib import Path; from cifar_lit.data.folder import folder
 folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument(
-        "--folder", default=".", help="on a disk with room for all images, once decoded and once as JPEGs"
-    )
-    parser.add_argument("--limit-mb", type=int, default=1500, help="of memory for all processes together")
+    """Add the flags of this measurement."""
+    parser.add_argument("--folder", default=".", help="folder on a disk with room for all images, decoded and as JPEGs")
+    parser.add_argument("--limit-mb", type=int, default=1500, help="memory limit of all processes together")
     parser.add_argument("--times", type=float, default=10.0, help="how many times as large the decoded images are")
     parser.add_argument("--side", type=int, default=128, help="of the images, in pixels")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports; raises Failure where batches differ, or there can be no control group."""
+    """Measure and report; raise Failure if batches differ or no control group can be created."""
     count = round(settings.times * settings.limit_mb * 1e6 / (3 * settings.side**2))
     if count < 4 * settings.batch_size:
         raise UsageError(f"{count} images are too few: raise --times or --limit-mb")
@@ -78,12 +76,12 @@ def run(settings: argparse.Namespace) -> None:
         finally:
             group.remove()
         for file in (place / "cache").glob("*/*.u8"):
-            with file.open("rb") as opened:  # into the system's memory
+            with file.open("rb") as opened:  # into the page cache
                 while opened.read(1 << 24):
                     pass
         free, free_record = train(place, "free", settings, None, "device")
     if not limited_record == killed_record == free_record:
-        raise Failure("the batches of these trainings are not the same: this is a fault of the program")
+        raise Failure("the batches of these trainings differ: this is a bug")
     speeds = limited["images_per_second"], free["images_per_second"]
     rows = [
         ("decoded images", count * 3 * settings.side**2 / 1e6, "MB"),
@@ -107,7 +105,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def write_jpegs(root: Path, count: int, side: int) -> None:
-    """Writes `count` JPEGs of drawn shapes below train/, and some below test/, on all cores."""
+    """Write `count` JPEGs of generated shapes to train/, and some to test/, on all cores."""
     for part in ("train", "test"):
         for number in range(CLASSES):
             (root / part / str(number)).mkdir(parents=True)
@@ -122,7 +120,7 @@ def write_jpegs(root: Path, count: int, side: int) -> None:
 
 
 def write_some(folder: Path, first: int, count: int, side: int) -> None:
-    """Draws images with the seed `first`, and writes them into the folders of their classes under numbers from there on."""
+    """Generate images with the seed `first`; write them to the folders of their classes, numbered from `first`."""
     drawn = shapes(True, image_size=side, channels=3, num_classes=CLASSES, count=count, seed=first)
     for number, (image, label) in enumerate(zip(drawn.images.numpy(), drawn.labels.tolist(), strict=True)):
         Image.fromarray(image).save(folder / str(label) / f"{first + number}.jpg", quality=90)
@@ -132,37 +130,37 @@ def write_some(folder: Path, first: int, count: int, side: int) -> None:
 
 
 class BatchRecord(pl.Callback):
-    """Writes for each batch the step, a checksum (of every image the sum of its bits, its label and its row) and the time."""
+    """Write step, checksum and time of each batch. The checksum covers the bit sum, label and row of every image."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(file).open("a", buffering=1)
+        self.file = Path(file).open("a", buffering=1)  # noqa: SIM115 (open until the process ends)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
-        """Adds a line."""
+        """Append a line."""
         sums = batch.images.permute(0, 2, 3, 1).contiguous().view(torch.int32).sum((1, 2, 3))
         digest = hashlib.sha256(torch.stack([sums, batch.labels, batch.indices]).numpy().tobytes())
         self.file.write(f"{trainer.global_step} {digest.hexdigest()} {time.monotonic():.3f}\n")
 
 
 def read_record(file: Path) -> dict[int, str]:
-    """The checksum of each step; raises Failure where a step was made twice, of other batches."""
+    """Return the checksum of each step; raise Failure if a step was repeated with another batch."""
     steps: dict[int, str] = {}
     for line in file.read_text().splitlines():
         step, digest, *_ = line.split(" ")
         if len(digest) == 64 and steps.setdefault(int(step), digest) != digest:
-            raise Failure(f"step {step} was repeated with another batch: this is a fault of the program")
+            raise Failure(f"step {step} was repeated with another batch: this is a bug")
     return steps
 
 
 def speeds_of(file: Path, batch_size: int) -> list[float]:
-    """Images/s in each tenth of the batches of a training."""
+    """Return images/s in each tenth of a training."""
     times = [float(line.split(" ")[2]) for line in file.read_text().splitlines()]
     ends = [times[round(part * (len(times) - 1) / 10)] for part in range(11)]
     return [batch_size * (len(times) - 1) / 10 / (end - begin) for begin, end in pairwise(ends)]
 
 
 def command(place: Path, name: str, settings: argparse.Namespace, placement: str) -> list[str]:
-    """The line of a training of one epoch."""
+    """Return the command of a training of one epoch."""
     record = json.dumps(
         {"class_path": "bigger_than_memory.BatchRecord", "init_args": {"file": str(place / f"{name}.txt")}}
     )
@@ -203,14 +201,14 @@ def command(place: Path, name: str, settings: argparse.Namespace, placement: str
 def train(
     place: Path, name: str, settings: argparse.Namespace, group: MemoryGroup | None, placement: str
 ) -> tuple[Mapping[str, Any], dict[int, str]]:
-    """metrics.json and the batches of a training that is left alone."""
+    """Run a training without a kill; return its metrics and the checksums of its batches."""
     Child(command(place, name, settings, placement), group).end()
     (metrics,) = (place / name).glob("*/metrics.json")
     return json.loads(metrics.read_text()), read_record(place / f"{name}.txt")
 
 
 def train_with_kill(place: Path, settings: argparse.Namespace, group: MemoryGroup) -> dict[int, str]:
-    """The batches of a training that is killed in the middle and gone on with."""
+    """Kill a training in the middle and resume it; return the checksums of its batches."""
     record, line = place / "killed.txt", command(place, "killed", settings, "host")
     steps = len(read_record(place / "limited.txt"))
     child = Child(line, group)
@@ -224,11 +222,11 @@ def train_with_kill(place: Path, settings: argparse.Namespace, group: MemoryGrou
 
 
 class Child:
-    """A process within a group, if there is one, whose memory is watched."""
+    """A process, in a memory group if there is one, whose memory use is sampled."""
 
     def __init__(self, argv: Sequence[str], group: MemoryGroup | None) -> None:
         self.what = " ".join(argv[2:5])
-        self.group, self._errors = group, tempfile.TemporaryFile("w+")
+        self.group, self._errors = group, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with this object)
         environment = child_environment()
         environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         if group:
@@ -239,29 +237,29 @@ class Child:
         )  # fmt: skip
 
     def kill(self) -> None:
-        """Ends it with all that it has started."""
+        """Kill the process with all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Looks at the memory until the process ends, or something is so."""
+        """Sample memory use until the process ends or `until` returns True."""
         try:
             while self.process.poll() is None and not until():
                 if self.group:
                     self.group.look()
                 time.sleep(SAMPLE_SECONDS)
-        except BaseException:  # such as Ctrl-C
+        except BaseException:  # including Ctrl-C
             self.kill()
             raise
 
     def errors(self) -> str:
-        """What it printed on stderr."""
+        """Return the text on stderr."""
         self._errors.seek(0)
         return self._errors.read()
 
     def end(self) -> None:
-        """Waits for a good end; raises what the process says otherwise."""
+        """Wait for the process; raise the error that it printed if it failed."""
         self.watch()
         if self.process.returncode:
             raise as_error(self.process.returncode, self.errors(), f"`{self.what}`, under the memory limit,")
@@ -271,50 +269,50 @@ class Child:
 
 
 class MemoryGroup:
-    """A control group of Linux, of version 1 or 2, whose processes and the pages that they read get `limit` bytes together."""
+    """A Linux control group (version 1 or 2) that limits its processes and their page cache to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         first = Path("/sys/fs/cgroup/memory")
         self.version = 1 if first.is_dir() else 2
         self.path = (first if self.version == 1 else Path("/sys/fs/cgroup")) / f"cifar-lit-{os.getpid()}"
-        self.peak = 0  # bytes of the processes' own memory, at the most
+        self.peak = 0  # bytes, without page cache
         try:
             self.path.mkdir()
             (self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")).write_text(str(limit))
         except OSError as error:
             with suppress(OSError):
                 self.path.rmdir()
-            reason = f"{error.strerror}: run this as root, where /sys/fs/cgroup can be written"
-            raise Failure(f"there can be no control group with a memory limit ({reason})") from None
+            reason = f"{error.strerror}: run this as root with a writable /sys/fs/cgroup"
+            raise Failure(f"cannot create a control group with a memory limit ({reason})") from None
 
     def enter(self) -> None:
-        """Puts this process into the group, with all that it will start."""
+        """Add this process and its future children to the group."""
         (self.path / "cgroup.procs").write_text("0")
 
     def look(self) -> None:
-        """Remembers the highest memory."""
+        """Update the peak memory use."""
         self.peak = max(self.peak, self._number("memory.stat", "total_rss" if self.version == 1 else "anon"))
 
     @property
     def peak_with_pages(self) -> int:
-        """Bytes at the most, as the system has counted them."""
+        """Peak bytes including page cache, as counted by the kernel."""
         return int((self.path / ("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")).read_text())
 
     @property
     def kills(self) -> int:
-        """Processes that the system ended for want of memory."""
+        """Number of processes killed by the kernel for lack of memory."""
         return self._number("memory.oom_control" if self.version == 1 else "memory.events", "oom_kill")
 
     @staticmethod
     def forget_pages(folder: Path) -> None:
-        """Has the system forget what it keeps of files, so that reading them counts for whoever reads them next."""
+        """Drop the files from the page cache, so that the next reader is charged for them."""
         for file in folder.glob("*/*.u8"):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def remove(self) -> None:
-        """Removes the group, whose processes have ended."""
+        """Remove the group after its processes have ended."""
         with suppress(OSError):
             self.path.rmdir()
 

@@ -1,4 +1,4 @@
-"""What recipes could compute in the time of the tutorial's ten epochs: python scripts/benchmarks/budget.py --data-dir DATA."""
+"""Compare the FLOPs of recipes with the machine's throughput: python scripts/benchmarks/budget.py --data-dir DATA."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError
 
 WHAT = (
-    "The seconds of an epoch of the tutorial's loop with its test, as it is written: all training images, then all test images. "
-    "The floating-point operations of a whole training of recipes, by torch's counter. And how many of them this machine makes "
-    "in a second at most: in a product of two matrices of bfloat16 (2,048 × 2,048), whatever a convolution's shape."
+    "Measure three values: the seconds of an epoch of the tutorial's loop with its test (all training images, then "
+    "all test images); the floating-point operations of a whole training of each recipe, by torch's counter; and the "
+    "highest throughput of this machine, in a product of two bfloat16 matrices (2,048 × 2,048)."
 )
-SIDE, PRODUCTS = 2048, 15
+SIDE = 2048  # rows and columns of the matrices
+PRODUCTS = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.add_argument(
-        "--recipes", nargs="+", default=["laptop", "fast94"], metavar="NAME", help="with nets that take any size"
+        "--recipes",
+        nargs="+",
+        default=["laptop", "fast94"],
+        metavar="NAME",
+        help="recipes whose nets take any image size",
     )
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
-    parser.add_argument("--epochs", type=int, default=3, help="of the tutorial's loop")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--dataset", default="cifar10", help="shapes for a trial run")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of the tutorial's loop")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.epochs < 1:
-        raise UsageError("a measurement takes at least --epochs 1")
+        raise UsageError("--epochs must be at least 1")
     own = {"dataset": settings.dataset, "root": settings.root, "val_size": 0}
     rows: list[Row] = [("matrix product, bfloat16", spread(product_rates()), "GFLOP/s")]
     for name in settings.recipes:
@@ -70,18 +75,18 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def product_rates() -> list[float]:
-    """Of products of two matrices after each other, but for the first three: in 10⁹ operations a second."""
+    """Return the GFLOP/s of consecutive matrix products, without the first three."""
     first, second = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16) for _ in range(2))
     rates = []
     for _ in range(PRODUCTS + 3):
-        begun = time.perf_counter()
+        before = time.perf_counter()
         first @ second
-        rates.append(2e-9 * SIDE**3 / (time.perf_counter() - begun))
+        rates.append(2e-9 * SIDE**3 / (time.perf_counter() - before))
     return rates[3:]
 
 
 def training_operations(name: str, own: dict[str, Any]) -> float:
-    """Floating-point operations of all forward and backward passes of a recipe, at the sizes that its images have."""
+    """Return the floating-point operations of all forward and backward passes of a recipe, at its image sizes."""
     recipe: dict[str, Any] = recipe_settings(recipe_path(name))
     data, model = build(recipe["model"], {**recipe["data"], **own})
     channels, height, _ = data.input_shape

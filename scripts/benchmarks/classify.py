@@ -1,4 +1,4 @@
-"""Pictures a second of `cifar-lit classify`, and its memory: python scripts/benchmarks/classify.py RUN FOLDER FOLDER."""
+"""Throughput and memory of `cifar-lit classify`: python scripts/benchmarks/classify.py RUN FOLDER FOLDER."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "`classify RUN FOLDER --csv` as a user starts it, on one or more folders, from the start of the process to its end: seconds, "
-    "images a second, and the peak memory of it and its decoding processes together."
+    "Run `classify RUN FOLDER --csv` as a user does, on one or more folders. Measure seconds from the start of the "
+    "process to its end, images/s, and the peak memory of the process and its decoding workers."
 )
 POLL_SECONDS = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument(
-        "folders", metavar="FOLDER", nargs="+", help="of pictures, such as one of 32 pixels and one of photos"
+        "folders", metavar="FOLDER", nargs="+", help="folder of pictures, such as one of 32 pixels and one of photos"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each, in turn, after one to warm up")
-    parser.add_argument("--device", default="cpu", help="where the net computes")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one that warms up")
+    parser.add_argument("--device", default="cpu", help="device of the net")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.rounds < 1:
-        raise UsageError("a measurement takes at least --rounds 1")
+        raise UsageError("--rounds must be at least 1")
     card = cifar_lit.load(settings.run).card
     net = " ".join(
         [card.net, *(f"{name} {value}" for name, value in card.options.items()), "×".join(map(str, card.input_shape))]
@@ -69,7 +69,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The pictures in a folder and below, in order; raises UsageError where there are none."""
+    """Return the pictures in a folder and its subfolders, sorted; raise UsageError if there are none."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise UsageError(f"there are no pictures in {folder}: name another folder")
@@ -77,7 +77,7 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def name_of(folder: Path) -> str:
-    """What is in a folder: how many files, and their median size."""
+    """Describe a folder by the number and the median size of its pictures."""
     files, sizes = pictures_in(folder), []
     for file in files[:: max(1, len(files) // 200)]:
         with Image.open(file) as image:
@@ -87,7 +87,7 @@ def name_of(folder: Path) -> str:
 
 
 def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
-    """Images, seconds, and the sum of the peak memory of the command and its children in MB (0 without /proc)."""
+    """Return images, seconds, and the summed peak memory of the command and its children in MB (0 without /proc)."""
     peaks: dict[int, float] = {}
     ended = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
         ended.set()
         watcher.join()
         rows = Path(folder) / "rows.csv"
-        if process.returncode not in (0, 1) or not rows.is_file():  # 1: some file is no image
+        if process.returncode not in (0, 1) or not rows.is_file():  # 1: a file is not an image
             raise as_error(process.returncode, stderr, "classify")
         return len(rows.read_text().splitlines()) - 1, seconds, sum(peaks.values())
 
@@ -120,7 +120,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _peak(pid: int) -> float:
-    """The most memory that a process has had so far, in MB."""
+    """Return the peak memory of a process in MB."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

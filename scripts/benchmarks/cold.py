@@ -1,4 +1,4 @@
-"""Seconds from the start of the process to the tested net: python scripts/benchmarks/cold.py --recipe laptop."""
+"""Time from the start of the process to the tested net: python scripts/benchmarks/cold.py --recipe laptop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cifar_lit.bench.report import Spread, publish, spread
 from cifar_lit.errors import UsageError
 
 WHAT = (
-    "Seconds from the start of the process to its end with a tested net, in a fresh process each time: imports alone, everything "
-    "up to the first training step (imports, images, net, Trainer), training with validation, and the test with the files "
-    "written. What is not listed here goes to the training. The files may be in the system's cache."
+    "Measure seconds from the start of a fresh process to its end with a tested net: imports alone, everything up to "
+    "the first training step (imports, images, net, Trainer), training with validation, and test with written files. "
+    "Other flags are passed to the training. Files may be in the page cache."
 )
 IMPORTS = "from cifar_lit.cli.quiet import quieten; quieten(); import cifar_lit.cli.fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
     parser.add_argument("--runs", type=int, default=3, help="trainings, each in a fresh process")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports; raises a training's UsageError or Failure with the line that it ended with."""
+    """Measure and report; raise UsageError or Failure with the last line of a training that failed."""
     if settings.runs < 1:
-        raise UsageError("a measurement takes at least --runs 1")
+        raise UsageError("--runs must be at least 1")
     imports, runs = [], []
     for _ in range(settings.runs):
         imports.append(import_seconds())
@@ -50,16 +50,16 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def import_seconds() -> float:
-    """Seconds of a process that only imports what a training needs."""
-    started = time.perf_counter()
+    """Return the seconds of a process that only imports the modules of a training."""
+    before = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", IMPORTS], env=child_environment(), capture_output=True, text=True)
     if done.returncode:
         raise as_error(1, done.stderr, "importing the command line")
-    return time.perf_counter() - started
+    return time.perf_counter() - before
 
 
 def seconds_of(runs: Sequence[FinishedTraining], imports: Sequence[float]) -> dict[str, Spread]:
-    """The seconds of the runs' parts, which add up to the whole, by name."""
+    """Return the seconds of each phase by name. The phases add up to the whole."""
     parts = [_parts(run) for run in runs]
     return {"imports alone": spread(imports), **{name: spread(one[name] for one in parts) for name in parts[0]}}
 

@@ -1,4 +1,4 @@
-"""Accuracy against seconds for several recipes, drawn: python scripts/benchmarks/curves.py laptop tudui --plot accuracy.png."""
+"""Plot accuracy over time for recipes: python scripts/benchmarks/curves.py laptop tudui --plot accuracy.png."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.weight_average import WeightAverage
 
 WHAT = (
-    "Trains each recipe with several seeds, and tests it at the end of each epoch with the clock stopped and nothing in the fit "
-    "changed. The curves are of the test images; nothing is chosen by them. What is not listed here goes to the training."
+    "Train each recipe with several seeds, and test it at the end of each epoch with the clock stopped and the fit "
+    "undisturbed. The curves show test accuracy; nothing is selected by it. Other flags are passed to the training."
 )
-VARIABLE = "CIFAR_LIT_CURVE"  # for the callback in a training: steps between tests, and the file that takes the points
-WIDE = 8.0  # the recipes' times span more than this factor: the axis of seconds is logarithmic
+VARIABLE = "CIFAR_LIT_CURVE"  # read by the callback: steps between tests, and the output file
+WIDE = 8.0  # ratio of the recipes' times above which the time axis is logarithmic
 
 
 class AccuracyCurve(Checkpoint):
-    """Writes [step, seconds of the fit, accuracy on all test images] at each epoch's end, and every so many steps.
+    """Write [step, seconds of the fit, test accuracy] at the end of each epoch, and every so many steps.
 
-    It is a `Checkpoint` so that the Trainer calls it after the callback that averages the weights, whose average of this step
-    is what is tested.
+    The Trainer calls a `Checkpoint` after all other callbacks, so the weight average already includes the current step.
     """
 
     def __init__(self) -> None:
@@ -48,19 +47,19 @@ class AccuracyCurve(Checkpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tests if the steps are reached."""
+        """Test when the number of steps is reached."""
         if self._every and trainer.global_step // self._every > self._tested_at // self._every:
             self._test(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tests, if the last step has not been tested already."""
+        """Test unless the current step is already tested."""
         if self._tested_at < trainer.global_step:
             self._test(trainer, pl_module)
 
     def _test(self, trainer: pl.Trainer, model: Any) -> None:
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))  # type: ignore[attr-defined]
         torch.get_device_module(model.device).synchronize()
-        clock.on_train_end(trainer, model)  # stopped meanwhile
+        clock.on_train_end(trainer, model)  # stop the clock
         with undisturbed(trainer, model):
             self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]
             self._tested_at = trainer.global_step
@@ -74,10 +73,10 @@ class AccuracyCurve(Checkpoint):
 
 @contextmanager
 def undisturbed(trainer: pl.Trainer, model: pl.LightningModule) -> Iterator[None]:
-    """For a look at the net amid a fit: the averaged weights in evaluation mode; modes and random numbers are put back."""
+    """Switch to averaged weights and evaluation mode during a fit; restore modes and random states on exit."""
     averages = [callback for callback in trainer.callbacks if isinstance(callback, WeightAverage)]  # type: ignore[attr-defined]
     training = [module for module in model.modules() if module.training]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():  # workers that load images draw from the CPU's generator
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # loader workers draw from the CPU generator
         for average in averages:
             average.on_validation_epoch_start(trainer, model)
         model.eval()
@@ -91,31 +90,31 @@ def undisturbed(trainer: pl.Trainer, model: pl.LightningModule) -> Iterator[None
 
 
 def accuracy_of(trainer: pl.Trainer, model: pl.LightningModule, loader: Any) -> float:
-    """The fraction of a loader's images that the net classifies rightly, in the precision of the Trainer."""
+    """Return the accuracy on the images of a loader, in the precision of the Trainer."""
     hits = images = 0
     for batch in loader:
         here = trainer.strategy.batch_to_device(batch)
         with trainer.precision_plugin.test_step_context():
             right = model(here.images).argmax(1) == here.labels
         hits += int(right.sum())
-        images += int((here.labels >= 0).sum())  # below are images that only fill a batch up
+        images += int((here.labels >= 0).sum())  # negative labels are padding
     return hits / images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("names", nargs="*", metavar="RECIPE", help="first on the line")
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each recipe")
-    parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="test every so many optimizer steps too")
+    parser.add_argument("names", nargs="*", metavar="RECIPE", help="recipes, before all other flags")
+    parser.add_argument("--runs", type=int, default=3, help="number of seeds of each recipe")
+    parser.add_argument("--every", type=int, default=0, metavar="STEPS", help="also test every so many optimizer steps")
     parser.add_argument(
-        "--passes", default="", metavar="0.5,0.9", help="when the accuracy first passes these fractions"
+        "--passes", default="", metavar="0.5,0.9", help="report when the accuracy first passes these fractions"
     )
-    parser.add_argument("--plot", metavar="FILE.png", required=True, help="what is drawn")
+    parser.add_argument("--plot", metavar="FILE.png", required=True, help="file of the plot")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Trains, and draws; raises UsageError and Failure, a training's own with the line that it ended with."""
+    """Train and plot; raise UsageError or Failure with the last line of a training that failed."""
     if not settings.names or Path(settings.plot).suffix != ".png" or settings.runs < 1:
         raise UsageError("name one or more recipes first, a --plot FILE.png, and at least --runs 1")
     make_parent(Path(settings.plot))
@@ -135,7 +134,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def train_curve(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dict[str, Any]:
-    """One training in a process of its own: its seed, accelerator and curve, as points of step, seconds and accuracy."""
+    """Train in a new process; return seed, accelerator and curve, a list of (step, seconds, accuracy)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "points.txt"
         os.environ[VARIABLE] = f"{every}:{file}"
@@ -149,7 +148,7 @@ def train_curve(recipe: str, seed: int, every: int, flags: Sequence[str]) -> dic
 
 
 def first_pass(points: Sequence[Sequence[float]], threshold: float) -> float | None:
-    """Seconds of the first point (step, seconds, accuracy) at or above an accuracy; None if none is."""
+    """Return the seconds of the first point at or above an accuracy; None if there is none."""
     return next((seconds for _, seconds, accuracy in points if accuracy >= threshold), None)
 
 
@@ -157,7 +156,7 @@ def first_pass(points: Sequence[Sequence[float]], threshold: float) -> float | N
 
 
 class Line(NamedTuple):
-    """One recipe over its runs: at each point the median seconds, and median, least and greatest accuracy in percent."""
+    """Curve of a recipe over its runs: median seconds, and median, minimum and maximum accuracy in percent."""
 
     seconds: list[float]
     middle: list[float]
@@ -166,7 +165,7 @@ class Line(NamedTuple):
 
 
 def line_of(runs: Sequence[Mapping[str, Any]]) -> Line:
-    """The line of a recipe's runs, as long as the shortest curve."""
+    """Return the curve of a recipe's runs, as long as the shortest of them."""
     points = list(zip(*(run["curve"] for run in runs), strict=False))
     accuracies = [[100 * point[2] for point in same] for same in points]
     return Line(
@@ -176,7 +175,7 @@ def line_of(runs: Sequence[Mapping[str, Any]]) -> Line:
 
 
 def plot(figures: Mapping[str, Any], file: Path) -> None:
-    """Draws the curves of the figures as a PNG, over a logarithmic axis where the recipes' times differ much."""
+    """Plot the curves as a PNG. The time axis is logarithmic if the recipes' times differ widely."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

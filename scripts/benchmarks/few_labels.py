@@ -1,4 +1,4 @@
-"""CIFAR-10 from a few labelled images, fine-tuned and from scratch: python scripts/benchmarks/few_labels.py --runs 3."""
+"""Train on few labelled images of CIFAR-10: python scripts/benchmarks/few_labels.py --runs 3."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Trains on a few images of CIFAR-10, as many of each class, drawn anew for each seed, and tests on the 10,000 test images: "
-    "the recipe finetune on images that are scaled up to 128 pixels, as it is and its last layer alone, and the "
-    "recipe folder, a small net from scratch, for as many epochs as make 600 steps. The validation images are some of the few. "
-    "What is not listed here goes to all trainings."
+    "Train on a few images of CIFAR-10, equally many of each class and drawn anew for each seed; test on the 10,000 "
+    "test images. Compared are: the recipe finetune on images scaled to 128 pixels, whole and its last layer alone; "
+    "and the recipe folder, a small net from scratch, for 600 steps. The validation images are taken from the few. "
+    "Other flags are passed to all trainings."
 )
 FEW = "cifar10_few_labels"
 SCALED = ["--model.net_options={side: 128}"]
@@ -35,20 +35,20 @@ WAYS = {
     "from scratch": ("folder", []),
 }
 SCRATCH_STEPS = 600
-VAL_SHARE = signature(ImageData).parameters["val_size"].default  # that is left out of training
+VAL_SHARE = signature(ImageData).parameters["val_size"].default  # held out from training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--images", type=int, nargs="+", default=[100, 1000], help="labelled images in all")
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each way")
-    parser.add_argument("--way", choices=[*WAYS], action="append", help="one of them; can be repeated")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--images", type=int, nargs="+", default=[100, 1000], help="total number of labelled images")
+    parser.add_argument("--runs", type=int, default=3, help="number of seeds of each method")
+    parser.add_argument("--way", choices=[*WAYS], action="append", help="method to measure; can be repeated")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.runs < 1 or not all(10 <= images <= 50_000 for images in settings.images):
         raise UsageError("--runs must be at least 1, and --images from 10 to 50,000")
     plans = [
@@ -75,7 +75,7 @@ def run(settings: argparse.Namespace) -> None:
                 *(["--data-dir", settings.root] if settings.root else []),
                 *own,
             ]
-            with tempfile.TemporaryDirectory() as cache_dir:  # so that each way computes its own features
+            with tempfile.TemporaryDirectory() as cache_dir:  # each method computes its own features
                 flags += [f"--data.cache_dir={cache_dir}", *settings.flags]
                 done = run_once(recipe, flags, seed, None, False, StepProgress(progress, number))
             results.setdefault(f"{images:,} images, {way}", []).append(done)

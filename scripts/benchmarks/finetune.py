@@ -1,4 +1,4 @@
-"""Fine-tuning on own photos beside a hand-written loop: python scripts/benchmarks/finetune.py PHOTOS --runs 5."""
+"""Compare fine-tuning with a hand-written loop: python scripts/benchmarks/finetune.py PHOTOS --runs 5."""
 
 from __future__ import annotations
 
@@ -36,37 +36,38 @@ from cifar_lit.stats import wilson_interval
 from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 WHAT = (
-    "Fine-tunes the recipe finetune on a folder of photos, from nothing (not even decoded images) to the tested net, beside the "
-    "loop of PyTorch's transfer learning tutorial with the same net and weights: Resize, RandomResizedCrop and flip of PIL "
-    "images in a DataLoader of two workers, batches of 4, SGD at 0.001 with momentum 0.9, a tenth of it after every 7 epochs, a "
-    "new last layer; the best of its epochs on the tested images counts. In turns, each in a process of its own. What "
-    "is not listed here goes to our training. With --folds, only our training is cross-validated."
+    "Run the recipe finetune on a folder of photos, with an empty cache, up to the tested net. Compare it with the "
+    "loop of PyTorch's transfer learning tutorial with the same net and weights: Resize, RandomResizedCrop and flip "
+    "of PIL images in a DataLoader of two workers, batches of 4, SGD at 0.001 with momentum 0.9, divided by 10 every "
+    "7 epochs, a new last layer. Of the tutorial's loop the best epoch on the tested images counts. Both take turns "
+    "in separate processes. Other flags are passed to our training. With --folds, only our training runs, as a "
+    "cross-validation."
 )
-MEAN = STD = [0.5, 0.5, 0.5]  # as this net was trained
+MEAN = STD = [0.5, 0.5, 0.5]  # used in pretraining
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("folder", metavar="PHOTOS", help="one folder a class, or train/ and val/ with these")
-    parser.add_argument("--runs", type=int, default=1, help="seeds")
-    parser.add_argument("--epochs", type=int, default=25, help="of the hand-written loop; the tutorial makes 25")
     parser.add_argument(
-        "--folds", type=int, default=0, help="of a cross-validation of ours over all images, instead of the loop"
+        "folder", metavar="PHOTOS", help="a folder with one folder per class, or with train/ and val/ of these"
     )
+    parser.add_argument("--runs", type=int, default=1, help="number of seeds")
+    parser.add_argument("--epochs", type=int, default=25, help="epochs of the hand-written loop; 25 in the tutorial")
+    parser.add_argument("--folds", type=int, default=0, help="cross-validate ours over all images instead")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.runs < 1 or settings.epochs < 1 or settings.folds < 0 or settings.folds == 1:
-        raise UsageError("a measurement takes at least --runs 1 and --epochs 1, and --folds 2 if any")
+        raise UsageError("--runs and --epochs must be at least 1, and --folds at least 2 if given")
     rows, images = cross_validate(settings) if settings.folds else compare(settings)
     own = {**vars(settings), "folder": Path(settings.folder).name, "flags": without_places(settings.flags)}
     publish("finetune", own, f"{own['folder']}, {images} test images", rows)
 
 
 def compare(settings: argparse.Namespace) -> tuple[list[Row], int]:
-    """The rows about ours and the hand-written loop, and the number of test images."""
+    """Compare ours with the hand-written loop; return the rows and the number of test images."""
     values: dict[str, list[float]] = {
         name: [] for name in ("ours", "hand-written loop", "ours, all", "hand-written loop, all")
     }
@@ -77,21 +78,20 @@ def compare(settings: argparse.Namespace) -> tuple[list[Row], int]:
         values["ours"].append(100 * accuracy)
         values["ours, all"].append(ours.seconds)
         progress.advance(2 * seed + 1, f"ours {100 * accuracy:.2f} % in {ours.seconds:.0f} s")
-        begun = time.perf_counter()
-        with ProcessPoolExecutor(
-            1, get_context("spawn")
-        ) as pool:  # unlike multiprocessing's, its loaders may have workers
+        before = time.perf_counter()
+        # Unlike the processes of multiprocessing.Pool, these may start loader workers.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             accuracy = pool.submit(by_hand, settings.folder, settings.epochs, seed, torch.get_num_threads()).result()
         values["hand-written loop"].append(100 * accuracy)
-        values["hand-written loop, all"].append(time.perf_counter() - begun)
+        values["hand-written loop, all"].append(time.perf_counter() - before)
         progress.advance(2 * seed + 2, f"by hand {100 * accuracy:.2f} %")
-    rows: list[Row] = [(name, spread(found), "s" if "all" in name else "%") for name, found in values.items()]
+    rows: list[Row] = [(name, spread(runs), "s" if "all" in name else "%") for name, runs in values.items()]
     ratios = [ours / theirs for ours, theirs in zip(values["ours, all"], values["hand-written loop, all"], strict=True)]
     return [*rows, ("ours / hand-written loop, seconds", spread(ratios), "×")], ours.metrics["test"]["images"]
 
 
 def cross_validate(settings: argparse.Namespace) -> tuple[list[Row], int]:
-    """The rows about a cross-validation, in which each image is tested on once, and the number of images."""
+    """Cross-validate, so that each image is tested once; return the rows and the number of images."""
     progress, accuracies, seconds, right, images = Progress(settings.folds, "fold"), [], [], 0, 0
     for fold in range(settings.folds):
         ours = train_ours(settings, [f"--data.folds={settings.folds}", f"--data.fold={fold}"])
@@ -107,14 +107,14 @@ def cross_validate(settings: argparse.Namespace) -> tuple[list[Row], int]:
 
 
 def train_ours(settings: argparse.Namespace, flags: list[str]) -> FinishedTraining:
-    """A training from nothing, not even decoded images."""
+    """Train with an empty cache of decoded images."""
     with tempfile.TemporaryDirectory() as cache:
         own = ["--recipe", "finetune", "--data-dir", settings.folder, f"--data.cache_dir={cache}"]
         return train([*own, *flags, *settings.flags])
 
 
 class Photos(Dataset[tuple[Any, int]]):
-    """Files with their labels, opened and transformed at each access, as torchvision's ImageFolder does."""
+    """Files and labels, opened and transformed on each access, as in torchvision's ImageFolder."""
 
     def __init__(self, files: list[tuple[str, int]], transform: Compose) -> None:
         self.files, self.transform = files, transform
@@ -128,25 +128,25 @@ class Photos(Dataset[tuple[Any, int]]):
 
 
 def by_hand(folder: str, epochs: int, seed: int, threads: int) -> float:
-    """The tutorial's loop; the test accuracy."""
+    """Run the tutorial's loop; return the best test accuracy of its epochs."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     root = Path(folder)
     listing = scan(root)
     parts = listing.parts
-    if "all" in parts:  # near-duplicates are not looked for
+    if "all" in parts:  # without a search for near-duplicates
         parts = draw_test(parts["all"], listing.groups, [], 0.2, 0, f"below {root}")
     normalise = [ToTensor(), Normalize(MEAN, STD)]
-    moves = {
+    transforms = {
         "train": Compose([RandomResizedCrop(224), RandomHorizontalFlip(), *normalise]),
         "test": Compose([Resize(256), CenterCrop(224), *normalise]),
     }
     sets = []
-    for name, move in (("train", moves["train"]), ([*parts][-1], moves["test"])):
+    for name, transform in (("train", transforms["train"]), ([*parts][-1], transforms["test"])):
         files = [
             (str(root / file.path), label) for label, members in enumerate(parts[name].values()) for file in members
         ]
-        sets.append(Photos(files, move))
+        sets.append(Photos(files, transform))
     train_set, test_set = sets
     loaders = DataLoader(train_set, 4, shuffle=True, num_workers=2), DataLoader(test_set, 4, num_workers=2)
     net = build_net(PACKAGED_NET, channels=3, image_size=224, num_classes=len(parts["train"]))
@@ -166,7 +166,7 @@ def by_hand(folder: str, epochs: int, seed: int, threads: int) -> float:
 
 
 def evaluate(net: nn.Module, loader: DataLoader[Any]) -> float:
-    """The share of images that are named right."""
+    """Return the accuracy."""
     net.eval()
     with torch.no_grad():
         hits = [net(images).argmax(1) == labels for images, labels in loader]

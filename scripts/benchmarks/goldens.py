@@ -1,17 +1,19 @@
-"""What short trainings of every recipe give in one checkout, compared with what they give in another, bit for bit.
+"""Compare the results of short trainings of every recipe between two checkouts, bit for bit.
 
     python scripts/benchmarks/goldens.py record  OUT.pt [--tree PATH] [--recipes a,b] [--only KINDS]
     python scripts/benchmarks/goldens.py compare OUT.pt [--tree PATH] [--recipes a,b] [--only KINDS]
 
-A rewrite that is to change no result is checked by it: `record` before, `compare` after, on one machine with one torch. Trainings
-run on the CPU in float32, on drawn images, for three epochs that end in a smaller batch. There are three kinds of them:
+It checks a rewrite that must not change any result: `record` before, `compare` after, on one machine with one version
+of torch. Trainings run on the CPU in float32, on generated images, for three epochs that end in a smaller batch. There
+are three kinds:
 
 - single: one process.
-- pair: two gloo processes, with the variables that torchrun gives its own.
-- resumed: killed in the middle of an epoch, after a checkpoint within it, then resumed; equal to `single` within a checkout.
+- pair: two gloo processes, with the environment variables of torchrun.
+- resumed: killed in the middle of an epoch, after a checkpoint within it, then resumed; equal to `single`.
 
-A checkout is used by its command line (`scripts/train.py`) and by the files of its run folders alone. Each training is a fork of
-this process, which has the libraries imported but nothing of the checkout: it starts in milliseconds, and leaves no state behind.
+A checkout is accessed only through its command line (`scripts/train.py`) and the files of its run folders. Each
+training is a fork of this process, in which the libraries are imported, but not the checkout. It starts in milliseconds
+and leaves no state behind.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from safetensors.torch import load_file
 
 KINDS = ("single", "pair", "resumed")
 SEEDS = (0, 1)
-# All that trainings import from outside of a checkout and that takes its time.
+# Slow imports of a training from outside the checkout.
 LIBRARIES = (
     *("lightning.pytorch.cli", "torchmetrics", "torchvision", "torch.utils.tensorboard", "tensorboard.plugins.hparams"),
     *(
@@ -56,18 +58,17 @@ LIBRARIES = (
         "rich.table",
     ),
 )
-# 185 images are 6 batches of 32, the last one of 25, or of 7 where some are held out; their test set is one of 37.
+# 185 images are 6 batches of 32; the last one has 25, or 7 where some images are held out. The test set has 37.
 SHORT = (
     *("--dataset", "shapes", "--data.count", "185", "--batch-size", "32", "--epochs", "3", "--precision", "32-true"),
     *("--accelerator", "cpu", "--trainer.log_every_n_steps", "3"),
 )
-KILLED_AT = (
-    9  # of 18 steps (126 of lenet); the last checkpoint is of step 8, the last row of the curves before it of step 6
-)
-# Narrow nets, rates for batches of 32, and the whitening frozen after the first of the three epochs.
+# Total: 18 steps (126 with lenet). Before it: last checkpoint at step 8, last row of the curves at step 6.
+KILLED_AT = 9
+# Narrow nets, learning rates for batches of 32, and whitening frozen after the first epoch.
 WHITENED = ("--model.net_options.widths=[16,32,32]", "--model.bias_lr", "1.7", "--model.head_lr", "21")
 FAST = (*WHITENED, "--model.whiten_epochs", "1")
-# What else a recipe needs to be short. A name with a plus is a variant: its first part is the recipe.
+# Further flags of each recipe. A name with a plus is a variant of the recipe before the plus.
 FLAGS: dict[str, tuple[str, ...]] = {
     "fashion_cnn": ("--data.image_size", "28", "--data.channels", "1"),
     "fast94": FAST,
@@ -83,9 +84,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "sjnet": (),
     "tudui": (),
 }
-SAMPLE = 16_384  # elements kept of a tensor, evenly spaced; its checksum is over all
-LEAST = 1e-3  # a difference above it is no rounding
-KILLER = '''"""A callback that kills its process after the step that an environment variable names."""
+SAMPLE = 16_384  # stored elements of a tensor, evenly spaced; the checksum covers all
+LEAST = 1e-3  # a larger difference is not rounding
+KILLER = '''"""A callback that kills its process after the step given by an environment variable."""
 
 import os
 import signal
@@ -101,13 +102,15 @@ class KillAt(Callback):
 
 
 class Broken(Exception):
-    """A training that did not end as it should; its text is the end of what it printed."""
+    """A training that failed. The text is the end of its output."""
 
 
 def train(tree: Path, folder: Path, words: Sequence[str], variables: dict[str, str], processes: int = 1) -> list[int]:
-    """Runs the training command `words` of a checkout; returns the exit codes, minus a signal's number for a killed process.
+    """Run the training command `words` of a checkout; return the exit codes (-N for a process killed by signal N).
 
-    folder: where the processes work and leave `log.txt`. variables: of the environment, besides those of this process.
+    Args:
+        folder: working folder of the processes, which write `log.txt` there.
+        variables: further environment variables.
     """
     variables = dict(variables)
     if processes > 1:
@@ -128,7 +131,7 @@ def train(tree: Path, folder: Path, words: Sequence[str], variables: dict[str, s
 
 
 def _become(tree: Path, folder: Path, words: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """Turns this process, a fork, into `python TREE/scripts/train.py WORDS`."""
+    """Turn this forked process into `python TREE/scripts/train.py WORDS`."""
     code = 70
     try:
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -150,7 +153,7 @@ def _become(tree: Path, folder: Path, words: Sequence[str], variables: dict[str,
 
 
 def outcome(tree: Path, key: str) -> dict[str, Any]:
-    """Trains the case `kind/recipe/seed` in a temporary folder; returns what `_read` gives of it, or `failed` with the reason."""
+    """Train the case `kind/recipe/seed`; return the result of `_read`, or `failed` with the reason."""
     kind, name, seed = key.split("/")
     with tempfile.TemporaryDirectory(prefix="goldens-") as place:
         folder = Path(place)
@@ -170,19 +173,19 @@ def outcome(tree: Path, key: str) -> dict[str, Any]:
                 raise Broken(f"exit {codes}")
             (run,) = (path.parent for path in folder.glob("*/metrics.json"))
             return _read(run)
-        except (Broken, OSError, KeyError, ValueError) as error:  # a run folder too may lack what it should hold
+        except (Broken, OSError, KeyError, ValueError) as error:  # files may be missing from the run folder
             return {"failed": f"{error!r}: {(folder / 'log.txt').read_text()[-300:].strip()}"}
 
 
 def _saved(tree: Path, key: str) -> bytes:
-    """The outcome of a case as `torch.save` writes it: sent between processes, tensors themselves would take shared memory."""
+    """Return the outcome of a case as bytes. Tensors sent between processes would use shared memory."""
     buffer = io.BytesIO()
     torch.save(outcome(tree, key), buffer)
     return buffer.getvalue()
 
 
 def _read(run: Path) -> dict[str, Any]:
-    """The arithmetic of a run: checksums and samples of its tensors, the figures of its scores, the rows of its curves."""
+    """Return checksums and samples of a run's tensors, the values of its scores, and the rows of its curves."""
     tensors = {f"model/{name}": tensor for name, tensor in load_file(run / "model.safetensors").items()}
     last = torch.load(run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
     tensors |= {
@@ -204,13 +207,13 @@ def _read(run: Path) -> dict[str, Any]:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    """The sha256 of a tensor's type, shape and elements, whatever its layout in memory."""
+    """Return the sha256 of a tensor's dtype, shape and elements, independent of its memory layout."""
     head = f"{tensor.dtype} {tuple(tensor.shape)} "
     return hashlib.sha256(head.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _figures(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in a nested part of metrics.json with their names."""
+    """Yield the numbers in a nested part of metrics.json with their names."""
     for name, value in entry.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", figure) for inner, figure in _figures(value))
@@ -219,7 +222,7 @@ def _figures(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """`identical`, `equal up to …` with the largest absolute differences, or `different: …`."""
+    """Return `identical`, `equal up to …` with the largest absolute differences, or `different: …`."""
     for when, case in (("before", old), ("now", new)):
         if "failed" in case:
             return f"different: failed {when}, {case['failed']}"
@@ -238,7 +241,7 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _gap(one: torch.Tensor | float, other: torch.Tensor | float) -> float:
-    """The largest absolute difference, infinite for other shapes; what is not finite in the same way in both does not differ."""
+    """Return the largest absolute difference; infinity if shapes differ. Equal non-finite values do not differ."""
     first, second = torch.as_tensor(one).double(), torch.as_tensor(other).double()
     if first.shape != second.shape:
         return math.inf
@@ -247,29 +250,27 @@ def _gap(one: torch.Tensor | float, other: torch.Tensor | float) -> float:
 
 
 def machine() -> dict[str, str]:
-    """What the bits of a result depend on besides the checkout."""
+    """Return what the bits of a result depend on besides the checkout."""
     return {"host": platform.node(), "cpu": torch.backends.cpu.get_cpu_capability(), "torch": str(torch.__version__)}
 
 
 def main() -> int:
-    """Records or compares; exit code 1 if a training failed or anything differs."""
+    """Record or compare; return exit code 1 if a training failed or anything differs."""
     own = Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--tree", type=Path, default=own, help="the checkout, by default the one that holds this script"
-    )
-    parser.add_argument("--recipes", help="a comma between them; all if not given")
-    parser.add_argument("--only", default=",".join(KINDS), help="kinds, a comma between them")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, each on one thread")
+    parser.add_argument("--tree", type=Path, default=own, help="checkout; default: the one of this script")
+    parser.add_argument("--recipes", help="comma-separated recipes; default: all")
+    parser.add_argument("--only", default=",".join(KINDS), help="comma-separated kinds")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent trainings, each on one thread")
     settings = parser.parse_args()
     tree = settings.tree.resolve()
     recipes = {path.stem for path in (tree / "cifar_lit" / "recipes").glob("*.yaml")}
     names = settings.recipes.split(",") if settings.recipes else sorted(recipes | FLAGS.keys())
 
     torch.set_num_threads(1)
-    sys.path[0] = str(tree)  # in the place of this script's folder
+    sys.path[0] = str(tree)  # instead of this script's folder
     for library in LIBRARIES:
         importlib.import_module(library)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What class weights and balanced sampling give where classes are unequal: python scripts/benchmarks/imbalance.py --runs 5."""
+"""Measure class weights and balanced sampling on unequal classes: python scripts/benchmarks/imbalance.py --runs 5."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Trains a recipe on CIFAR-10 with ever fewer images a class (exponentially, as Cui et al. have it, 2019), drawn anew for "
-    "each seed, as it is, with class weights, and with balanced sampling, and tests the last weights on the 10,000 test images, "
-    "of which each class has as many. What is not listed here goes to the training."
+    "Train a recipe on long-tailed CIFAR-10 (exponentially decreasing class sizes as in Cui et al., 2019), drawn anew "
+    "for each seed: unchanged, with class weights, and with balanced sampling. The last weights are tested on the "
+    "balanced test set of 10,000 images. Other flags are passed to the training."
 )
 LONG_TAILED = "cifar10_long_tailed"
 WAYS = {
@@ -37,18 +37,18 @@ FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
     parser.add_argument("--recipe", default="quickstart", help="a packaged recipe, or a YAML file")
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--ratio", type=float, default=100.0, help="images of the first class to those of the last")
-    parser.add_argument("--images", type=int, default=5000, help="of the first class")
-    parser.add_argument("--epochs", type=int, default=20, help="of each training")
-    parser.add_argument("--runs", type=int, default=3, help="seeds of each way")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--ratio", type=float, default=100.0, help="ratio of the largest to the smallest class")
+    parser.add_argument("--images", type=int, default=5000, help="images of the largest class")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of each training")
+    parser.add_argument("--runs", type=int, default=3, help="number of seeds of each method")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.runs < 1 or settings.ratio < 1 or not settings.ratio <= settings.images <= 5000:
         raise UsageError(
             "--runs and --ratio must be at least 1, and --images between --ratio and the 5,000 that a class has"
@@ -80,18 +80,18 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def class_sizes(images: int, ratio: float) -> list[int]:
-    """How many images each class keeps: fewer by the same factor from each to the next, and `ratio` times fewer in the last."""
+    """Return the class sizes, a geometric series whose last class is `ratio` times smaller than the first."""
     return [int(images * ratio ** (-place / 9)) for place in range(10)]
 
 
 def drawn(settings: SourceSettings, train: bool, sizes: Sequence[int], seed: int) -> ImageSet:
-    """CIFAR-10 with `sizes` training images of its classes, drawn by seed; its test images are as they are."""
+    """Load CIFAR-10 with `sizes` training images per class, drawn by seed, and the whole test set."""
     whole = SOURCES["cifar10"].load(settings, train)
     if not train:
         return whole
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
-    kept = [order[whole.labels[order] == label][:size] for label, size in enumerate(sizes)]
-    rows = torch.cat(kept).sort().values
+    per_class = [order[whole.labels[order] == label][:size] for label, size in enumerate(sizes)]
+    rows = torch.cat(per_class).sort().values
     return replace(whole, images=whole.images[rows], labels=whole.labels[rows])
 
 

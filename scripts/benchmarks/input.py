@@ -1,4 +1,4 @@
-"""Our batches beside torchvision's transforms in a DataLoader: python scripts/benchmarks/input.py --dataset cifar10."""
+"""Compare our batches with torchvision's transforms in a DataLoader: python scripts/benchmarks/input.py."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from cifar_lit.hardware import choose_devices, detect_machine
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Compare training images/s, cropped out of 4 pixels of padding, flipped, normalised and on the device: ours, torchvision's "
-    "transforms as in tutorials (zero padding, PIL, a DataLoader with 0 and with 2 workers), its v2 transforms on tensors in "
-    "such a DataLoader, and on whole batches. All take turns in one process; the first batch of a turn is not timed."
+    "Compare training images/s, cropped out of 4 pixels of padding, flipped, normalised and on the device: ours, "
+    "torchvision's transforms as in tutorials (zero padding, PIL, a DataLoader with 0 and with 2 workers), its v2 "
+    "transforms on tensors in such a DataLoader, and on whole batches. All take turns in one process; the first batch"
+    " of a turn is not timed."
 )
 PADDING = 4
 OURS, WHOLE = "ours", "v2 on whole batches"
-Stream = Iterator[tuple[Tensor, Tensor]]  # of images and labels on the device
+Stream = Iterator[tuple[Tensor, Tensor]]  # yields images and labels on the device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Hand-written loops that ours is compared with. Each yields after every step or epoch."""
+"""Hand-written training loops to compare with. Each yields after every step or epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leave_signals(worker: int) -> None:
 
 
 class ArrayImages(Dataset[tuple[Tensor, int]]):
-    """Images as torchvision's data sets return them: an array (H, W, C), or (H, W) for one channel, transformed on access."""
+    """Images as in torchvision's data sets: an array (H, W, C), or (H, W) for one channel, transformed on access."""
 
     def __init__(self, images: ImageSet, transforms: Sequence[Callable[[Any], Any]]) -> None:
         arrays = images.images.numpy()
@@ -111,7 +111,7 @@ class TutorialLoop:
 
 def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
     """Yield epochs of normalised batches on the device, as the Trainer passes them to the model."""
-    data = copy(data)  # the copy makes its own loader of the same images
+    data = copy(data)  # creates a loader of its own for the same images
     loader: Any = data.train_dataloader()
     for epoch in count():
         loader.set_epoch(epoch)
@@ -121,7 +121,7 @@ def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterato
 class BareLoop:
     """The shortest loop that computes a model's training steps: the baseline for the overhead of the Trainer.
 
-    Net, batches, precision, optimizer, schedule and weight average are copies of the model's at the time of construction.
+    Net, batches, precision, optimizer, schedule and weight average are copied from the model on construction.
 
     Attributes:
         net: the copy that is trained.

@@ -1,4 +1,4 @@
-"""Ours and what others would write, for the same time on the same cores and pixels: python scripts/benchmarks/peers.py."""
+"""Compare a recipe with common alternatives at equal training time: python scripts/benchmarks/peers.py."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ from cifar_lit.text import note
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Trains a recipe of ours, the tutorial's loop, a plain PyTorch ResNet-18 and, where timm is installed, a plain timm training "
-    "on the CPU, each in a process of its own, in turns of some seconds, until each has trained for the same time. After each "
-    "turn they are tested with the clock stopped, on 2,000 test images, in the end on all. The recipe ends when its epochs do; "
-    "the rates of ResNet-18 and timm fall to 0 over the time. All train on all training images; nothing is chosen by a test."
+    "Train one of our recipes, the tutorial's loop, a plain PyTorch ResNet-18 and, if timm is installed, a plain timm"
+    " training on the CPU. Each has its own process; they take turns of some seconds until each has trained for the "
+    "same time. After each turn the net is tested with the clock stopped, on 2,000 test images, and at the end on "
+    "all. The recipe ends with its epochs. The learning rates of ResNet-18 and timm decay to 0 over the time. All "
+    "train on all training images; nothing is selected by a test."
 )
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
-PART = 2000  # test images that a look on the way takes; a ResNet needs longer for all than for its turn
+PART = 2000  # images of an intermediate test; testing a ResNet on all of them takes longer than its turn
 
 
 class Turns:
-    """A peer's clock: when a turn is over it is stopped, the net is tested, and the next turn is waited for."""
+    """Clock of a training. After each turn it stops, tests the net, and waits for the next turn."""
 
     def __init__(self, connection: Connection, turns: int, accuracy: Callable[[int], float]) -> None:
         self._connection, self._left, self._accuracy, self._spent = connection, turns, accuracy, 0.0
@@ -65,11 +66,11 @@ class Turns:
 
     @property
     def seconds(self) -> float:
-        """That it has trained for."""
+        """Training time so far."""
         return self._spent + time.perf_counter() - self._begun
 
     def step(self, last: bool = False) -> None:
-        """After each step of the training; `last`: it has come to its end."""
+        """Call after each training step; `last` marks the end of the training."""
         seconds = self.seconds
         if seconds - self._spent >= self._turn or last:
             self._spent, self._left = seconds, self._left - 1
@@ -78,24 +79,22 @@ class Turns:
             self._wait()
 
 
-Start = Callable[[Callable[[int], float]], Turns]  # of what tests the net, on so many images
+Start = Callable[[Callable[[int], float]], Turns]  # takes a function that tests the net on a number of images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument("--recipe", default="laptop", help="ours")
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--dataset", default="cifar10", help="shapes, for a trial")
-    parser.add_argument(
-        "--seconds", type=float, default=25.0, help="of training of each; to compare, what the recipe takes"
-    )
-    parser.add_argument("--turns", type=int, default=10, help="that this time is cut into")
-    parser.add_argument("--seed", type=int, default=0, help="of all")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over seconds")
+    """Add the flags of this measurement."""
+    parser.add_argument("--recipe", default="laptop", help="our recipe")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--dataset", default="cifar10", help="shapes for a trial run")
+    parser.add_argument("--seconds", type=float, default=25.0, help="training time of each, such as the recipe's own")
+    parser.add_argument("--turns", type=int, default=10, help="number of turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all trainings")
+    parser.add_argument("--plot", metavar="FILE.png", help="plot accuracy over seconds")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.seconds <= 0 or settings.turns < 1:
         raise UsageError("--seconds must be more than 0, and --turns at least 1")
     if settings.plot:
@@ -104,7 +103,7 @@ def run(settings: argparse.Namespace) -> None:
     if find_spec("timm"):
         peers["timm"] = timm_resnet
     else:
-        note("timm is not installed and left out: `pip install timm` for it")
+        note("timm is not installed, so its training is left out: pip install timm")
     spawn, connections, lost = mp.get_context("spawn"), {}, ""
     curves: dict[str, list[tuple[int, float, float]]] = {name: [] for name in peers}  # turn, seconds, accuracy
     try:
@@ -127,9 +126,9 @@ def run(settings: argparse.Namespace) -> None:
                     if last:
                         del connections[name]
     except (EOFError, OSError):
-        lost = f"the process of {name} ended: what it printed says why"
+        lost = f"the process of {name} failed: see its output"
     finally:
-        for connection in connections.values():  # those that wait for their turn end with their loaders' workers
+        for connection in connections.values():  # ends the waiting processes and their loader workers
             connection.close()
         for process in mp.active_children():
             process.join(1.0)
@@ -150,7 +149,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def serve(connection: Connection, train: Callable[..., None], settings: argparse.Namespace, threads: int) -> None:
-    """A peer's process."""
+    """Run one training in its own process."""
     quieten()
     leave_signals(0)
     torch.set_num_threads(threads)
@@ -159,17 +158,17 @@ def serve(connection: Connection, train: Callable[..., None], settings: argparse
         train(settings, partial(Turns, connection, settings.turns))
 
 
-# ---- the peers: each builds its training, then starts its turns and tells them of every step
+# ---- the trainings: each builds net and data, starts its turns, and reports every step
 
 
 class TurnsCallback(Callback):
-    """For a training under the Trainer."""
+    """Report the steps of a training under the Trainer."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All is where the training begins."""
+        """Start the turns when model and data are in place."""
         batches, self._steps = list(trainer.datamodule.test_dataloader()), trainer.estimated_stepping_batches  # type: ignore[attr-defined]
 
         def accuracy(images: int) -> float:
@@ -179,12 +178,12 @@ class TurnsCallback(Callback):
         self._turns = self._start(accuracy)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Tells of the step."""
+        """Report the step."""
         self._turns.step(trainer.global_step == self._steps)
 
 
 def ours(settings: argparse.Namespace, start: Start) -> None:
-    """A recipe under the Trainer, with all that a run has on."""
+    """Train a recipe under the Trainer with all features of a run."""
     recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe))
     own = {"dataset": settings.dataset, "root": settings.root, "val_size": 0, "seed": settings.seed}
     images, model = build(recipe["model"], {**recipe["data"], **own})
@@ -194,7 +193,7 @@ def ours(settings: argparse.Namespace, start: Start) -> None:
 
 
 def tester(net: nn.Module, data: ImageData) -> Callable[[int], float]:
-    """Tests a net in evaluation mode, on images normalised as it is trained."""
+    """Return a function that tests a net on a number of test images."""
 
     def accuracy(images: int) -> float:
         pixels, labels = data.test_images.images[:images], data.test_images.labels[:images]
@@ -209,12 +208,12 @@ def tester(net: nn.Module, data: ImageData) -> Callable[[int], float]:
 
 
 def tutorial(settings: argparse.Namespace, start: Start) -> None:
-    """The tutorial's loop, with net, rate and batch size of the recipe `tudui`."""
+    """Run the tutorial's loop with net, learning rate and batch size of the recipe `tudui`."""
     recipe: dict[str, Any] = recipe_settings(recipe_path("tudui"))
     own = {"dataset": settings.dataset, "root": settings.root, "val_size": 0}
     data, model = build(recipe["model"], {**recipe["data"], **own})
     lay_out_plainly(model.net)
-    torch.manual_seed(settings.seed)  # of the order; `build` sets one for the net
+    torch.manual_seed(settings.seed)  # seed of the order; `build` seeds the net
     loop = TutorialLoop(data.train_images, data.split, model.net, data.batch_size, recipe["model"]["lr"])
     turns = start(tester(model.net, data))
     for _ in loop.steps(torch.device("cpu")):
@@ -222,11 +221,11 @@ def tutorial(settings: argparse.Namespace, start: Start) -> None:
 
 
 def train_plainly(
-    settings: argparse.Namespace, start: Start, net: nn.Module, moves: list[Any], optimizer: torch.optim.Optimizer
+    settings: argparse.Namespace, start: Start, net: nn.Module, transforms: list[Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """The usual loop: a DataLoader of two workers, a rate that falls as a cosine over the time there is."""
+    """Run the usual loop: a DataLoader with two workers, and cosine decay of the rate over the training time."""
     data = ImageData(settings.dataset, root=settings.root, val_size=0, mean=MEAN, std=STD)
-    images = ArrayImages(data.train_images, [Image.fromarray, *moves])
+    images = ArrayImages(data.train_images, [Image.fromarray, *transforms])
     loader = DataLoader(images, 128, shuffle=True, num_workers=2, persistent_workers=True, worker_init_fn=leave_signals)
     rate, turns = optimizer.param_groups[0]["lr"], start(tester(net, data))
     for pixels, labels in chain.from_iterable(repeat(loader)):
@@ -240,16 +239,16 @@ def train_plainly(
 
 
 def plain_resnet(settings: argparse.Namespace, start: Start) -> None:
-    """ResNet-18 with the 3×3 stem that is usual on CIFAR-10, SGD with Nesterov momentum, crop and flip."""
+    """Train ResNet-18 with the 3×3 stem for CIFAR-10, SGD with Nesterov momentum, crop and flip."""
     net = resnet18(num_classes=10)
     net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    moves = [RandomCrop(32, padding=4), RandomHorizontalFlip(), ToTensor(), Normalize(MEAN, STD)]
-    train_plainly(settings, start, net, moves, optimizer)
+    transforms = [RandomCrop(32, padding=4), RandomHorizontalFlip(), ToTensor(), Normalize(MEAN, STD)]
+    train_plainly(settings, start, net, transforms, optimizer)
 
 
 def timm_resnet(settings: argparse.Namespace, start: Start) -> None:
-    """timm's net, augmentation and optimizer as its functions make them."""
+    """Train timm's net with its default augmentation and optimizer."""
     timm, data, optim = (import_module(name) for name in ("timm", "timm.data", "timm.optim"))
     net = timm.create_model("resnet18", num_classes=10)
     optimizer = optim.create_optimizer_v2(net, opt="adamw", lr=2e-3, weight_decay=0.05)

@@ -1,4 +1,4 @@
-"""Where the time of a recipe's training step goes: python scripts/benchmarks/profile_step.py --recipe laptop."""
+"""Profile a recipe's training step: python scripts/benchmarks/profile_step.py --recipe laptop."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from cifar_lit.bench.report import Row, publish
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "Where the time of a training step under the Trainer goes. On a GPU: how long its kernels keep it busy, against the wall "
-    "time of as many steps without the profiler, which slows the host; in the rest it waits for the host. On a CPU: the "
-    "operators that take longest."
+    "Profile a training step under the Trainer. On a GPU: the time in kernels, and the wall time of equally many "
+    "steps without the profiler, which slows the host; the difference is time waiting for the host. On a CPU: the "
+    "slowest operators."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     add_training_arguments(parser, recipe="tudui")
-    parser.add_argument("--warmup", type=int, default=20, help="steps before anything is measured")
-    parser.add_argument("--steps", type=int, default=50, help="steps that are timed, and then steps that are profiled")
-    parser.add_argument("--top", type=int, default=12, help="how many operators are listed")
+    parser.add_argument("--warmup", type=int, default=20, help="steps before the measurement")
+    parser.add_argument("--steps", type=int, default=50, help="timed steps, and equally many profiled steps")
+    parser.add_argument("--top", type=int, default=12, help="number of listed operators")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.steps < 1 or settings.warmup < 1 or settings.top < 1:
-        raise UsageError("a profile takes at least --warmup 1, --steps 1 and --top 1")
+        raise UsageError("--warmup, --steps and --top must be at least 1")
     subject = subject_from(settings)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write lines of its own to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its own lines on stderr
     profilers: list[Any] = []
 
     def start(trainer: Any, model: Any) -> Callable[[int], None]:
@@ -44,7 +44,7 @@ def run(settings: argparse.Namespace) -> None:
         ended = itertools.count()
 
         def toggle(steps: int) -> None:
-            """Starts the profiler after the second round, of which the first warmed up, and stops it after the third."""
+            """Start the profiler after the second round (the first warmed up), and stop it after the third."""
             match next(ended):
                 case 1:
                     profilers.append(profile(activities=[activity]))
@@ -58,10 +58,10 @@ def run(settings: argparse.Namespace) -> None:
     settings.precision = fit(subject, watch, max_epochs=100_000)
     (profiler,), (timed, profiled) = profilers, watch.rounds
     on_cpu = ProfilerActivity.CPU in profiler.activities
-    time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"  # in microseconds, as all of the profiler's
+    time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"  # microseconds
     operators = [one for one in profiler.key_averages() if getattr(one, time_of) > 0 and (on_cpu or _is_kernel(one))]
     if not operators:
-        raise Failure("the profiler saw no kernel: this torch, or this machine's driver, does not let it look")
+        raise Failure("the profiler recorded no kernel: this torch or driver does not support it")
     wall, speed = 1e3 * timed.ours / timed.steps, timed.images / timed.ours
     rows: list[Row] = [("without the profiler", wall, "ms a step"), ("speed", speed, "images/s")]
     if not on_cpu:
@@ -81,17 +81,17 @@ def run(settings: argparse.Namespace) -> None:
         vars(settings),
         f"{settings.recipe} · {settings.net} · batch {settings.batch_size} · {settings.precision}",
         rows,
-        f"one profile of {settings.steps} steps after {settings.warmup + settings.steps}; operators' times are the profiler's",
+        f"{settings.steps} profiled steps after {settings.warmup + settings.steps}; times of operators as profiled",
     )
 
 
 def _is_kernel(event: Any) -> bool:
-    """Whether an event is work on a device other than the CPU, not the shadow of a named range."""
+    """Return whether an event is work on a device other than the CPU, and no user annotation."""
     return event.device_type != DeviceType.CPU and not getattr(event, "is_user_annotation", False)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what (start, end) spans cover together; kernels of two streams may run at once."""
+    """Return the length of the union of (start, end) spans; kernels of two streams may overlap."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -20,28 +20,30 @@ from cifar_lit.runs.results import calibration_of
 from cifar_lit.runs.run_data import RunData
 
 WHAT = (
-    "For a run with a validation set, on its test images: the calibration error with and without temperature; the area "
-    "under the ROC curve of novelty (energy) and other scores between them and images of other folders; the share of test "
-    "images that is marked as unlike; and the share of randomly changed labels among as many least probable labels."
+    "Score a run with a validation set on its test images: calibration error with and without temperature; area under "
+    "the ROC curve of novelty (energy) and other scores against images of other folders; share of test images that is "
+    "flagged as out-of-distribution; and share of randomly changed labels among equally many least probable labels."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument(
-        "--data-dir", dest="root", metavar="PATH", help="where its images are, if not where its config.yaml says"
+        "--data-dir", dest="root", metavar="PATH", help="folder of its images; default: as in its config.yaml"
     )
-    parser.add_argument("--outside", metavar="FOLDER", nargs="*", default=[], help="of pictures of other things")
     parser.add_argument(
-        "--images", type=int, default=2500, help="of each of these folders, and test images beside them"
+        "--outside", metavar="FOLDER", nargs="*", default=[], help="folders of out-of-distribution pictures"
     )
-    parser.add_argument("--changed", type=float, default=0.05, help="share of the test images' labels that is changed")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn: pictures, and labels that are changed")
+    parser.add_argument(
+        "--images", type=int, default=2500, help="number of pictures of each folder, and of test images"
+    )
+    parser.add_argument("--changed", type=float, default=0.05, help="share of test labels to change")
+    parser.add_argument("--seed", type=int, default=0, help="seed of pictures and changed labels")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.images < 1 or not 0 < settings.changed < 1:
         raise UsageError("--images must be at least 1, and --changed above 0 and below 1")
     classifier = cifar_lit.load(settings.run)
@@ -72,8 +74,8 @@ def run(settings: argparse.Namespace) -> None:
         for name, scores in outside.items():
             ranked, other = torch.cat((inside[name][some], scores)), torch.arange(len(some) + len(scores)) >= len(some)
             rows.append((f"{folder.name}: {name}", spread([float(binary_auroc(ranked, other.long()))]), ""))
-    found = _changed_labels_found(logits, torch.as_tensor(test.labels), settings.changed, generator)
-    rows.append(("changed labels found by net alone", spread([100 * found]), "%"))
+    recall = _changed_labels_found(logits, torch.as_tensor(test.labels), settings.changed, generator)
+    rows.append(("changed labels found by net alone", spread([100 * recall]), "%"))
     own = {
         **vars(settings),
         "run": Path(settings.run).name,
@@ -84,7 +86,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _scores(logits: Tensor) -> dict[str, Tensor]:
-    """Return by name the scores (N,) that could detect unlike images: the higher, the more unlike."""
+    """Return novelty scores (N,) by name; higher means less like the training images."""
     distribution = Categorical(logits=logits)
     return {
         "energy": novelty(logits),

@@ -1,4 +1,4 @@
-"""A service under load from another process: python scripts/benchmarks/serve.py RUN [--slow 1000]."""
+"""Put a service under load from another process: python scripts/benchmarks/serve.py RUN [--slow 1000]."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (
-    "A service that was just started, under load from this process: requests/s and how long they take, with one client and "
-    "with several at a time, each sending one small JPEG after the other over its own connection. With --slow, also how one "
-    "client fares that connects anew for each request, while so many others hold connections and keep the service waiting."
+    "Put a newly started service under load from this process. Measure requests/s and latency with one client and "
+    "with several at a time, each sending small JPEGs one after the other over its own connection. With --slow, also "
+    "measure one client that opens a connection per request, while many slow clients hold connections open."
 )
-ANSWER_SECONDS = 60.0  # after which a request counts as lost
+ANSWER_SECONDS = 60.0  # timeout of a request
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
-COMING_SECONDS = 5.0  # in which slow clients come, one after the other
-SLOW = {  # what a slow client sends, and then once a second
-    "no": (b"", b""),  # to compare with: there are none
+COMING_SECONDS = 5.0  # in which the slow clients connect, one after the other
+SLOW = {  # first bytes of a slow client, and the bytes that it sends once a second
+    "no": (b"", b""),  # baseline without slow clients
     "slow headers": (HEAD, b"x"),
     "slow bodies": (HEAD + b"Content-Length: 9000000\r\n\r\n" + bytes(200_000), b"x"),
     "slow readers": (b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n", b""),
@@ -43,21 +43,21 @@ SLOW = {  # what a slow client sends, and then once a second
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument("run", help="folder of a run that ended, or its model.safetensors")
-    parser.add_argument("--images", help="folder of JPEGs to send; drawn ones if not given")
-    parser.add_argument("--clients", default="1,32", help="how many at a time")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of load in each round")
+    """Add the flags of this measurement."""
+    parser.add_argument("run", help="folder of a finished run, or its model.safetensors")
+    parser.add_argument("--images", help="folder of JPEGs to send; generated ones if not given")
+    parser.add_argument("--clients", default="1,32", help="numbers of concurrent clients")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of load in each round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each number of clients, in turns")
-    parser.add_argument("--accelerator", default="auto", help="what the net runs on")
-    parser.add_argument("--slow", type=int, default=0, help="slow clients of each kind at a time; none if not given")
+    parser.add_argument("--accelerator", default="auto", help="accelerator of the net")
+    parser.add_argument("--slow", type=int, default=0, help="number of slow clients of each kind")
     parser.add_argument(
-        "--files", type=int, default=0, help="that the service may have open; as many as this process by default"
+        "--files", type=int, default=0, help="limit of open files of the service; default: the limit of this process"
     )
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.seconds <= 0 or settings.rounds < 1:
         raise UsageError("--seconds must be more than 0 and --rounds at least 1")
     counts = [int(count) for count in settings.clients.split(",")]
@@ -97,20 +97,20 @@ def run(settings: argparse.Namespace) -> None:
         {**vars(settings), "run": Path(settings.run).name, "net": service.net, "images": sent},
         f"{service.net} · {sent} JPEGs",
         rows,
-        f"of {settings.rounds} rounds of {settings.seconds:g} s; the client shares the machine; memory is of all its processes",
+        f"of {settings.rounds} rounds of {settings.seconds:g} s; client on the same machine; memory of all processes",
     )
 
 
 def jpegs_of(folder: str) -> list[bytes]:
-    """Up to 256 JPEGs of a folder; raises UsageError where there are none."""
+    """Return up to 256 JPEGs of a folder; raise UsageError if there are none."""
     paths = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
-        raise UsageError(f"there are no JPEGs in {folder}: name another folder, or leave --images out for drawn ones")
+        raise UsageError(f"there are no JPEGs in {folder}: name another folder, or leave out --images to generate some")
     return [path.read_bytes() for path in paths[:: max(1, len(paths) // 256)][:256]]
 
 
 def drawn_jpegs(count: int) -> list[bytes]:
-    """JPEGs of 32 × 32 soft colours, of about the size of CIFAR-10's."""
+    """Generate JPEGs of 32 × 32 smooth colours, similar in file size to those of CIFAR-10."""
     generator = np.random.default_rng(0)
     files = [io.BytesIO() for _ in range(count)]
     for file in files:
@@ -119,12 +119,17 @@ def drawn_jpegs(count: int) -> list[bytes]:
     return [file.getvalue() for file in files]
 
 
-# ---- the service, in processes of its own
+# ---- the service in its own processes
 
 
 @dataclass(frozen=True)
 class Service:
-    """A service that answers. start_seconds: from the start of its process to its readiness. net: the one it serves."""
+    """A running service.
+
+    Attributes:
+        start_seconds: time from the start of its process until it accepts requests.
+        net: name of the served net.
+    """
 
     process: subprocess.Popen[str]
     host: str
@@ -133,7 +138,7 @@ class Service:
     net: str
 
     def memory(self) -> float | None:
-        """MB of all its processes, shared pages counted once (PSS); None where /proc does not tell."""
+        """Return the memory of all its processes in MB, shared pages counted once (PSS); None without /proc."""
         try:
             texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in _with_children(self.process.pid)]
         except OSError:
@@ -150,9 +155,14 @@ def _with_children(pid: int) -> list[int]:
 
 @contextmanager
 def started(argv: Sequence[str], files: int) -> Iterator[Service]:
-    """Runs `cifar-lit serve` on a free port, and stops it in the end; raises UsageError or Failure, as the process ended.
+    """Run `cifar-lit serve` on a free port, and stop it on exit.
 
-    files: how many it may have open, 0 for as many as this process.
+    Args:
+        argv: arguments of the command.
+        files: limit of open files, 0 for the limit of this process.
+
+    Raises:
+        UsageError, Failure: the error of the process.
     """
     with tempfile.TemporaryFile("w+") as errors:
         before = time.perf_counter()
@@ -181,7 +191,7 @@ def started(argv: Sequence[str], files: int) -> Iterator[Service]:
 
 
 async def load(service: Service, images: Sequence[bytes], clients: int, seconds: float) -> list[float]:
-    """Seconds of every request that so many clients made one after the other within a time, over connections kept open."""
+    """Return the latency in seconds of every request that concurrent clients made over persistent connections."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     times: list[float] = []
@@ -201,7 +211,7 @@ async def load(service: Service, images: Sequence[bytes], clients: int, seconds:
 
 
 async def load_among(service: Service, images: Sequence[bytes], seconds: float) -> tuple[list[float], int]:
-    """Seconds of each request of one client that connects anew for each, and how many failed."""
+    """Return the latencies in seconds of one client that opens a connection per request, and the number of failures."""
     loop = asyncio.get_running_loop()
     times: list[float] = []
     failed = 0
@@ -219,7 +229,7 @@ async def load_among(service: Service, images: Sequence[bytes], seconds: float) 
 
 @contextmanager
 def crowd(service: Service, kind: str, count: int) -> Iterator[None]:
-    """Within, so many slow clients of a kind are there, in a process of their own."""
+    """Keep slow clients of a kind connected, in their own process, inside the `with` block."""
 
     async def come() -> None:
         delays = np.linspace(0, COMING_SECONDS, count if kind != "no" else 0).tolist()
@@ -236,7 +246,7 @@ def crowd(service: Service, kind: str, count: int) -> Iterator[None]:
 
 
 async def keep_waiting(service: Service, first: bytes, then: bytes, delay: float) -> None:
-    """A slow client that reads no answers, comes after `delay` seconds, and comes back when it is thrown out."""
+    """Act as a slow client: connect after `delay` seconds, read no answers, and reconnect after a disconnect."""
     await asyncio.sleep(delay)
     while True:
         with suppress(OSError):
@@ -253,14 +263,14 @@ async def keep_waiting(service: Service, first: bytes, then: bytes, delay: float
 
 
 async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, image: bytes) -> None:
-    """One POST /predict and its whole answer; raises Failure for none, or one that is not 200."""
+    """Send one POST /predict and read the answer; raise Failure if there is none, or its status is not 200."""
     writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(image) + image)
     try:
         lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), ANSWER_SECONDS)).lower().split(b"\r\n")
         length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
         body = await reader.readexactly(length)
     except (TimeoutError, OSError, EOFError, StopIteration) as error:
-        raise Failure(f"the service gave no answer ({type(error).__name__}): see what it printed") from None
+        raise Failure(f"no answer from the service ({type(error).__name__}): see its output") from None
     if b" 200 " not in lines[0]:
         raise Failure(f"the service answered {lines[0].decode()}: {body.decode()}")
 

@@ -1,4 +1,4 @@
-"""Training time beside another training, by how long idle OpenMP threads spin: python scripts/benchmarks/shared_machine.py."""
+"""Training time beside another training for several OpenMP spin limits: python scripts/benchmarks/shared_machine.py."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cifar_lit.errors import UsageError
 from cifar_lit.hardware import SPIN_LIMITS, SPIN_SETTINGS
 
 WHAT = (
-    "Seconds of a training (without start-up and test) that runs alone, and of two that run at once, each with the "
-    "OpenMP settings that are named, such as GOMP_SPINCOUNT=5000, OMP_WAIT_POLICY=PASSIVE, `default` for those of the "
-    "OpenMP library, or `ours`. The settings take turns. Other flags are passed to the training."
+    "Measure the seconds of a training (without start-up and test) that runs alone, and of two that run at once, with"
+    " each of the given OpenMP settings, such as GOMP_SPINCOUNT=5000, OMP_WAIT_POLICY=PASSIVE, `default` for the "
+    "defaults of the OpenMP library, or `ours`. The settings take turns. Other flags are passed to the training."
 )
 DEFAULT_OF_GNU = "GOMP_SPINCOUNT=300000"  # iterations of libgomp without OMP_WAIT_POLICY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
     parser.add_argument("--runs", type=int, default=3, help="rounds through all settings")
     parser.add_argument("--spin", nargs="+", default=["default", "ours"], metavar="NAME=VALUE", help="OpenMP settings")
-    parser.add_argument("--together", default="1,2", help="how many trainings run at once, in turns")
+    parser.add_argument("--together", default="1,2", help="numbers of concurrent trainings, in turn")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports; raises UsageError or Failure with the line of a training that failed."""
+    """Measure and report; raise UsageError or Failure with the last line of a training that failed."""
     if settings.runs < 1:
         raise UsageError("--runs must be at least 1")
     counts = [int(count) for count in settings.together.split(",")]

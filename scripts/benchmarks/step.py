@@ -16,9 +16,9 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare PyTorch loop "
-    "that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one process. Without "
-    "--recipe the net is a single layer, which isolates the overhead of the Trainer."
+    "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare "
+    "PyTorch loop that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one "
+    "process. Without --recipe the net is a single layer, which isolates the overhead of the Trainer."
 )
 
 

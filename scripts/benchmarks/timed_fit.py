@@ -47,18 +47,20 @@ class Subject(NamedTuple):
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
     """Add the flags that select the training and its device; `recipe` is the default recipe."""
     parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
-    parser.add_argument("--net", "--model.net", help=f"another than the recipe's; {LINEAR!r} is a single layer")
+    parser.add_argument("--net", "--model.net", help=f"replaces the recipe's net; {LINEAR!r} is a single layer")
     parser.add_argument("--lr", "--model.lr", type=float, help="replaces the recipe's learning rate")
-    parser.add_argument("--batch-size", "--data.batch_size", type=int, help="images a step; the recipe's if not given")
-    parser.add_argument("--precision", "--trainer.precision", help="such as 32-true; this machine's best if not given")
+    parser.add_argument("--batch-size", "--data.batch_size", type=int, help="images per step; default: the recipe's")
+    parser.add_argument(
+        "--precision", "--trainer.precision", help="such as 32-true; default: the fastest of this machine"
+    )
     add_data_arguments(parser)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = None) -> None:
     """Add the flags that select images and device."""
-    parser.add_argument("--dataset", "--data.dataset", default=dataset, help="the recipe's, or shapes, if not given")
+    parser.add_argument("--dataset", "--data.dataset", default=dataset, help="default: the recipe's, or shapes")
     parser.add_argument(
-        "--data-dir", "--data.root", dest="root", metavar="PATH", help="folder of archives, or of own images"
+        "--data-dir", "--data.root", dest="root", metavar="PATH", help="folder of archives, or of your own images"
     )
     parser.add_argument("--count", "--data.count", type=int, default=20_000, help="training images of `shapes`")
     parser.add_argument("--accelerator", "--trainer.accelerator", default="auto", help="auto, cpu, gpu or mps")
@@ -68,8 +70,8 @@ def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = No
 def subject_from(settings: argparse.Namespace) -> Subject:
     """Return the training selected by the flags of `add_training_arguments`; write the values in use to `settings`.
 
-    Model and data follow the recipe, including learning rate and schedule. Of its Trainer settings only precision and logging
-    interval apply. Without a recipe: plain SGD on raw images.
+    Model and data follow the recipe, including learning rate and schedule. Of its Trainer settings only precision and
+    logging interval apply. Without a recipe: plain SGD on raw images.
 
     Raises:
         UsageError: if a name or setting does not exist.
@@ -90,8 +92,10 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     images, classifier = build(model, data)
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
     settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
-    kept = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
-    return Subject(classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **kept})
+    extra = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
+    return Subject(
+        classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
+    )
 
 
 def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:
@@ -111,9 +115,9 @@ def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, Image
 
 
 def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
-    """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's effective precision."""
+    """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's precision."""
     torch.set_float32_matmul_precision("high")  # same as in a run
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):
         run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
         trainer = pl.Trainer(
             **subject.trainer,
@@ -125,7 +129,7 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
             enable_model_summary=False,
             profiler=NoProfiler(),
         )
-        rich.reconfigure(file=nowhere, force_terminal=True)  # draw as on a terminal, into nowhere
+        rich.reconfigure(file=devnull, force_terminal=True)  # draw the bar, but print nothing
         try:
             trainer.fit(subject.model, datamodule=subject.data)
         finally:
@@ -164,7 +168,7 @@ class Stopwatch(Callback):
         steps: optimizer steps in a round.
         count: number of rounds.
         warmup: steps before the first round.
-        start_other: starts the other loop, which has a turn after the warm-up and after every round while the training waits.
+        start_other: starts the other loop, which has a turn after the warm-up and after every round.
         progress: reports every round.
     """
 

@@ -1,4 +1,4 @@
-"""The recipe `tudui` beside the tutorial's hand-written loop: python scripts/benchmarks/tutorial.py --data-dir DATA."""
+"""Compare `tudui` with the tutorial's hand-written loop: python scripts/benchmarks/tutorial.py --data-dir DATA."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Compare the recipe `tudui` under the Trainer with the tutorial's loop: PIL images, a DataLoader without workers, float32, "
-    "plain SGD, in its own process. Whole epochs take turns, each with its validation, on the same images."
+    "Compare the recipe `tudui` under the Trainer with the tutorial's loop: PIL images, a DataLoader without workers,"
+    " float32, plain SGD, in its own process. Whole epochs take turns, each with its validation, on the same images."
 )
 
 
@@ -57,7 +57,7 @@ def run(settings: argparse.Namespace) -> None:
 def in_other_process(loop: TutorialLoop, model: pl.LightningModule) -> Callable[[int], Any]:
     """Start a loop in its own process with as many threads; return a function that trains an epoch there.
 
-    The Trainer's process keeps the memory that it frees (`cifar_lit.hardware`), which would speed up a loop in that process too.
+    The Trainer's process keeps freed memory (`cifar_lit.hardware`), which would speed up a loop in that process too.
     """
     ours, theirs = get_context("spawn").Pipe()
     arguments = (theirs, loop, model.device, torch.get_num_threads())

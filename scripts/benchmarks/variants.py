@@ -1,4 +1,4 @@
-"""Changes of a recipe, each trained for the same processor time: python scripts/benchmarks/variants.py variants.json."""
+"""Train variants of a recipe for equal processor time: python scripts/benchmarks/variants.py variants.json."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import Schedule
 
 WHAT = (
-    "Trains a recipe, and changes of it from a JSON file such as "
-    '{"narrow": {"model": {"net_options": {"widths": [32, 128, 128]}}}}, each in a process of one thread, two of them at a time, '
-    "until each has had the same seconds of a processor, which other work does not shorten; rates and sizes of images follow the "
-    "share of it that is spent. The 10,000 training images that they are compared on are left out; the test set is left alone. "
-    'Beside settings of a recipe, a change may name "skip": {"skip": [0.3, 0.4]} leaves out of each epoch, from 40 % of the time '
-    "on, the 30 % of the images whose loss was least when they were last trained on."
+    'Train a recipe and variants of it from a JSON file such as {"narrow": {"model": {"net_options": {"widths": [32, '
+    "128, 128]}}}}. Each runs in a process of one thread, two at a time, until each has used the same processor "
+    "seconds, which do not depend on other load. Learning rate and image size follow the share of this time. The "
+    "variants are compared on 10,000 held-out training images; the test set is not used. Besides settings of a "
+    'recipe, a variant may have "skip": {"skip": [0.3, 0.4]} skips in each epoch, from 40 % of the time on, the 30 % '
+    "of the images with the lowest last loss."
 )
 HELD_OUT = 10_000
-PARTS = 1000  # of a training, in which the sizes of its images change
+PARTS = 1000  # steps in which the image size can change
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
-    parser.add_argument("file", metavar="FILE.json", help="the changes by name; {} by itself is the recipe as it is")
-    parser.add_argument("--recipe", default="laptop", help="what is changed")
-    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="where CIFAR-10's archive is")
-    parser.add_argument("--dataset", help="the recipe's if not given")
+    """Add the flags of this measurement."""
+    parser.add_argument("file", metavar="FILE.json", help="variants by name; {} is the unchanged recipe")
+    parser.add_argument("--recipe", default="laptop", help="recipe to vary")
+    parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
+    parser.add_argument("--dataset", help="default: the recipe's")
     parser.add_argument(
-        "--seconds", type=float, default=50.0, help="of a processor for each; two threads do as much in half of them"
+        "--seconds", type=float, default=50.0, help="processor seconds of each; two threads need half as long"
     )
-    parser.add_argument("--runs", type=int, default=1, help="seeds of each")
+    parser.add_argument("--runs", type=int, default=1, help="number of seeds of each variant")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports."""
+    """Measure and report."""
     if settings.seconds <= 0 or settings.runs < 1:
         raise UsageError("--seconds must be more than 0, and --runs at least 1")
     try:
@@ -88,7 +88,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` with `changes` in place of what they name; dictionaries in both are merged, but for `resolutions`."""
+    """Return `settings` updated with `changes`; nested dictionaries are merged, except `resolutions`."""
     both = dict(settings)
     for name, value in changes.items():
         old = settings.get(name)
@@ -99,7 +99,11 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[float, float, float]]:
-    """By name, seconds, settings and seed: the name; accuracy, with mirrored views, of held-out images, and epochs."""
+    """Train one variant, given as (name, seconds, settings, seed).
+
+    Returns:
+        The name and a tuple: held-out accuracy, the same with mirrored views, number of epochs.
+    """
     name, seconds, settings, seed = part
     torch.set_num_threads(1)
     resolutions = {int(side): share for side, share in (settings["data"].get("resolutions") or {}).items()}
@@ -121,18 +125,18 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     constants = torch.tensor(data.statistics)
     images, rows = 0, data.split[0]
     skipped, after = settings.get("skip", (0.0, 1.0))
-    losses = torch.full((len(data.train_images),), float("inf"))  # when last trained on
-    begun = time.process_time()
+    losses = torch.full((len(data.train_images),), float("inf"))  # last loss of each image
+    start = time.process_time()
 
     def spent_share() -> float:
-        return (time.process_time() - begun) / seconds
+        return (time.process_time() - start) / seconds
 
-    def chosen() -> Tensor:
+    def select_rows() -> Tensor:
         if spent_share() < after:
             return rows
         return rows[losses[rows].argsort(descending=True)[: round((1 - skipped) * len(rows))]]
 
-    for pixels, labels, trained_on in batches(data, chosen):
+    for pixels, labels, trained_on in batches(data, select_rows):
         spent = spent_share()
         if spent >= 1:
             break
@@ -159,10 +163,10 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     return name, (plain, mirror, images / len(rows))
 
 
-def batches(data: ImageData, chosen: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """uint8 images (B, H, W, C), labels and rows, epoch after epoch, each of the rows that are `chosen` as it begins."""
+def batches(data: ImageData, select_rows: Callable[[], Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield uint8 images (B, H, W, C), labels (B,) and rows (B,) endlessly. Each epoch begins with `select_rows`."""
     for epoch in count():
-        data.parts.split = chosen(), data.split[1]
+        data.parts.split = select_rows(), data.split[1]
         loader: Any = data.train_dataloader()
         loader.set_epoch(epoch)
         for batch in loader:

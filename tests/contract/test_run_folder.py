@@ -92,7 +92,7 @@ def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_that_validated_best
 def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
     with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
         metadata = " ".join(f"{name} {value}" for name, value in file.metadata().items())
-        tensors = [file.get_tensor(name) for name in file.keys()]
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
     data = config_of(run_dir)["data"]
     for fact in ("lenet", *CLASSES, "16", "3"):
         assert re.search(rf"\b{fact}\b", metadata), fact

@@ -252,7 +252,7 @@ def names_checkpoint(says: str = "trainer.callbacks.filename", **init_args: Any)
 
 SHAPES_OFF = ("--data.url", "none", *NO_SHAPES)
 PART = "class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"
-LAST = lambda path: {"last_model_path": str(path)}
+LAST = lambda path: {"last_model_path": str(path)}  # noqa: E731
 
 ATTACKS: dict[str, Attack] = {
     # what a checkpoint names for removal

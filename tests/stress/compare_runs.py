@@ -68,7 +68,7 @@ def contents(run: Path, parsed: bool) -> dict[str, Any]:
                 metadata = {
                     name: json.loads(text) if name == "card" else text for name, text in model.metadata().items()
                 }
-                value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)
+                value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)  # noqa: SIM118
     return files
 
 
