@@ -4,8 +4,8 @@
     python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
     python scripts/benchmarks/table.py --check     # fail if --write would change anything
 
-A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. KEY is a key of `TABLES`, or
-`recipes`: the table of all recipes with intervals. A recipe header names its JSON file in the line `# File:`.
+A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. KEY is a key of `TABLES`,
+or `recipes`: the table of all recipes with intervals. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ TABLES: dict[str, Table] = {
                 ),
             )
             for what, file in (
-                ("photos, ten times the memory", "cpu/bigger-than-memory"),
-                ("a million thumbnails of 64 px", "cpu/million-thumbnails"),
+                ("images of 128 px, 10 × the memory limit", "cpu/bigger-than-memory"),
+                ("a million thumbnails of 64 px, 6 × the limit", "cpu/million-thumbnails"),
             )
         ],
     ),
@@ -400,6 +400,8 @@ TABLES: dict[str, Table] = {
                 ("2×2, 16 → 24 → 28 → 32 px", "2×2, 16 → 24 → 28 → 32 px"),
                 ("2×2, batches of 1,000, lr 0.24", "2×2, batches of 1,000 at 0.24"),
                 ("2×2, `skip_easy` 0.3 from 0.4", "2×2, without the 30 % of least loss from 0.4 on"),
+                ("2×2, 925 processor seconds", "2×2 first in groups 2 and 3, for 925 s"),
+                ("2×2, widths 64/256/256, 925 processor seconds", "the same, 64/256/256, for 925 s"),
             )
         ],
     ),
@@ -424,7 +426,7 @@ TABLES: dict[str, Table] = {
             for what, file, label in (
                 ("`laptop`", "variants-short", "laptop"),
                 ("2×2 kernels before pooling", "variants-short", "2×2 first"),
-                ("`skip_easy` 0.3, early", "variants-short", "without the 30 % of least loss"),
+                ("`skip_easy` 0.3, from 0.4 of the time", "variants-short", "without the 30 % of least loss"),
                 (
                     "`skip_easy` 0.5, from 0.6 of the time",
                     "variants-skip-best",
@@ -439,7 +441,7 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "skip-easy-scan": Table(
-        ("`skip_easy`: change", "held-out accuracy", "with TTA"),
+        ("`skip_easy`, further changes", "held-out accuracy", "with TTA"),
         [
             (what, *variant(label, "variants-skip"))
             for what, label in (
@@ -447,14 +449,14 @@ TABLES: dict[str, Table] = {
                 ("0.3 from 0.2", "skip 30 from 0.2"),
                 ("0.5 from 0.4", "skip 50 from 0.4"),
                 ("0.5 from 0.6", "skip 50 from 0.6"),
-                ("20 → 24 → 28 px", "skip, 20 24 28"),
-                ("20 px for longer", "skip, 20 long"),
-                ("batch 250", "skip, batch 250"),
-                ("widths 32/192/256", "skip, 32/192/256"),
-                ("label smoothing 0.1", "skip, smoothing 0.1"),
-                ("lr 0.28", "skip, lr 0.28"),
-                ("lr 0.15", "skip, lr 0.15"),
-                ("SiLU", "skip, SiLU"),
+                ("0.3 from 0.4, 20 → 24 → 28 px", "skip, 20 24 28"),
+                ("0.3 from 0.4, 20 px for longer", "skip, 20 long"),
+                ("0.3 from 0.4, batch 250", "skip, batch 250"),
+                ("0.3 from 0.4, widths 32/192/256", "skip, 32/192/256"),
+                ("0.3 from 0.4, label smoothing 0.1", "skip, smoothing 0.1"),
+                ("0.3 from 0.4, lr 0.28", "skip, lr 0.28"),
+                ("0.3 from 0.4, lr 0.15", "skip, lr 0.15"),
+                ("0.3 from 0.4, SiLU", "skip, SiLU"),
                 ("32/192/256, 0.5 from 0.4", "32/192/256, skip 50 from 0.4"),
                 ("32/192/256, 0.6 from 0.5", "32/192/256, skip 60 from 0.5"),
                 ("24/192/320, 0.5 from 0.4", "24/192/320, skip 50 from 0.4"),
@@ -473,7 +475,7 @@ TABLES: dict[str, Table] = {
             (what, *variant(label, file))
             for what, file, label in (
                 ("`laptop`", "variants-whole", "laptop"),
-                ("`skip_easy` 0.3", "variants-whole", "without the 30 % of least loss"),
+                ("`skip_easy` 0.3, from 0.4 of the time", "variants-whole", "without the 30 % of least loss"),
                 (
                     "`skip_easy` 0.5, from 0.7 of the time",
                     "variants-whole-half",
@@ -499,7 +501,7 @@ TABLES: dict[str, Table] = {
         [
             (what, *(Figure("cpu/scores", f"{outside}: {label}") for outside in ("CIFAR-100", "flowers")))
             for what, label in (
-                ("energy (used today)", "energy"),
+                ("energy (the score in use)", "energy"),
                 ("entropy", "entropy"),
                 ("largest probability", "largest probability"),
                 ("distance to neighbours", "distance alone"),
