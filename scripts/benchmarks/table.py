@@ -505,6 +505,7 @@ TABLES: dict[str, Table] = {
                 ("entropy", "entropy"),
                 ("largest probability", "largest probability"),
                 ("distance to neighbours", "distance alone"),
+                ("distance × perplexity (removed)", "novelty"),
             )
         ],
     ),
