@@ -4,8 +4,8 @@
     python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
     python scripts/benchmarks/table.py --check     # fail if --write would change anything
 
-A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`; KEY is a key of `TABLES` in
-page_tables.py. A recipe header names its JSON file in the line `# File:`.
+A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. page_tables.py defines the
+table of each KEY. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def table_text(table: Table, results: Path, home: Path) -> str:
 
 def _source(template: str, files: Mapping[str, Mapping[str, Any] | None], results: Path, home: Path) -> str:
     """Return machines, dates and one link: to the JSON file, or for several files to the index of `results/`."""
-    where = [figures["environment"] for figures in files.values() if figures and "environment" in figures]
-    if not where:
+    measured = [figures for figures in files.values() if figures and "environment" in figures]
+    if not measured:
         return ""
-    dates = sorted({one["date"] for one in where})
+    dates = sorted({figures["environment"]["date"] for figures in measured})
     target = results / (f"{next(iter(files))}.json" if len(files) == 1 else "README.md")
     return textwrap.fill(
         template.format(
-            machines=" and ".join(sorted({machine_text(one) for one in where}, key=len, reverse=True)),
+            machines=", and on ".join(sorted(set(map(_machine, measured)), key=len, reverse=True)),
             dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
             link=f"[{target.name if len(files) == 1 else 'results/'}]({_link(target, home)})",
         ),
@@ -207,12 +207,10 @@ def _run_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
 def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a recipe header. `cifar-lit recipes` shows what stands before the semicolons."""
     if figures.get("bench") == "recipe":
-        runs, where = figures["recipes"][name]["runs"], figures["environment"]
-        texts, first = texts_of(runs), runs[0]
-        machine, date = machine_text(where, first["accelerator"]), where["date"]
+        runs = figures["recipes"][name]["runs"]
+        texts, first, date = texts_of(runs), runs[0], figures["environment"]["date"]
     else:
-        texts, first = _run_texts(figures), figures
-        machine, date = f"{figures['devices']} × {figures['accelerator']}", "not recorded"
+        texts, first, date = _run_texts(figures), figures, "not recorded"
     texts = {label: short(text) for label, text in texts.items()}
     score = f"{texts['test accuracy']}; {first['dataset']}"
     if texts["with views"] != "–":
@@ -220,7 +218,15 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     time = texts["training"]
     if texts.get("start to end", "–") != "–":
         time += f"; {texts['start to end']} from process start to result"
-    return {"Score": score, "Time": time, "Hardware": f"{machine}, {first['precision']}", "Date": date}
+    return {"Score": score, "Time": time, "Hardware": f"{_machine(figures)}, {first['precision']}", "Date": date}
+
+
+def _machine(figures: Mapping[str, Any]) -> str:
+    """Return the CPU or GPU that was used."""
+    if "environment" not in figures:  # metrics.json of a run
+        return f"{figures['devices']} × {figures['accelerator']}"
+    runs = [run for entry in figures.get("recipes", {}).values() for run in entry["runs"]]
+    return machine_text(figures["environment"], (runs[0] if runs else figures).get("accelerator"))
 
 
 # ---- all results
@@ -244,8 +250,7 @@ def results_text(files: Sequence[Path], home: Path) -> str:
             others += [[*row, link] for row in _measurement_rows(figures)]
         else:
             columns = [_run_texts(figures).get(label, "–") for label in RUN_COLUMNS]
-            machine = f"{figures['devices']} × {figures['accelerator']}"
-            runs.append([f"`{figures['recipe']}`", figures["dataset"], machine, *columns, link])
+            runs.append([f"`{figures['recipe']}`", figures["dataset"], _machine(figures), *columns, link])
     parts: list[str] = []
     if runs:
         legend = [textwrap.fill(line, MARKDOWN_WIDTH, initial_indent="- ", subsequent_indent="  ") for line in LEGEND]
@@ -270,8 +275,8 @@ def _link(target: Path, home: Path) -> str:
 
 def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Sequence[str]:
     first, texts = entry["runs"][0], texts_of(entry["runs"])
-    machine = f"{machine_text(figures['environment'], first['accelerator'])}, {first['precision']}"
     title = f"`{name}`" + _overrides(figures["settings"]["flags"])
+    machine = f"{_machine(figures)}, {first['precision']}"
     return [title, first["dataset"], machine, *(texts[label] for label in RUN_COLUMNS), link]
 
 
@@ -285,7 +290,6 @@ def _overrides(flags: Sequence[str]) -> str:
 
 def _measurement_rows(figures: Mapping[str, Any]) -> list[Sequence[str]]:
     """Return one row per figure: measurement with its settings, machine, label, value."""
-    machine = machine_text(figures["environment"], figures.get("accelerator"))
     settings = figures.get("settings", {})
     names = ("net", "recipe", "dataset", "batch_size", "precision")
     subject = " · ".join(f"{name} {settings[name]}" for name in names if settings.get(name))
@@ -293,7 +297,8 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Sequence[str]]:
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]
     return [
-        [name, machine, label, spread_text(value, units.get(label, ""))] for label, value in figures["headline"].items()
+        [name, _machine(figures), label, spread_text(value, units.get(label, ""))]
+        for label, value in figures["headline"].items()
     ]
 
 
