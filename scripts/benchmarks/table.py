@@ -4,8 +4,8 @@
     python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
     python scripts/benchmarks/table.py --check     # fail if --write would change anything
 
-A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. page_tables.py defines the
-table of each KEY. A recipe header names its JSON file in the line `# File:`.
+A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. page_tables.py defines
+the table of each KEY. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
