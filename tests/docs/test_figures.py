@@ -29,12 +29,22 @@ NOT_TYPED = re.compile(
 )
 
 AIM = "an aim, not a result"
-ROUNDED = "rounded; the table beside it has the figure"
+ARCHIVE = "size of the published archive"
+ROUNDED = "rounded; a table has the figure"
 RECORD = "published by others"
 EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
-    "README.md": {"170 MB": "size of the published archive"},
+    "README.md": {
+        "170 MB": ARCHIVE,
+        "about 20 seconds": ROUNDED,
+        "about 5 minutes": ROUNDED,
+        "about 100 seconds": ROUNDED,
+        "about 19 minutes": ROUNDED,
+        "about 40 seconds": ROUNDED,
+        "about 95 %": ROUNDED,
+    },
+    "docs/first-steps.md": {"170 MB": ARCHIVE},
     "docs/results.md": {
-        "otherwise about 20 minutes": ROUNDED,
+        "otherwise about 19 minutes": ROUNDED,
         "| 93 % within": AIM,
         "| 90 % within": AIM,
         "| 94 % with TTA within 1.2 times": AIM,
