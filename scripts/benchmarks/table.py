@@ -1,12 +1,11 @@
-"""Every figure of the pages and of the recipes' headers, written from the JSON files: python scripts/benchmarks/table.py --write.
+"""Write the measured figures of the pages and of the recipe headers from the JSON files in `results/`.
 
-A page holds a figure as a link to its file, whose title is the figure's label there:
+    python scripts/benchmarks/table.py             # print all results as Markdown
+    python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
+    python scripts/benchmarks/table.py --check     # fail if --write would change anything
 
-    [91.69 ± 0.17 % (n = 3)](results/cpu/recipe-laptop.json "laptop: test accuracy")
-
-and, as long as that file does not exist, as UNMEASURED with the rest in a comment behind it. Tables of all results stand
-between `<!-- results -->` (or `<!-- results: recipes -->`) and `<!-- /results -->`. A recipe's header names its file, from
-which its score, time, hardware and date are.
+A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. page_tables.py defines
+the table of each KEY. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import argparse
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_tables import RUN_COLUMNS, TABLES, UNMEASURED, Cell, Figure, Table
 from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
@@ -28,216 +29,267 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 
-WHAT = "the results in JSON files (`results/` if none are named) as Markdown; or, from a checkout, all figures of its pages"
-UNMEASURED = "not measured on published pixels yet"
-PAGES = ("README.md", "docs/*.md", "results/README.md", "cifar_lit/recipes/*.yaml")
-FIGURE = re.compile(
-    r'\[[^\]\n]*\]\((?P<file>[^)\s]+\.json) "(?P<label>[^"\n]+)"\)'
-    rf'|{UNMEASURED}<!-- (?P<absent>\S+\.json) "(?P<title>[^"\n]+)" -->'
+WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
+PAGES = ("README*.md", "docs/**/*.md", "results/*.md")
+RECIPES = "cifar_lit/recipes/*.yaml"
+BLOCK = re.compile(
+    r"(?P<start><!-- results: (?P<key>[\w-]+) -->\n).*?(?P<end>^<!-- /results -->)", re.DOTALL | re.MULTILINE
 )
-TABLE = re.compile(r"(<!-- results(: recipes)? -->\n).*?(<!-- /results -->)", re.DOTALL)
-RUN_COLUMNS = ("test accuracy", "with views", "training", "start to end", "peak memory")
+# In "(n = 20; 91.61 … 91.74)" the interval of a mean, in "(270.9 … 299.8, n = 5)" the quartiles of a median.
+INTERVAL = re.compile(r"\((?:[\d.,]+ … [\d.,]+, )?(n = \d+)(?:; [\d.]+ … [\d.]+)?\)")
+MARKDOWN_WIDTH = 100
 OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
-Row = Sequence[str]
+
+
+# ---- command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`table.py [PATH …]`, or `--write`, or `--check`."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files, or folders of them")
+    """Add `[PATH …]`, `--write` and `--check`."""
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="JSON files or folders to print; all of results/ if none"
+    )
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--write", action="store_true", help="renew the figures of README, docs, results and recipes")
-    target.add_argument("--check", action="store_true", help="fail if one of them is not what its file says")
+    target.add_argument("--write", action="store_true", help="update the pages and the recipe headers")
+    target.add_argument("--check", action="store_true", help="fail if a page or a recipe header is out of date")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints, writes or checks; raises UsageError for what cannot be meant, Failure when a page differs from its files."""
+    """Print, write or check; raise Failure if a checked page differs from its JSON files."""
     if not (options.write or options.check):
         print(results_text(json_files(options.paths or ["results"]), Path.cwd()))
         return
-    changed = {page: text for page, text in renewed_pages(Path.cwd()).items() if text != page.read_text()}
+    changed = {page: text for page, text in updated_pages(Path.cwd()).items() if text != page.read_text()}
     if options.check and changed:
         pages = ", ".join(map(display_path, changed))
-        raise Failure(
-            f"figures of {pages} are not those of their files: `python scripts/benchmarks/table.py --write` renews them"
-        )
+        raise Failure(f"figures out of date in {pages}: run `python scripts/benchmarks/table.py --write`")
     for page, text in changed.items():
         write_text(page, text)
-        print(f"{display_path(page)}: renewed")
+        print(f"{display_path(page)}: updated")
 
 
-def renewed_pages(root: Path) -> dict[Path, str]:
-    """Each page of a checkout with its figures as their files have them; raises UsageError for a figure that a file lacks."""
-    pages = {}
-    for page in (page for pattern in PAGES for page in sorted(root.glob(pattern))):
-        text = page.read_text()
-        if page.suffix == ".yaml":
-            pages[page] = renewed_header(text, root)
-            continue
-        files = json_files([str(root / "results")])
-        text = TABLE.sub(
-            lambda match: f"{match[1]}\n{results_text(files, page.parent, match[2] is None)}\n\n{match[3]}", text
-        )
-        pages[page] = FIGURE.sub(lambda match: figure_link(match, page), text)
-    return pages
+def updated_pages(root: Path) -> dict[Path, str]:
+    """Return the text of each page and recipe of a checkout with current figures; raise UsageError for unknown keys."""
+    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
+    texts = {page: updated_page(page, root / "results") for page in pages}
+    return texts | {recipe: updated_header(recipe.read_text(), root) for recipe in sorted(root.glob(RECIPES))}
 
 
-def figure_link(match: re.Match[str], page: Path) -> str:
-    """What stands in a page in place of a figure."""
-    target, label = match["file"] or match["absent"], match["label"] or match["title"]
-    file = page.parent / target
-    if not file.exists():
-        return f'{UNMEASURED}<!-- {target} "{label}" -->'
-    texts = figure_texts(read_figures(file))
-    if label not in texts:
-        raise UsageError(f"{display_path(page)}: {target} has no figure {label!r}; it has {', '.join(texts)}")
-    return f'[{texts[label]}]({target} "{label}")'
+def updated_page(page: Path, results: Path) -> str:
+    """Return the text of a page with current blocks."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"{match['start']}\n{_block(match['key'], results, page)}\n\n{match['end']}"
+
+    return BLOCK.sub(block, page.read_text())
 
 
-def renewed_header(text: str, root: Path) -> str:
-    """A recipe with its score, time, hardware and date as in the file that its header names, if it names one."""
-    named = re.search(r"^# File: +(\S+)$", text, re.MULTILINE)
-    if not named:
+def _block(key: str, results: Path, page: Path) -> str:
+    if key not in TABLES:
+        raise UsageError(f"{display_path(page)}: no table is called {key!r}; use {', '.join(TABLES)}")
+    return table_text(TABLES[key], results, page.parent)
+
+
+def table_text(table: Table, results: Path, home: Path) -> str:
+    """Return a table with its source as Markdown.
+
+    Args:
+        results: the folder of JSON files.
+        home: the folder that links start from.
+    """
+    files: dict[str, dict[str, Any] | None] = {}
+
+    def text(cell: Cell) -> str:
+        if isinstance(cell, str):
+            return cell
+        if not isinstance(cell, Figure):
+            return "".join(map(text, cell))
+        path = results / f"{cell.file}.json"
+        figures = files.setdefault(cell.file, read_figures(path) if path.exists() else None)
+        if figures is None:
+            return UNMEASURED
+        texts = figure_texts(figures)
+        if cell.label not in texts:
+            raise UsageError(f"{display_path(path)} has no figure {cell.label!r}; it has {', '.join(texts)}")
+        return texts[cell.label] if table.intervals else short(texts[cell.label])
+
+    rows = [[text(cell) for cell in row] for row in table.rows]
+    source = _source(table.source, files, results, home)
+    return "\n\n".join([markdown(table.columns, rows), *([source] if source else [])])
+
+
+def _source(template: str, files: Mapping[str, Mapping[str, Any] | None], results: Path, home: Path) -> str:
+    """Return machines, dates and one link: to the JSON file, or for several files to the index of `results/`."""
+    measured = [figures for figures in files.values() if figures and "environment" in figures]
+    if not measured:
+        return ""
+    dates = sorted({figures["environment"]["date"] for figures in measured})
+    target = results / (f"{next(iter(files))}.json" if len(files) == 1 else "README.md")
+    return textwrap.fill(
+        template.format(
+            machines=", and on ".join(sorted(set(map(_machine, measured)), key=len, reverse=True)),
+            dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
+            link=f"[{target.name if len(files) == 1 else 'results/'}]({_link(target, home)})",
+        ),
+        MARKDOWN_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def updated_header(text: str, root: Path) -> str:
+    """Return a recipe with current score, time, hardware and date, if its header names a JSON file."""
+    file = re.search(r"^# File: +(\S+)$", text, re.MULTILINE)
+    if not file:
         return text
-    fields = dict.fromkeys(("Time", "Hardware", "Date"), "not measured") | {"Score": UNMEASURED}
-    if (root / named[1]).exists():
+    fields = dict.fromkeys(("Score", "Time", "Hardware", "Date"), UNMEASURED)
+    if (root / file[1]).exists():
         name = re.findall(r"\w+", text)[0]
-        fields = header_fields(name, read_figures(root / named[1]))
+        fields = header_fields(name, read_figures(root / file[1]))
     for field, value in fields.items():
         text = re.sub(rf"^# {field}: .*$", f"# {field}:".ljust(12) + value, text, count=1, flags=re.MULTILINE)
     return text
 
 
-# ---- from a file to texts
+# ---- from a JSON file to texts
 
 
 def json_files(paths: Iterable[str]) -> list[Path]:
-    """The JSON files among and below some paths, in order; raises UsageError where there are none."""
+    """Return the JSON files among and below some paths, sorted; raise UsageError if there are none."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise UsageError(f"there is no {path}: name JSON files, or folders of them")
+            raise UsageError(f"{path} does not exist: give JSON files, or folders of them")
         files += sorted(path.rglob("*.json")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"there are no results in {' '.join(paths)}: measurements write them with --json")
+        raise UsageError(f"no results in {' '.join(paths)}: measurements write them with --json")
     return files
 
 
 def read_figures(file: Path) -> dict[str, Any]:
-    """What a file holds; raises UsageError where that is neither a measurement nor a run's metrics."""
+    """Return the content of a JSON file; raise UsageError if it is neither a measurement nor the metrics of a run."""
     try:
         figures = json.loads(file.read_text())
     except (OSError, ValueError):
-        raise UsageError(f"{display_path(file)} cannot be read as JSON") from None
+        raise UsageError(f"{display_path(file)} is not valid JSON") from None
     if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
-        raise UsageError(f"{display_path(file)} holds neither a measurement nor a run's metrics")
+        raise UsageError(f"{display_path(file)} holds neither a measurement nor the metrics of a run")
     return figures
 
 
+def short(text: str) -> str:
+    """Return a figure without its interval or quartiles: `91.67 ± 0.14 % (n = 20)`."""
+    return INTERVAL.sub(r"(\1)", text)
+
+
 def figure_texts(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Each figure of a file by its label: of recipes such as `laptop: training`, of others as in their tables."""
-    where = figures.get("environment") or {}
-    texts = {"date": where["date"], "machine": machine_text(where)} if where else {}
+    """Return all figures of a file by label. Labels of recipes begin with the name: `laptop: training`."""
     if figures.get("bench") == "recipe":
         entries = {name: texts_of(entry["runs"]) for name, entry in figures["recipes"].items()}
-        return texts | {f"{name}: {label}": text for name, entry in entries.items() for label, text in entry.items()}
+        return {f"{name}: {label}": text for name, texts in entries.items() for label, text in texts.items()}
     if "bench" in figures:
-        texts |= {
-            label: spread_text(value, figures["unit"].get(label, "")) for label, value in figures["headline"].items()
-        }
-        return texts | {name: value for name, value in figures.items() if isinstance(value, str)}
+        units = figures["unit"]
+        return {label: spread_text(value, units.get(label, "")) for label, value in figures["headline"].items()}
     return _run_texts(figures)
 
 
 def _run_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The same of a run's metrics.json."""
+    """Return the figures of a run's metrics.json by label."""
     test, seconds = metrics["test"] or {}, metrics["train_seconds"]
-    views = test.get("tta")
+    tta = test.get("tta")
     return {
         "test accuracy": mean_text([test["accuracy"]]) if test else "–",
-        "with views": f"{mean_text([views['accuracy']])}, {views['views']}" if views else "–",
+        "with views": f"{mean_text([tta['accuracy']])}, {tta['views']}" if tta else "–",
         "training": f"{spread_text(seconds, 's')} (n = 1)" if seconds is not None else "–",
     }
 
 
 def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of a recipe's header; behind a semicolon is what the list of recipes leaves out."""
+    """Return the fields of a recipe header. `cifar-lit recipes` shows what stands before the semicolons."""
     if figures.get("bench") == "recipe":
-        runs, where = figures["recipes"][name]["runs"], figures["environment"]
-        texts, first = texts_of(runs), runs[0]
-        machine, date = machine_text(where, first["accelerator"]), where["date"]
+        runs = figures["recipes"][name]["runs"]
+        texts, first, date = texts_of(runs), runs[0], figures["environment"]["date"]
     else:
-        texts, first = _run_texts(figures), figures
-        machine, date = f"{figures['devices']} × {figures['accelerator']}", "not recorded"
-    score, _, interval = texts["test accuracy"].removesuffix(")").partition("; ")
-    further = [f"95 % of the mean {interval}"] if interval else []
-    further += [f"with views {texts['with views']}"] if texts["with views"] != "–" else []
-    cold = texts.get("start to end", "–")
-    return {
-        "Score": "; ".join([f"{score})", ", ".join([first["dataset"], *further])]),
-        "Time": texts["training"]
-        + (f"; {cold} from the start of the process to the tested net" if cold != "–" else ""),
-        "Hardware": f"{machine}, {first['precision']}",
-        "Date": date,
-    }
+        texts, first, date = _run_texts(figures), figures, "not recorded"
+    texts = {label: short(text) for label, text in texts.items()}
+    score = f"{texts['test accuracy']}; {first['dataset']}"
+    if texts["with views"] != "–":
+        score += f", with TTA {texts['with views']}"
+    time = texts["training"]
+    if texts.get("start to end", "–") != "–":
+        time += f"; {texts['start to end']} from process start to result"
+    return {"Score": score, "Time": time, "Hardware": f"{_machine(figures)}, {first['precision']}", "Date": date}
 
 
-# ---- tables
+def _machine(figures: Mapping[str, Any]) -> str:
+    """Return the CPU or GPU that was used."""
+    if "environment" not in figures:  # metrics.json of a run
+        return f"{figures['devices']} × {figures['accelerator']}"
+    runs = [run for entry in figures.get("recipes", {}).values() for run in entry["runs"]]
+    return machine_text(figures["environment"], (runs[0] if runs else figures).get("accelerator"))
 
 
-def results_text(files: Sequence[Path], home: Path, measurements: bool = True) -> str:
-    """Markdown of the results in JSON files: a table of recipes, what its columns mean, and a table of other `measurements`.
+# ---- all results
 
-    home: the folder that links to the files start from. Raises UsageError for a file that holds something else.
+
+def results_text(files: Sequence[Path], home: Path) -> str:
+    """Return a table of recipes with its legend, and a table of the other measurements, as Markdown.
+
+    Args:
+        files: JSON files of measurements or runs.
+        home: the folder that links start from.
     """
-    runs: list[Row] = []
-    others: list[Row] = []
+    runs: list[Sequence[str]] = []
+    others: list[Sequence[str]] = []
     for file in files:
         figures = read_figures(file)
-        link = f"[{file.stem}]({os.path.relpath(file.absolute(), home).replace(os.sep, '/')})"
+        link = f"[{file.stem}]({_link(file.absolute(), home)})"
         if figures.get("bench") == "recipe":
             runs += [_recipe_row(name, entry, figures, link) for name, entry in figures["recipes"].items()]
         elif "bench" in figures:
             others += [[*row, link] for row in _measurement_rows(figures)]
         else:
-            columns = [_run_texts(figures).get(column, "–") for column in RUN_COLUMNS]
-            machine = f"{figures['devices']} × {figures['accelerator']}"
-            runs.append([f"`{figures['recipe']}`", figures["dataset"], machine, *columns, link])
+            columns = [_run_texts(figures).get(label, "–") for label in RUN_COLUMNS]
+            runs.append([f"`{figures['recipe']}`", figures["dataset"], _machine(figures), *columns, link])
     parts: list[str] = []
     if runs:
-        legend = "\n".join(f"- {line}" for line in LEGEND)
-        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS, "file"), runs), legend]
-    if others and measurements:
+        legend = [textwrap.fill(line, MARKDOWN_WIDTH, initial_indent="- ", subsequent_indent="  ") for line in LEGEND]
+        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS.values(), "file"), runs), "\n".join(legend)]
+    if others:
         parts.append(markdown(OTHER_COLUMNS, others))
     return "\n\n".join(parts)
 
 
-def markdown(columns: Row, rows: Iterable[Row]) -> str:
-    """A Markdown table; columns without an entry in any row are left out."""
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table without its empty columns."""
     rows = list(rows)
-    kept = [place for place in range(len(columns)) if any(row[place] not in ("", "–") for row in rows)]
-    lines = [[columns[place] for place in kept], ["---"] * len(kept)]
-    lines += [[row[place].replace("|", "\\|") for place in kept] for row in rows]
+    filled = [place for place in range(len(columns)) if any(row[place] not in ("", "–") for row in rows)]
+    lines = [[columns[place] for place in filled], ["---"] * len(filled)]
+    lines += [[row[place].replace("|", "\\|") for place in filled] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Row:
+def _link(target: Path, home: Path) -> str:
+    return os.path.relpath(target, home).replace(os.sep, "/")
+
+
+def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Sequence[str]:
     first, texts = entry["runs"][0], texts_of(entry["runs"])
-    machine = f"{machine_text(figures['environment'], first['accelerator'])}, {first['precision']}"
     title = f"`{name}`" + _overrides(figures["settings"]["flags"])
-    return [title, first["dataset"], machine, *(texts[column] for column in RUN_COLUMNS), link]
+    machine = f"{_machine(figures)}, {first['precision']}"
+    return [title, first["dataset"], machine, *(texts[label] for label in RUN_COLUMNS), link]
 
 
 def _overrides(flags: Sequence[str]) -> str:
-    """What was changed on the command line, but for the data set and the device, which have columns of their own."""
-    own = ("--data.dataset", "--trainer.devices", "--trainer.accelerator")
-    changed = re.findall(r"--\S+(?: (?!--)\S+)?", " ".join(flags))
-    kept = [flag for flag in changed if re.split("[= ]", flag)[0] not in own]
-    return f" with `{' '.join(kept)}`" if kept else ""
+    """Return the flags of a measurement, except those of the data set and the device, which have columns."""
+    shown_elsewhere = ("--data.dataset", "--trainer.devices", "--trainer.accelerator")
+    pairs = re.findall(r"--\S+(?: (?!--)\S+)?", " ".join(flags))
+    changed = [flag for flag in pairs if re.split("[= ]", flag)[0] not in shown_elsewhere]
+    return f" with `{' '.join(changed)}`" if changed else ""
 
 
-def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
-    """A row for each of a measurement's headlines: its name, machine, what was measured, the value with its spread."""
-    machine = machine_text(figures["environment"], figures.get("accelerator"))
+def _measurement_rows(figures: Mapping[str, Any]) -> list[Sequence[str]]:
+    """Return one row per figure: measurement with its settings, machine, label, value."""
     settings = figures.get("settings", {})
     names = ("net", "recipe", "dataset", "batch_size", "precision")
     subject = " · ".join(f"{name} {settings[name]}" for name in names if settings.get(name))
@@ -245,7 +297,8 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Row]:
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]
     return [
-        [name, machine, label, spread_text(value, units.get(label, ""))] for label, value in figures["headline"].items()
+        [name, _machine(figures), label, spread_text(value, units.get(label, ""))]
+        for label, value in figures["headline"].items()
     ]
 
 

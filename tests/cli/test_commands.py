@@ -37,7 +37,7 @@ def test_recipes_name_prints_a_header_of_one_form_and_the_settings(name: str) ->
     assert title.startswith(f"{name} — ")
     assert list(fields) == ["Score", "Time", "Hardware", "Date", "Command"]
     assert re.match(
-        r"\d\d\.\d\d (± \d\.\d\d )?% \(n = \d+\); |not measured on published pixels yet$|as tudui", fields["Score"]
+        r"\d\d\.\d\d (± \d\.\d\d )?% \(n = \d+\); |not measured yet$|as tudui", fields["Score"]
     )
     assert fields["Command"].startswith(f"python scripts/train.py --recipe {name}")
     assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data"}

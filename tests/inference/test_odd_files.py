@@ -1,4 +1,4 @@
-"""What becomes of odd files; run as a script, it writes results/odd-files.md and results/cpu/odd-files.json."""
+"""How unusual and damaged image files are handled; run as a script to renew results/odd-files.md and its JSON file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from cifar_lit.inference.load import load
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 COMMANDS = ("classify", "folder", "serve")
-READ, LEFT_OUT, UNSEEN = "read", "left out", "not looked at"  # a folder looks at files with the suffix of an image only
+READ, LEFT_OUT, UNSEEN = "read", "skipped", "ignored"  # a folder ignores files without an image suffix
+
+INTRODUCTION = """\
+# Unusual and damaged image files
+
+How cifar-lit handles each kind of image file: the outcome or error of `classify`, of a data set of
+folders with `--data.skip_bad true`, and the status code of `serve` for a refused file. Without
+`skip_bad`, a file that is "skipped" here stops the run with its name. Files without an image suffix
+are ignored. `tests/inference/odd_files.py` creates the files, and
+`python tests/inference/test_odd_files.py` writes this page.
+"""
 
 
 def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) -> list[dict[str, str]]:
-    """For each odd file its name, what it is, and what each of `COMMANDS` makes of it, or the reason why not."""
+    """Return for each file its name, what it is, and for each of `COMMANDS` the outcome or the reason of a refusal."""
     paths = [work_dir / "train" / f"{number:03}" / file.name for number, file in enumerate(odd)]
     for path, file in zip(paths, odd, strict=True):  # a class for each file, with a readable one beside it
         for class_dir in (path.parent, work_dir / "test" / path.parent.name):
@@ -46,12 +56,14 @@ def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) ->
 
 
 def page(files: list[dict[str, str]]) -> str:
-    """The outcomes as Markdown."""
-    rows = [(f"`{file['name']}`", file["what"], *(file[command] for command in COMMANDS)) for file in files]
+    """Return the outcomes as Markdown, with the status code of `serve` alone."""
+    rows = [
+        (f"`{file['name']}`", file["what"], file["classify"], file["folder"], file["serve"].partition(":")[0])
+        for file in files
+    ]
     rows[:0] = [("file", "what it is", *(f"`{command}`" for command in COMMANDS)), ("---",) * 5]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    intro = "What `tests/inference/odd_files.py` makes; written by `python tests/inference/test_odd_files.py`."
-    return f"# Odd files, and what becomes of them\n\n{intro}\n\n{table}\n"
+    return f"{INTRODUCTION}\n{table}\n"
 
 
 def test_odd_files_show_their_picture_or_are_refused_with_the_reason_as_the_committed_table_says(
