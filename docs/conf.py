@@ -33,7 +33,7 @@ default_role = "code"  # docstrings put names in single backticks
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # Lightning's hooks are documented by Lightning
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_description_target = "documented"
 python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
@@ -61,11 +61,11 @@ def toctree(title: str, pages: list[str]) -> str:
 
 def add_types(app: Sphinx, what: str, name: str, obj: type, options: object, lines: list[str]) -> None:
     """Give an argument the type of its signature. Sphinx takes that of a class attribute of the same name."""
-    if what == "class":
-        for parameter in inspect.signature(obj).parameters.values():
-            line = next((line for line in lines if line.startswith(f":param {parameter.name}:")), None)
-            if line and parameter.name in obj.__annotations__:
-                lines.insert(lines.index(line), f":type {parameter.name}: {generated.type_name(parameter.annotation)}")
+    attributes = getattr(obj, "__annotations__", {}) if what == "class" else {}
+    for parameter in inspect.signature(obj).parameters.values() if attributes else ():
+        line = next((line for line in lines if line.startswith(f":param {parameter.name}:")), None)
+        if line and parameter.name in attributes:
+            lines.insert(lines.index(line), f":type {parameter.name}: {generated.type_name(parameter.annotation)}")
 
 
 def allow_outside(app: Sphinx, doctree: object) -> None:
