@@ -1,5 +1,6 @@
-"""README and docs/ name files, headings, commands and flags that exist."""
+"""README and docs/ name files, headings, commands, flags and messages that exist."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +90,25 @@ def test_flags_of_a_command_exist(words: tuple[str, ...]) -> None:
 def test_every_short_flag_is_explained() -> None:
     page = (ROOT / "docs/recipes-and-flags.md").read_text()
     assert [flag for flag in (*flags.SHORT, *flags.OWN) if f"`--{flag}" not in page] == []
+
+
+def strings_of_the_package() -> str:
+    """Return all string constants of the package; an f-string is split at its values."""
+    sources = [path.read_text() for path in (ROOT / "cifar_lit").rglob("*.py")]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def quoted_messages() -> list[str]:
+    """Return the messages in the first column of the tables of docs/troubleshooting.md, except torch's."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    return [message for message in quoted if message != "Expected all tensors to be on the same device"]
+
+
+def test_quoted_messages_are_those_of_the_package() -> None:
+    known = strings_of_the_package()
+    parts = {message: re.split(r"…|\d+|\bnan\b", message) for message in quoted_messages()}
+    assert len(parts) > 20
+    assert [message for message, texts in parts.items() if any(text.strip() not in known for text in texts)] == []
