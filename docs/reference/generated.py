@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import reduce
 from importlib import import_module
@@ -100,13 +100,28 @@ def command(*words: str) -> str:
 
 
 def fields(path: str) -> str:
-    """Return a table of a dataclass's fields, described by the `Attributes:` section of its docstring."""
+    """Return a table of a dataclass's fields, described in its docstring or by comments beside or above them."""
     target = imported(path)
-    described = {name: each for each in parse(documentation(target)).params for name in each.arg_name.split(", ")}
-    return table(
-        ["key", "type", "meaning"],
-        [[code(each.name), code(str(each.type)), described[each.name].description or ""] for each in fields_of(target)],
-    )
+    described = {
+        name: each.description for each in parse(documentation(target)).params for name in each.arg_name.split(", ")
+    }
+    described = _comments(inspect.getsource(target)) | described
+    rows = [
+        [code(each.name), code(str(each.type)), described.get(each.name) or ""] for each in dataclasses.fields(target)
+    ]
+    return table(["key", "type", "meaning"], rows)
+
+
+def _comments(source: str) -> dict[str, str]:
+    """Return the comment beside each annotated name of a class body, or the one above it, or that of the name before."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    comment = ""
+    for line in source.splitlines():
+        if field := re.match(r"    (\w+): [^#]*?(?:# (.*))?$", line):
+            comments[field[1]] = comment = field[2] or " ".join(above) or comment
+        above = [*above, line.strip(" #")] if line.startswith("    # ") else []
+    return comments
 
 
 def schema(name: str) -> str:
@@ -155,11 +170,6 @@ def documentation(target: Any) -> str:
     """Return the docstring with the `Args:` section: the class's, or that of its `__init__`."""
     texts = [inspect.getdoc(target) or "", inspect.getdoc(target.__init__) or ""]
     return next((text for text in texts if re.search(r"^(Args|Attributes):", text, re.MULTILINE)), "")
-
-
-def fields_of(target: Any) -> Iterable[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass."""
-    return dataclasses.fields(target)
 
 
 def type_name(annotation: Any) -> str:
