@@ -113,7 +113,7 @@ def fields(path: str) -> str:
 
 
 def _comments(source: str) -> dict[str, str]:
-    """Return the comment beside each annotated name of a class body, or the one above it, or that of the name before."""
+    """Return the comment beside or above each annotated name of a class body, else that of the name before."""
     comments: dict[str, str] = {}
     above: list[str] = []
     comment = ""
