@@ -51,8 +51,9 @@ def settings(path: str, prefix: str) -> str:
     for name, parameter in inspect.signature(target.__init__).parameters.items():
         if name not in ("self", "kwargs"):
             default = ours.get(name, parameter.default)
-            meaning = re.split(r"\s*\bDefault: ", meanings.get(name) or "")[0]
-            meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", meaning)  # Lightning's references
+            meaning = meanings.get(name) or ""
+            if prefix == "trainer":  # Lightning's default may be another, and its references have roles
+                meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", re.split(r"\s*\bDefault: ", meaning)[0])
             rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), code(shown(default)), meaning])
     return table(["flag", "type", "default", "meaning"], rows)
 
