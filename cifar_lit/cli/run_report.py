@@ -24,19 +24,27 @@ from cifar_lit.training.metrics import Score
 
 
 class StartCard(Callback):
-    """Print the settings of the training that starts, as a box on a terminal and as plain lines elsewhere."""
+    """Print the settings at the start of a training, as a box on a terminal and as plain lines elsewhere."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the card."""
-        if trainer.is_global_zero:
-            print_start_card(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        if not trainer.is_global_zero:
+            return
+        rows = start_rows(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        if not sys.stdout.isatty():
+            say(*(f"{name:<12} {value}" for name, value in rows.items()))
+            return
+        grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
+        for row in rows.items():
+            grid.add_row(*row)
+        for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
-def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
-    """Print the settings of the training that starts."""
+def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dict[str, str]:
+    """Return the rows of the start card by name."""
     train, val = (len(part) for part in data.split)
     channels, height, width = data.input_shape
     device = trainer.strategy.root_device.type
@@ -69,14 +77,7 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
-    rows = {name: value for name, value in rows.items() if value}
-    if not sys.stdout.isatty():
-        say(*(f"{name:<12} {value}" for name, value in rows.items()))
-        return
-    grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-    for row in rows.items():
-        grid.add_row(*row)
-    for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+    return {name: value for name, value in rows.items() if value}
 
 
 def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:

@@ -89,7 +89,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.resize letterbx", ["data.resize must be one of crop, letterbox, squash", "Did you mean letterbox?"]),
     (f"{S} --data.resize squash", ["shapes are drawn in the size", "leave data.resize out"]),
     (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
-    (f"{S} --data.seed 3", ["data.seed follows from --seed: leave it out"]),
+    (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
     (f"{S} --data.sampling balanced --model.class_weights effective", ["unequal classes twice: set one of them to none"]),
@@ -98,9 +98,9 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
-    (f"{S} --config ~0", ["~0 begins with a home that is not on this machine"]),
-    (f"{S} --config {'x' * 400}", ["longer than names of files can be"]),
-    ("--resume loose.ckpt", ["loose.ckpt lies in no run folder"]),
+    (f"{S} --config ~0", ["begins with an unknown home folder"]),
+    (f"{S} --config {'x' * 400}", ["a file name is too long"]),
+    ("--resume loose.ckpt", ["loose.ckpt is not in a run folder"]),
 ]  # fmt: skip
 
 
