@@ -88,9 +88,9 @@ def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> di
     share = data.batch_size // trainer.world_size
     exact = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
-    epochs = counted(data.epochs, "epoch") if data.epochs else "no limit of epochs"
+    epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
     return {
-        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} an epoch",
+        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
         "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
     }
 

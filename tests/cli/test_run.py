@@ -77,7 +77,7 @@ def test_a_small_test_set_is_mentioned_for_photos_and_not_for_drawn_shapes(train
     answer = run_command(*ONE_EPOCH, *OWN_IMAGES, "--data-dir", "photos", "--data.val_size", "4")
     assert answer.code == 0, answer.err
     assert "small test set: differences between runs below " in answer.out
-    assert " · 1 epoch · " in answer.out and " · 1 step an epoch" in answer.out
+    assert " · 1 epoch · " in answer.out and " · 1 step per epoch" in answer.out
 
 
 def test_a_test_set_is_small_where_half_of_the_interval_is_more_than_two_points() -> None:
@@ -109,7 +109,7 @@ def test_the_start_card_counts_steps_of_the_optimizer_and_epochs_up_to_the_end()
     words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
     answer = run_command("fit", *SMALL, *words, "--data.skip_easy", "0.5")
     assert answer.code == 0
-    assert " · 3 steps an epoch" in answer.out and " · 3 epochs · " in answer.out
+    assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
     assert "the easiest 50% of the images after 60% of the steps" in answer.out
 
 

@@ -108,7 +108,7 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(
 ) -> None:
     folder, done = pair_run.result()
     assert done.code == 0, done.err
-    assert "8 = 2 × 4 · 13 steps an epoch" in done.out
+    assert "8 = 2 × 4 · 13 steps per epoch" in done.out
     assert done.out.count("test accuracy 0") == 1
     assert done.err == ""
     results = metrics(folder)
