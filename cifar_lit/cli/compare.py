@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cifar_lit.stats import McNemar
 
 DESCRIPTION = (
-    "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time and size. Runs on the same test "
+    "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "
     "images are compared with McNemar's test. Several seeds are reported as mean ± standard deviation."
 )
 # Columns of the console: name, title, format. Further values follow with four digits, except for HIDDEN ones.

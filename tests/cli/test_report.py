@@ -123,7 +123,7 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
         assert_refused(run_command("report", "bare", *words), code, line)
 
     refuse(2, "bare has no config.yaml that names the data: give --dataset, and --data-dir where they lie")
-    place = "nowhere/page.html cannot be written: name a file in a folder that can be, with --out"
+    place = "nowhere/page.html cannot be written: name a file in another folder with --out"
     refuse(2, place, "--dataset", "folder", "--data-dir", "others", "--out", "nowhere/page.html")
     line = "the data have other classes than the net (2: a, c; 2: a, b): name its own with --data-dir"
     refuse(1, line, "--dataset", "folder", "--data-dir", "others")
