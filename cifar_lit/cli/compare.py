@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -15,12 +15,10 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
+from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.stats import McNemar
 from cifar_lit.text import csv_cell, say
-
-if TYPE_CHECKING:
-    from cifar_lit.runs.compare import RunRecord
-    from cifar_lit.stats import McNemar
 
 DESCRIPTION = (
     "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "
@@ -37,7 +35,7 @@ UNEQUAL = ("balanced_accuracy", "macro_f1")  # shown if the classes have differe
 HIDDEN = (
     "low", "high", "parameters", "images_per_second", "epochs", "val_balanced_accuracy", "val_macro_f1", "val_top5",
 )  # fmt: skip
-Pairs = list[tuple[str, str, "McNemar"]]
+Pairs = list[tuple[str, str, McNemar]]
 
 
 def compare(words: list[str]) -> None:
@@ -51,8 +49,6 @@ def compare(words: list[str]) -> None:
     settings = parsed(parser, words)
     if settings.csv == settings.json == "-":
         raise UsageError("--csv - and --json - cannot both go to standard output: name a file for one of them")
-
-    from cifar_lit.runs.compare import differing, find_runs, groups, pairs, read_run
 
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
@@ -160,8 +156,6 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
     """Draw the learning curves. The runs of a group share one label, its recipe and settings."""
-    from cifar_lit.runs.compare import plot_curves
-
     labels = {run.name: run.name for run in runs}
     for group in grouped:
         settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
@@ -198,16 +192,14 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
 def _as_json(
     runs: Sequence[RunRecord], differences: dict[str, list[str]], grouped: Sequence[dict[str, Any]], tests: Pairs
 ) -> str:
-    content = {
-        "runs": [
-            {
-                "run": run.name, "recipe": run.recipe, "seed": run.seed,
-                "settings": {name: run.settings.get(name) for name in differences}, **run.figures, "note": run.note,
-            }
-            for run in runs
-        ],
-        "groups": grouped,
-        "pairs": [{"first": first, "second": second, "only_first_right": test.first, "only_second_right": test.second,
-                   "p_exact": test.exact, "p_mid": test.mid} for first, second, test in tests],
-    }  # fmt: skip
+    rows = []
+    for run in runs:
+        settings = {name: run.settings.get(name) for name in differences}
+        names = {"run": run.name, "recipe": run.recipe, "seed": run.seed, "settings": settings}
+        rows.append(names | run.figures | {"note": run.note})
+    compared = []
+    for first, second, test in tests:
+        counts = {"only_first_right": test.first, "only_second_right": test.second}
+        compared.append({"first": first, "second": second, **counts, "p_exact": test.exact, "p_mid": test.mid})
+    content = {"runs": rows, "groups": grouped, "pairs": compared}
     return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

@@ -76,31 +76,23 @@ class RankProgress(Callback):
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
         self._stage = 0
-        self._step = 0
 
-    def _move(self, trainer: pl.Trainer, part: int) -> None:
-        self._watch.position = [self._stage, trainer.current_epoch, self._step, part]
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Begin a stage."""
         self._stage += 1
-        self._step = 0
-        self._move(trainer, 0)
+        self._watch.position = [self._stage, trainer.current_epoch, 0, 0]
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step, which averages the gradients of the ranks."""
-        self._step = batch_idx + 1
-        self._move(trainer, 0)
+        self._watch.position = [self._stage, trainer.current_epoch, batch_idx + 1, 0]
 
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin an evaluation: each rank computes its own images."""
-        self._move(trainer, 1)
+        self._watch.position = [*self._watch.position[:3], 1]
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin to gather the predictions of the ranks."""
-        self._move(trainer, 2)
+        self._watch.position = [*self._watch.position[:3], 2]
 
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
 
@@ -157,9 +149,7 @@ class TrainingCLI(LightningCLI):
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
             if recipe_path(command.recipe).stem != settings.get("recipe"):
-                raise UsageError(
-                    f"{display_path(run)} was trained with another recipe: leave --recipe out to resume it"
-                )
+                raise UsageError(f"{display_path(run)} has another recipe: leave --recipe out to resume it")
             command.recipe = None
         for name, flags in (("batch", ["data.batch_size"]), ("lr", [f"model.{rate}" for rate in RATES])):
             for flag in flags if name in command.auto else ():
@@ -222,9 +212,8 @@ class TrainingCLI(LightningCLI):
         """Check the checkpoint, the machine and the settings before data are loaded."""
         if self.name != "fit":
             if self.settings.ckpt_path is None:
-                raise UsageError(
-                    f"{self.name} needs a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt"
-                )
+                path = "lightning_logs/NAME/checkpoints/best.ckpt"
+                raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
             check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
@@ -236,9 +225,7 @@ class TrainingCLI(LightningCLI):
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or give one")
         if trainer.sync_batchnorm and accelerator == "cpu" and devices * trainer.num_nodes > 1:
-            raise UsageError(
-                "--trainer.sync_batchnorm true needs GPUs, because torch's SyncBatchNorm does: leave it out"
-            )
+            raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
@@ -313,7 +300,7 @@ class TrainingCLI(LightningCLI):
     # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the sub-command. Attach the command that resumes the run to what ended it, and release the folder."""
+        """Run the subcommand and release the folder. An error gets the command that resumes the run."""
         Interrupted.latest = None
         try:
             act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
@@ -334,7 +321,7 @@ class TrainingCLI(LightningCLI):
                 torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit
 
     def _print(self, result: Results | int | None) -> None:
-        """Print what a command has returned."""
+        """Print the result of a command."""
         if isinstance(result, Results):
             print_results(self.run, result, self.datamodule)
         elif result:
