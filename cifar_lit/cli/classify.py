@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Write = Callable[[Sequence[Row]], None]
 
-MAX_PIXELS = 100_000_000  # of one image; as RGBA it takes 0.4 GB, and briefly three times that
+MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times that
 EXPLAINED = "explained"
 MAX_STEM = 200  # bytes of an image's name in the name of its explanation; file systems allow 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}

@@ -110,7 +110,7 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
 
 # Values of metrics.json beside accuracy and loss, and their names on the console.
 FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
-MAX_HALF_WIDTH = 0.02  # of the accuracy's interval; a test set with a wider one is called small
+MAX_HALF_WIDTH = 0.02  # accuracy; a test set with a wider interval is called small
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[str]:

@@ -89,7 +89,7 @@ def test_no_photo_is_written_over_also_beyond_those_that_are_shown_and_what_is_n
 def test_where_nothing_is_augmented_it_says_so_and_of_many_images_some_are_shown_evenly() -> None:
     answer = run_command("preview", draw_folder(Path("many"), {"a": 20, "b": 10}, size=8))
     assert answer.code == 0 and "these settings do not augment" in answer.err
-    assert answer.out.startswith("10 of 30 images, as they are")
+    assert answer.out.startswith("10 of 30 images, original")
 
 
 def test_images_have_the_size_and_the_proportions_that_a_training_would_give_them() -> None:

@@ -129,5 +129,5 @@ def test_a_search_looks_on_the_one_device_that_is_used() -> None:
     two = Machine("a processor", 2, False, (("a GPU", 10**9),) * 2)
     assert [str(device_of(two, *used, 1)) for used in (("cpu", 1), ("gpu", [1]))] == ["cpu", "cuda:1"]
     for accelerator, devices, nodes in (("auto", "auto", 1), ("cpu", 2, 1), ("auto", 1, 2)):
-        with pytest.raises(UsageError, match="find the values with --devices 1"):
+        with pytest.raises(UsageError, match="search with --devices 1"):
             device_of(two, accelerator, devices, nodes)

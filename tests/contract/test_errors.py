@@ -58,7 +58,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
     ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
     ("test --ckpt_path photos", ["photos is a folder: name a checkpoint of a run"]),
-    ("classify photos", ["classify needs a run before the pictures"]),
+    ("classify photos", ["classify needs a run before the images"]),
     ("export photos", ["--to must be given"]),
     # abbreviations
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
@@ -92,9 +92,9 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
-    (f"{S} --data.sampling balanced --model.class_weights effective", ["unequal classes twice: set one of them to none"]),
+    (f"{S} --data.sampling balanced --model.class_weights effective", ["balance the classes twice: set one of them to none"]),
     # strategies
-    (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use ddp"]),
+    (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),

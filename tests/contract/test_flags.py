@@ -136,7 +136,7 @@ def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_d
     batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
     assert config["data"]["batch_size"] == batch_size == 32  # 760 images make 20 steps of 32 and no 20 of 64
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
-    assert_refused(answer, 2, "--auto-lr", "new trainings")
+    assert_refused(answer, 2, "--auto-lr", "only a new training takes it")
 
 
 # ---- --trust, --debug
