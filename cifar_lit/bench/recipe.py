@@ -187,8 +187,8 @@ def run_once(
         callbacks: added to the callbacks of the run.
 
     Returns:
-        Values of metrics.json, the seconds from process start to the test result (None if not `cold`), and the peak
-        memory of the process and of the GPU in MB (None without a GPU).
+        Values of metrics.json. `cold_seconds`: seconds from process start to the test result, None if not `cold`.
+        `memory_mb`, `device_memory_mb`: peak memory of the process and of the GPU (None without one).
 
     Raises:
         Failure: there was no test.
@@ -242,8 +242,8 @@ def accuracy_of(runs: Runs) -> dict[str, Any]:
 def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the results of a recipe's runs by column, – where there are none.
 
-    The accuracy is over all runs. Times leave out the first run of this recipe in each process, which loads code and
-    compiles or captures kernels, unless there are no others.
+    The accuracy is over all runs. Times leave out the first run in each process if there are others: it loads code and
+    compiles or captures kernels.
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]

@@ -23,7 +23,7 @@ def list_devices(argv: list[str]) -> None:
     add("--channels", type=int, default=3, help="channels of its images")
     add("--image_size", type=int, default=32, help="height and width of its images")
     add("--num_classes", type=int, default=10, help="number of classes")
-    add("--accelerator", type=str, default="auto", help="with --net or --check: auto, cpu, gpu or mps")
+    add("--accelerator", type=str, default="auto", help="with --check: auto, cpu, gpu or mps")
     add("--check", action="store_true", help="train a small net on each device")
     settings = parsed(parser, argv)
     if settings.check and settings.net:
@@ -65,23 +65,17 @@ def _list_machine() -> None:
 
 
 def _list_parameters(settings: Namespace) -> None:
-    from cifar_lit.cli.quiet import quieten
-
-    quieten()
-    from lightning.fabric import Fabric
-
-    from cifar_lit.hardware import choose_devices, detect_machine
     from cifar_lit.models.registry import build_net
     from cifar_lit.plugins import allow_imports
 
     allow_imports([settings.net])  # typed by the user, not read from a file
-    accelerator, _ = choose_devices(detect_machine(), settings.accelerator, 1)
-    shape = {name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
-    net = Fabric(accelerator=accelerator, devices=1).to_device(build_net(settings.net, **shape))
-    table = Table("parameter", "shape", "dtype", Column("count", justify="right"), "device")
+    net = build_net(
+        settings.net, **{name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
+    )
+    table = Table("parameter", "shape", "dtype", Column("count", justify="right"))
     for name, parameter in net.named_parameters():
-        size, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
-        table.add_row(name, size, dtype, f"{parameter.numel():,}", str(parameter.device))
+        shape, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
+        table.add_row(name, shape, dtype, f"{parameter.numel():,}")
     total = sum(parameter.numel() for parameter in net.parameters())
     console = for_tables()
     console.print(table)

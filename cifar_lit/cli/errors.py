@@ -73,17 +73,17 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate memory, on any device."""
+    """Return whether torch could not allocate memory, on any device."""
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error follows from the loss of another process of the run."""
+    """Return whether the error follows from the loss of another process of the run."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
 
 
 def _while_restoring(error: BaseException) -> bool:
-    """Whether Lightning was restoring a checkpoint when the error was raised."""
+    """Return whether Lightning was restoring a checkpoint when the error was raised."""
     files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return any(file.endswith("checkpoint_connector.py") for file in files)
 

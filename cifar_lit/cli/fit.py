@@ -203,7 +203,7 @@ class TrainingCLI(LightningCLI):
 
     @property
     def settings(self) -> Any:
-        """Settings of the subcommand."""
+        """Return the settings of the subcommand."""
         return self.config[self.name]
 
     # ---- building

@@ -104,12 +104,12 @@ class Command:
 
     @property
     def asks_only(self) -> bool:
-        """Whether the command only prints help or a configuration."""
+        """Return whether the command only prints help or a configuration."""
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
     @property
     def is_one_training(self) -> bool:
-        """Whether the command trains in one run folder. A cross-validation does not."""
+        """Return whether the command trains in one run folder. A cross-validation does not."""
         return self.name in ("fit", "train") and self.folds is None and not self.asks_only
 
     def without(self, flag: str) -> list[str]:
@@ -237,7 +237,7 @@ def check_one_device(devices: str | None, what: str) -> None:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word begins with a dash and is not a negative number."""
+    """Return whether a word begins with a dash and is not a negative number."""
     try:
         float(word)
     except ValueError:

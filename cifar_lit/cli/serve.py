@@ -65,7 +65,8 @@ def serve(argv: list[str]) -> None:
             say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
                 say(f"any machine that reaches {host} can connect: there is no password and no encryption")
-            say(f"web page and POST /predict at {_url(host, port)} · stop with Ctrl-C")
+            address = f"[{host}]" if ":" in host else host
+            say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 
         run_service(classifier, sock, own_names, limits, __version__, on_ready)
     say("stopped")
@@ -95,7 +96,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # for all connections: Nagle would delay answers 40 ms
     return sock
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -105,7 +105,7 @@ def _typed(command: Command) -> list[dict[str, Any]]:
 
 
 def allow_run(config: Path, trusted: bool) -> None:
-    """Let the config.yaml of a run name nets, data sets and paths if `trusted`, or if a run of this user wrote it."""
+    """Let a config.yaml name nets, data sets and paths if `trusted`, or if a run of this user wrote it."""
     if trusted or _mark(plain_text(config)).is_file():
         settings = plain_values(config)
         allow_imports(_own_names(settings))
