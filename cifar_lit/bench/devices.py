@@ -28,7 +28,7 @@ Metrics = dict[str, Any]  # metrics.json of a run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument("--devices", metavar="1,2", help="numbers of devices to compare, not the CPU and each GPU")
+    parser.add_argument("--devices", metavar="1,2", help="compare these numbers of devices, not the CPU and each GPU")
     parser.add_argument("--runs", type=int, default=1, help="trainings per row")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run; each further run adds one")
 

@@ -84,7 +84,7 @@ def _settings(argv: list[str]) -> Namespace:
     explain = f"draw activation maps into a folder: --explain=FOLDER, or {EXPLAINED}/ without a name"
     add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
     add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images (decompression bombs)")
-    add("--device", type=str, default="auto", help="auto, cpu, gpu, cuda:1 or mps")
+    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, _sorted_argv(argv))
     if not _may_be_run(settings.run) and (run := next(filter(_may_be_run, settings.paths), None)):
         raise UsageError(f"the run comes before the images: cifar-lit classify {run} {settings.run}")

@@ -33,7 +33,7 @@ def report(words: list[str]) -> None:
     add("--out", type=str | None, default=None, help="file to write (default: report.html beside the model)")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
-    add("--device", type=str, default="auto", help="auto, cpu, gpu, cuda:1 or mps")
+    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, words)
     device = resolve_device(settings.device)
     classifier = load(settings.run, device)

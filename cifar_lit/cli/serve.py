@@ -32,7 +32,7 @@ def serve(argv: list[str]) -> None:
     add("run", type=str, help="folder of a finished run, or its model.safetensors")
     add("--host", type=str, default="127.0.0.1", help="address to listen on; 0.0.0.0 for every network interface")
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
-    add("--accelerator", type=str, default="auto", help="auto, cpu, gpu, cuda:1 or mps")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
     add("--max-images", type=int, default=default.images, help="most images per request")
