@@ -19,6 +19,7 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, check_one_device
 from cifar_lit.cli.launch import logs_of
+from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
@@ -96,7 +97,7 @@ def finish(
     metrics = {"folds": [path for path, _ in runs], "test": together, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
-    columns = (Column(name.replace("_", " "), justify="right") for name in (*FIGURES, "images"))
+    columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
     table = Table("fold", *columns, title="test results of each fold", title_justify="left", title_style="")
     for path, test in runs:
         table.add_row(path, *(f"{test[name]:.4f}" for name in FIGURES), str(test["images"]))
