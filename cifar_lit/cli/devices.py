@@ -49,9 +49,9 @@ def _list_machine() -> None:
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
-    table.add_row("cpu", cpu, f"{memory:.0f} GiB", choose_precision(machine, "cpu")[0], "--accelerator cpu")
+    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choose_precision(machine, "cpu")[0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")

@@ -357,8 +357,9 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
-        is_logged = monitor is None or monitor in logged or (logs_rates and monitor.startswith("lr"))
-        if not is_logged and getattr(callback, "strict", True):
+        if monitor is None or monitor in logged or (logs_rates and monitor.startswith("lr")):
+            continue
+        if getattr(callback, "strict", True):
             line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
             raise UsageError(f"{line} There are {', '.join(names)}.")
 

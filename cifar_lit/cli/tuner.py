@@ -178,11 +178,11 @@ def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: 
         if not losses[-1] <= BLOWN_UP * min(losses):  # also for NaN
             break
     reach = max(1, round(WINDOW * steps / math.log10(MAX_FACTOR / MIN_FACTOR)))
-    step = steepest([loss for loss in losses if math.isfinite(loss)], reach)
-    if step is None:
+    best = steepest([loss for loss in losses if math.isfinite(loss)], reach)
+    if best is None:
         tested = f"{lr * MIN_FACTOR:.2g} … {lr * MAX_FACTOR:.2g}"
         raise Failure(f"no learning rate in {tested} lowers the loss clearly in {steps} steps: set --lr")
-    return float(f"{lr * factors[step]:.2g}")
+    return float(f"{lr * factors[best]:.2g}")
 
 
 def steepest(losses: list[float], reach: int) -> int | None:
