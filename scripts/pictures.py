@@ -67,7 +67,7 @@ class Watch(Callback):
 
 @dataclass
 class Run:
-    """A training: its data, rows of metrics.csv, and probabilities of the watched and of all test images (N, classes)."""
+    """A training: its data, rows of metrics.csv, the watched image, and test probabilities (N, classes)."""
 
     data: ImageData
     rows: list[dict[str, str]]
