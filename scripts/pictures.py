@@ -150,7 +150,8 @@ def save(figure: Figure, name: str) -> None:
 def draw_first_run(run: Run) -> None:
     """README: training images, accuracy during the training, and mistakes."""
     figure = plt.figure(figsize=(WIDTH, 2.7), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=[1.15, 1.15, 1])
+    parts: Any = figure.subfigures(1, 3, width_ratios=[1.15, 1.15, 1])
+    left, middle, right = parts
     images = run.data.train_images.images[:30]
     for axes, image in zip(left.subplots(5, 6).flat, images, strict=True):
         show(axes, image)
