@@ -110,7 +110,7 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
     batches = iter(data.train_dataloader())
     next(batches)
     resumed.load_state_dict(data.state_dict())
-    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at that"):
+    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at 16"):
         other.load_state_dict(data.state_dict())
     rest = rows_of(batches)
     assert rows_of(resumed.train_dataloader()) == rest and len(rest) == 34

@@ -242,7 +242,7 @@ def archive_in_place(root: Path) -> None:
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
-            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is",
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],
