@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as oracle
 
-from cifar_lit.data import transforms as ours
+from cifar_lit.data import device_augment as ours
 
 COUNT, HEIGHT, WIDTH = 24, 18, 26
 
