@@ -57,11 +57,11 @@ def test_too_few_images_of_a_class_or_to_validate_on_are_told_at_the_start(
     settings = {"dataset": "folder", "root": str(tmp_path / "pets"), "cache_dir": str(tmp_path / "cache")}
     ImageData(**settings, val_size=3).setup("fit")
     err = capsys.readouterr().err
-    assert "1 of 2 classes have one training image or none (dog): add some to them\n" in err
-    assert "3 images choose the best epoch: raise --data.val_size, or set it to 0" in err
+    assert "1 of 2 classes have fewer than 2 training images (dog): add more\n" in err
+    assert "the best epoch is chosen on 3 validation images only: raise --data.val_size, or set it to 0" in err
     shapes_data(count=400, val_size=40).setup("fit")
     ImageData(**settings, val_size=0).setup("validate")
-    assert "choose" not in capsys.readouterr().err
+    assert "chosen" not in capsys.readouterr().err
 
 
 def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
