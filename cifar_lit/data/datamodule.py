@@ -39,7 +39,7 @@ class ImageData(pl.LightningDataModule):
         val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
             A validation set that comes with the data set is never trained on.
         test_size: fraction of your own images to test on, if the folder or table has no test set.
-        split_seed: seed of the split and of generated images. It differs from `seed`, so that all runs share a test set.
+        split_seed: seed of the split and of generated images, apart from `seed`: all runs then share a test set.
         seed: seed of order and augmentation; follows --seed.
         shuffle: draw a new order every epoch.
         sampling: none, or balanced: each epoch shows every class equally often. Images of rare classes are repeated,

@@ -143,8 +143,7 @@ class DeviceAugmentation:
 
         Args:
             images: uint8 (B, H, W, C).
-            rows: int64 (B,), their rows in the image set. With seed and epoch, they determine the draws.
-            seed, epoch: key of the draws.
+            rows, seed, epoch: key of the draws; rows of the image set, int64 (B,).
             fill: float32 (C,) in 0 … 255, colour of areas that are painted or left empty.
             finish: function from float32 (B, H, W, C) in 0 … 255 to (B, …), applied to each image independently.
 
@@ -251,8 +250,7 @@ class DeviceAugmentation:
             images: float32 (B, C, H, W) in channels_last memory; changed in place.
             labels: int64 (B,).
             classes: number of classes.
-            rows: int64 (B,), rows of the image set.
-            seed, epoch: key of the draws.
+            rows, seed, epoch: key of the draws; rows of the image set, int64 (B,).
 
         Returns:
             The images, and float32 (B, classes), the share of each class in each image.
@@ -544,17 +542,6 @@ def rotation_matrices(angles: Tensor, height: int, width: int) -> Tensor:
     return _matrices((cos, -sin * (height / width), 0), (sin * (width / height), cos, 0))
 
 
-def shear_matrices(x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Return matrices (B, 3, 3) for `warp` that shift each row or column by x or y more, from the top left corner."""
-    x, y = x * (height / width), y * (width / height)
-    return _matrices((1, x, x), (y, 1, y))
-
-
-def translation_matrices(x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
-    """Return matrices (B, 3, 3) for `warp` that move images by pixels to the right and down."""
-    return _matrices((1, 0, -2 * x / width), (0, 1, -2 * y / height))
-
-
 def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
     """Return matrices (B, 3, 3) for `warp` that move the corners, clockwise from the top left, to x, y (B, 4, 2)."""
     start, end = (
@@ -632,14 +619,14 @@ def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fil
 def _move(images: Tensor, magnitudes: Tensor, operations: Tensor, fill: Tensor) -> Tensor:
     """Shear, translate or rotate each image in one warp."""
     height, width = images.shape[2:]
+    # Each image has one of these, and 0 for the others.
     shear_x, shear_y, x, y, angles = (magnitudes * (operations == number) for number in range(1, 6))
-    # For each image, two of the three are the identity.
-    matrices = (
-        shear_matrices(shear_x, shear_y, height, width)
-        @ translation_matrices(x.trunc(), y.trunc(), height, width)
-        @ rotation_matrices(angles, height, width)
-    )
-    return warp(images, matrices[:, :2], fill)
+    shear_x, shear_y = shear_x * (height / width), shear_y * (width / height)
+    matrices = rotation_matrices(angles, height, width)[:, :2]
+    matrices[:, 0, 1:] += torch.stack((shear_x, shear_x - 2 * x.trunc() / width), 1)
+    matrices[:, 1, 0] += shear_y
+    matrices[:, 1, 2] += shear_y - 2 * y.trunc() / height
+    return warp(images, matrices, fill)
 
 
 # From images, magnitudes, operations and fill to images, in the order of OPERATIONS. The five moves share one function.

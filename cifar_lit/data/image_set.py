@@ -87,12 +87,7 @@ class ImageSet:
 
 
 def check_class_names(names: Sequence[object], of: str = "the data set's class") -> None:
-    """Raise UsageError for an invalid or repeated class name.
-
-    Args:
-        names: names to check.
-        of: what the names belong to, for the message.
-    """
+    """Raise UsageError for an invalid or repeated class name. `of` says in the message whose name it is."""
     for name in names:
         if not is_name(name):
             rule = f"a class name has 1 to {MAX_NAME} characters, without tabs, line breaks or other control characters"

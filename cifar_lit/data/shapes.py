@@ -82,21 +82,11 @@ MAX_LINES, MAX_DOTS = 3, 4  # in the background
 def shapes(
     train: bool, *, image_size: ImageSize = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0
 ) -> ImageSet:
-    """Draw images with equally many of each class. Figures scale with the shorter side.
+    """Draw `count` images with equally many of each class. Figures scale with the shorter side.
 
     Image i depends on `seed`, `train`, i and the other settings, not on `count`. Train and test images never share
-    random numbers.
-
-    Args:
-        train: training images, or else test images.
-        image_size: side in pixels, or height and width.
-        channels: 1 or 3.
-        num_classes: 2 … 110. The first ten are single figures, the others pairs ("star+ring").
-        count: number of images.
-        seed: seed of all draws.
-
-    Raises:
-        UsageError: for invalid settings, and if the images do not fit in memory.
+    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring"). Raises
+    UsageError for invalid settings, and if the images do not fit in memory.
     """
     height, width = size = parse_image_size(image_size)
     if min(size) < MIN_SIZE:

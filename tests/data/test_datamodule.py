@@ -187,7 +187,7 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
         for epoch, side in ((1, 8), (2, 12)):
             data.trainer = trainer_at(epoch, epochs, max_steps=4 * -(-batches // gathered), accumulate=gathered)
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
-    with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
+    with pytest.raises(UsageError, match="a side of 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()
 
 
