@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images that are processed at once before training
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
-DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands without a Trainer
+DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands without a Trainer
 MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
 # Spin limits of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel).
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}

@@ -152,7 +152,7 @@ class ImageData(pl.LightningDataModule):
         self.preprocessing = Preprocessing(
             self.parts, mean=mean, std=std, augmentation=self.device_augmentation, resolutions=resolutions, seed=seed
         )
-        self.last_losses: LastLosses | None = None  # of the current fit, if `skip_easy` needs them
+        self.last_losses: LastLosses | None = None  # set during a fit with `skip_easy`
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
 

@@ -31,7 +31,7 @@ BINS = 31  # magnitudes of an operation
 TRIES = 10  # random boxes to try until one fits, as in torchvision
 # torchvision's defaults (Zhong et al., 2017). The ratio is width / height.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (1 / 3.3, 1 / 0.3)
-CHUNK_BYTES = 1 << 22  # of floats; a CPU works in chunks that stay in its cache
+CHUNK_BYTES = 1 << 22  # float32; a CPU works in chunks that stay in its cache
 
 # Range of each setting that is one number.
 LIMITS: dict[str, tuple[float, float]] = {
@@ -590,7 +590,7 @@ def policy_magnitudes(policy: str, height: int, width: int, device: torch.device
     rising = [torch.linspace(0.0, end, BINS) for end in ends]
     bits = (8 - torch.arange(BINS) / ((BINS - 1) / lost_bits)).round()
     zeros = torch.zeros(BINS)
-    thresholds = torch.linspace(255.0, 0.0, BINS)  # of solarize; torchvision's are in 0 … 1 for floats
+    thresholds = torch.linspace(255.0, 0.0, BINS)  # for solarize; torchvision uses 0 … 1 for floats
     return torch.stack((*rising, bits, thresholds, zeros, zeros)).to(device)
 
 

@@ -19,14 +19,14 @@ SIDE = 9  # side of a thumbnail in pixels; it has 8×8 differences across and as
 HASH_BITS = 2 * (SIDE - 1) ** 2
 MIN_STEP = 1.0  # smallest difference in grey levels that sets a bit, so that noise in plain areas does not
 MIN_CONTRAST = 6.0  # standard deviation of a thumbnail in grey levels; plainer images all look alike
-# Of 3,000 photos that were scaled, brightened, cropped by 3 % and encoded again, 99.6 % were found among 60,000 images
-# of CIFAR-10, 98.3 % among a million mixtures of these. Of CIFAR-10's pairs above 0.97, a few percent are false.
+# Recall for 3,000 photos that were scaled, brightened, cropped by 3 % and encoded again: 99.6 % among 60,000 images of
+# CIFAR-10, 98.3 % among a million mixtures of these. A few percent of CIFAR-10's pairs above 0.97 are false.
 PASSES, NEIGHBOURS = 8, 32
 MAX_BITS = 24  # different bits, of 128
-MIN_CORRELATION = 0.98  # of the thumbnails
+MIN_CORRELATION = 0.98  # between thumbnails
 # Groups above both this share of the images and this number are ignored.
 MAX_SHARE, FEW = 0.1, 10
-CHUNK_BYTES = 1 << 22  # of images
+CHUNK_BYTES = 1 << 22  # images read at once
 CHUNK_PAIRS = 1 << 14
 
 # Number of 1 bits of each 16-bit word.

@@ -12,7 +12,7 @@ from cifar_lit.errors import check_choice
 from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
-MAX_MEMORY_SHARE = 0.5  # of free memory; the net, activations and other programs need the rest
+MAX_MEMORY_SHARE = 0.5  # the net, activations and other programs need the rest
 
 
 class Placement:

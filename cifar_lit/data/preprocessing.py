@@ -16,7 +16,7 @@ from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError
 
-STATISTICS_BYTES = 2048 * 32 * 32 * 3  # of uint8 images, measured at once
+STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
 
 Finish = Callable[[Tensor], Tensor]  # from uint8 or float32 (B, H, W, C) in 0 … 255 to float32 (B, C, H, W)
 
