@@ -247,8 +247,8 @@ MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
 def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next step; return whether it does (not on macOS, Windows, musl).
 
-    By default, glibc returns large blocks to the system as soon as a tensor is freed, and the system clears their pages
-    again for the next step. With this setting, the process stays as large as at its peak.
+    By default, glibc returns a large block as soon as its tensor is freed. The system then clears its pages again for
+    the next step. With this setting, the process stays as large as at its peak.
     """
     # Before 2.35, glibc refuses more than 32 MiB.
     is_kept = _mallopt(_MMAP_THRESHOLD, 2**30) or _mallopt(_MMAP_THRESHOLD, 2**25)
@@ -259,7 +259,7 @@ def return_freed_memory() -> None:
     """Make glibc return large blocks to the system as soon as they are freed, despite `keep_freed_memory`.
 
     For processes that make blocks for others. Before 2.38, glibc often does not reuse a freed block for an aligned one
-    of the same size, which torch needs, so kept memory would grow with every block.
+    of the same size, as torch needs. Kept memory would then grow with every block.
     """
     _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
     _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)

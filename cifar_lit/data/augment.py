@@ -26,7 +26,7 @@ class Augmentation:
     Args:
         crop: pixels of reflect padding on every side. A window of the image's own size is then cut at random.
         flip: "none"; "random", mirrored with probability 1/2; or "alternating", a random half in the first epoch, then
-            the other half in turn, so that two epochs show both sides of each image (Jordan, airbench, 2024).
+            the other half, in turn. Two epochs show both sides of each image (Jordan, airbench, 2024).
         cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
 
     Raises:

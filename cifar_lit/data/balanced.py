@@ -29,8 +29,8 @@ def check_balanced(sampling: str, shuffle: bool) -> None:
 def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
     """Return indices into `labels`, int64 (N,), one per image, with each class equally often.
 
-    Each class has a shuffled cycle of its images, and an epoch continues where the previous one ended. In each epoch,
-    and over all epochs, the counts of two images of a class differ by at most one, and so do those of two classes.
+    Each class has a shuffled cycle of its images, and an epoch continues where the previous one ended. In each epoch
+    and over all epochs, the counts of two images of a class differ by at most one. So do the counts of two classes.
     """
     count = len(labels)
     shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)

@@ -323,8 +323,8 @@ class ImageData(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, in batches, with the batch size.
 
-        The state of the loader itself is not enough: Lightning does not restore it if a schedule needs the length of
-        the fit, because the loaders are then set up before the checkpoint is read.
+        The state of the loader itself is not enough. If a schedule needs the length of the fit, Lightning sets up the
+        loaders before it reads the checkpoint, and does not restore them.
         """
         loader = self._train_loader
         if loader is None:

@@ -3,8 +3,8 @@
 Each image shows a figure with random position, size, angle and colours, on a graded background with thin lines, dots
 and noise. Figure or background may be the brighter one, so a linear model cannot tell the classes apart.
 
-A figure is a signed distance function of coordinates x, y (float arrays of one shape), in a frame where it fills about
-the unit disc. The distance to its edge is negative inside. Every figure is symmetric, so a flip never changes a class.
+A figure is a signed distance function of coordinates x, y (float arrays of one shape), negative inside. It fills about
+the unit disc. Every figure is symmetric, so a flip never changes a class.
 """
 
 from __future__ import annotations
