@@ -61,7 +61,7 @@ def test_several_alike_are_one_group_and_neither_their_order_nor_the_size_of_a_p
     order = np.random.default_rng(0).permutation(len(pictures))
     groups = near_duplicates(stack(pictures)[order])
     assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
-    monkeypatch.setattr(duplicates, "AT_ONCE_BYTES", 10 * 32 * 32 * 3)
+    monkeypatch.setattr(duplicates, "CHUNK_BYTES", 10 * 32 * 32 * 3)
     assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
 
 

@@ -191,7 +191,7 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
-    assert ": data.val_size 0 is left aside" in told
+    assert ": data.val_size 0 is ignored" in told
     assert (f"{root}: no test images but those to validate on" in told) is not test
 
 
@@ -242,7 +242,7 @@ def archive_in_place(root: Path) -> None:
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
-            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is",
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],
