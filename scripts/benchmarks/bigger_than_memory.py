@@ -41,8 +41,10 @@ CLASSES = 6  # as the recipe has them
 RECIPE = "signs_mlp"  # a net that computes little, so that reading counts
 DRAWN_AT_ONCE = 4096  # images
 SAMPLE_SECONDS = 0.2  # between two looks at the memory
-DECODE = """import sys; from pathlib import Path; from cifar_lit.data.folder import folder
-folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
+DECODE = """import sys
+from cifar_lit.data.folder import folder
+from cifar_lit.data.source_settings import SourceSettings
+folder(SourceSettings(root=sys.argv[1], image_size=int(sys.argv[2])), True)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
