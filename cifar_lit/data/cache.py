@@ -2,13 +2,13 @@
 
 A cache is a folder of its own for each (root, size, channels, way of resizing), with
 
-    index.json           shape, the files with size and time in row order, the unreadable files, the name of the data file,
-                         and the near-duplicates
+    index.json           shape, the files with size and time in row order, the unreadable files, the name of the data
+                         file, and the near-duplicates
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the readable files
     lock                 held while a process checks the cache or decodes
 
-The index is replaced in one step, after the rows that it names have been synced to disk. It is also saved from time to time
-during decoding, so that interrupted decoding resumes.
+The index is replaced in one step, after the rows that it names have been synced to disk. It is also saved from time to
+time during decoding, so that interrupted decoding resumes.
 """
 
 from __future__ import annotations

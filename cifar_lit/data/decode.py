@@ -45,11 +45,12 @@ MAX_SEGMENTS = 400  # of a JPEG, at most 64 KiB each; Pillow's time for EXIF gro
 MAX_PARTS = 10_000  # chunks of a PNG or WebP, or blocks before a GIF's image, plus one per 1,000 bytes
 MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
 MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
-# A segment with a length, or the end of the image. Pillow reads no length after C8 and F0 to FD, and libjpeg refuses them.
+# A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
 _OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
-    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC",
+    b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
 RESIZES = {  # ways to resize an image of other proportions
     "crop": "scaled to cover the size, and cut to its middle",
@@ -63,7 +64,8 @@ _PLAIN_REASONS = {  # by a part of Pillow's message
 }
 _UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
@@ -175,9 +177,9 @@ def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[
 def walk(folder: str, on_error: Callable[[OSError], object]) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 
-    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
-    would otherwise take 2^levels visits, and a link to a folder above would never end. `on_error` is called for each folder
-    that cannot be read.
+    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every
+    level would otherwise take 2^levels visits, and a link to a folder above would never end. `on_error` is called for
+    each folder that cannot be read.
     """
     visited: set[tuple[int, int]] = set()
     stack: list[os.DirEntry[str]] = []
@@ -227,7 +229,7 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
 def decode_chunks(
     chunks: Sequence[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
 ) -> Iterator[Pixels]:
-    """Yield the result of `decode_files` for each chunk of paths, in order. With `all_cores`, use a process per core."""
+    """Yield the result of `decode_files` for each chunk of paths, in order. all_cores: use a process per core."""
     work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
     cores = core_count()
     if not all_cores or cores == 1:
@@ -250,7 +252,7 @@ def decode_chunks(
 
 
 def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Submit a call with `__main__` hidden. Otherwise a spawned process would run the main script again, and import torch."""
+    """Submit a call with `__main__` hidden. Otherwise a spawned process would import the main script, and torch."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

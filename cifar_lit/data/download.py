@@ -44,8 +44,8 @@ class _MirrorError(Exception):
 def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     """Return `target`. If it does not exist, download it from the first of `urls` whose file has the md5.
 
-    The data is written to `target` + ".part", from which the next call resumes. Callers in several processes must hold a
-    `file_lock`. An existing file with another md5 is not changed.
+    The data is written to `target` + ".part", from which the next call resumes. Callers in several processes must hold
+    a `file_lock`. An existing file with another md5 is not changed.
 
     Args:
         name: name of the file in progress and errors.
@@ -94,7 +94,7 @@ def _md5_of(path: Path) -> str:
 
 @contextmanager
 def file_lock(path: Path, work: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold a lock at `path`, and create its folder. After `patience` seconds, report that another process does `work`."""
+    """Hold a lock at `path`. After `patience` seconds, report that another process does `work`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
@@ -221,7 +221,7 @@ class _Handler(HTTPHandler, HTTPSHandler):
 
 
 def _open(url: str, start: int) -> tuple[Any, int, int]:
-    """Request `url` from byte `start` on. Return the response, its first byte, and the size of the file (0: unknown)."""
+    """Request `url` from byte `start`. Return the response, its first byte, and the file's size (0 if unknown)."""
     address = url if "://" in url else Path(url).expanduser().absolute().as_uri()
     headers = {"User-Agent": "cifar-lit"} | ({"Range": f"bytes={start}-"} if start else {})
     try:

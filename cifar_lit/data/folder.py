@@ -43,8 +43,8 @@ Tree = dict[str, list[File]]  # the files of each class, both sorted
 class Listing:
     """The image files of a data set.
 
-    parts: train, then val and test if they exist; or only `all`, from which the test images are to be drawn. All have the same
-        classes; in all but train, a class may be empty.
+    parts: train, then val and test if they exist; or only `all`, from which the test images are to be drawn. All have
+        the same classes; in all but train, a class may be empty.
     groups: group by path, for files that must be on the same side of a split.
     """
 
@@ -55,15 +55,16 @@ class Listing:
 def folder(settings: SourceSettings, train: bool) -> ImageSet:
     """Return the training or test images of a folder or a table, see `list_table`.
 
-    Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The images
-    of ROOT/val or ROOT/valid follow those of ROOT/train, as `val_rows`; without ROOT/test they are also the test images.
-    Images are memory-mapped from the cache, so they may exceed the memory.
+    Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The
+    images of ROOT/val or ROOT/valid follow those of ROOT/train, as `val_rows`; without ROOT/test they are also the test
+    images. Images are memory-mapped from the cache, so they may exceed the memory.
 
     A drawn split keeps near-duplicates on one side. For a given split, a line reports near-duplicates across its sides.
 
     Args:
-        settings: `root` is the folder or table. Without train/ and test/, `test_size` of each class is drawn for testing, as
-            a function of `split_seed`, the paths below ROOT, groups and near-duplicates. None draws nothing.
+        settings: `root` is the folder or table. Without train/ and test/, `test_size` of each class is drawn for
+            testing, as a function of `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
+            nothing.
         train: whether to return the training images.
 
     Raises:
@@ -226,8 +227,8 @@ def scan(root: Path) -> Listing:
 def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
 
-    Labels are names, sorted by value if all are whole numbers. A split column holds words of `PARTS`, in upper or lower case;
-    without test rows, val is also the test set. Without the column, test images are drawn.
+    Labels are names, sorted by value if all are whole numbers. A split column holds words of `PARTS`, in upper or lower
+    case; without test rows, val is also the test set. Without the column, test images are drawn.
 
     Raises:
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
@@ -296,7 +297,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
 
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
-    """Return the classes below `root` with their files, whose paths get `prefix`. Add the names of other files to `ignored`."""
+    """Return the classes below `root` with their files, whose paths get `prefix`. Add other files to `ignored`."""
     level = visible_entries(str(root), _unreadable)
     table = next((f" Is --data-dir {entry.path} meant?" for entry in level if entry.name.lower().endswith(TABLES)), "")
     classes = sorted((entry for entry in level if is_folder(entry)), key=lambda entry: entry.name)
@@ -322,7 +323,7 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
 
 
 def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
-    """Yield the image files in the folder `path` and below it. Add the names of other files to `ignored`."""
+    """Yield the image files in the folder `path` and below it. Add other files to `ignored`."""
     for entry in walk(path, _unreadable):
         if is_folder(entry):
             continue

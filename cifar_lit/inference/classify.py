@@ -41,9 +41,9 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
     """Yield the image files that `paths` name, in order. Missing ones have an error.
 
     Args:
-        paths: each a file with any suffix; a folder, for the images in it and below, known by their suffixes, in natural order
-            (2.png before 10.png), without hidden ones; a pattern with *, ? or [, where ** means any depth; or - for the
-            paths in `stdin`. Names need not be UTF-8.
+        paths: each a file with any suffix; a folder, for the images in it and below, known by their suffixes, in
+            natural order (2.png before 10.png), without hidden ones; a pattern with *, ? or [, where ** means any
+            depth; or - for the paths in `stdin`. Names need not be UTF-8.
         stdin: paths, one per line, or each with a NUL after it.
     """
     for path in paths:
@@ -67,7 +67,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
 
 
 def _matches(pattern: str) -> set[str]:
-    """Return the paths that match a pattern; with **, files only. Unlike in `glob`, folders are visited once, see `walk`."""
+    """Return the paths that match a pattern; with **, files only. Folders are visited once, as in `walk`."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -106,7 +106,8 @@ def classify_files(
     """Classify files in order. Memory does not grow with their number.
 
     Yields:
-        For each chunk, its rows (an unreadable file has the reason as `error`), and the readable images, uint8 (B, C, H, W).
+        For each chunk, its rows (an unreadable file has the reason as `error`), and the readable images, uint8 (B, C,
+        H, W).
 
     Raises:
         Failure: a decoding process was killed.
@@ -143,9 +144,9 @@ BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
 
 
 def contact_sheet(rows: Sequence[Row]) -> Image.Image:
-    """Draw the files of at most `MAX_PICTURES` rows, each above its name, class and probability. Unreadable ones are grey.
+    """Draw the files of at most `MAX_PICTURES` rows, each above its name, class and probability.
 
-    The files are read again, because the sheet shows them whole, and with more pixels than the net's input.
+    Unreadable files are grey. Files are read again: the sheet shows them whole, in more pixels than the net's input.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
     lines = 3 if any(row.unlike for row in rows) else 2

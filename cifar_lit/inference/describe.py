@@ -1,4 +1,4 @@
-"""The metadata of a trained net: its settings, and the temperature and novelty threshold fitted on validation images."""
+"""The metadata of a trained net: settings, and temperature and novelty threshold fitted on validation images."""
 
 from __future__ import annotations
 

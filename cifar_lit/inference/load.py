@@ -75,9 +75,9 @@ class Classifier:
         """Return a prediction for each image, in order; a list of one for a single image.
 
         Args:
-            images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C)
-                or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are resized to the
-                net's size like its training images, see `ModelCard.resize`.
+            images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W),
+                (H, W, C) or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are
+                resized to the net's size like its training images, see `ModelCard.resize`.
             top: number of classes in `Prediction.top`.
 
         Raises:

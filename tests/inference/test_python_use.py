@@ -109,7 +109,7 @@ def test_what_is_no_image_is_refused(run: Path, image: object, error: type[Excep
 def test_a_net_whose_answers_are_not_finite_is_refused(tmp_path: Path) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, gain=1e30))
     with pytest.raises(
-        Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"
+        Failure, match="the net's logits are not finite, because its weights are too large: use another"
     ):
         classifier.predict(picture())
 

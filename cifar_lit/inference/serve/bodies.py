@@ -44,7 +44,9 @@ MAX_FIELDS = 64  # of a form or a JSON object, besides its images
 MAX_PART_HEADER_BYTES = 2048
 BOUNDARY = re.compile(r';\s*boundary="?([^";\s]+)', re.IGNORECASE)
 FILE_NAME = re.compile(rb'^content-disposition:.*;\s*filename\*?="?([^";\r\n]*)', re.IGNORECASE | re.MULTILINE)
-WAYS = "send one image as the body with its type (image/jpeg), a form with files (multipart/form-data), or JSON with base64"
+WAYS = (
+    "send an image as the body with its type (image/jpeg), a form with files (multipart/form-data), or JSON with base64"
+)
 JSON_EXAMPLE = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
 
 

@@ -73,8 +73,8 @@ def serve(
         app = App(NetRunner(classifier), decoders, limits, names, version)
         config = uvicorn.Config(
             app, http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits, connection_limit())), ws="none",
-            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False, proxy_headers=False,
-            backlog=ACCEPTED_AT_ONCE, timeout_graceful_shutdown=STOP_SECONDS,
+            lifespan="off", log_config=None, log_level="critical", access_log=False, server_header=False,
+            proxy_headers=False, backlog=ACCEPTED_AT_ONCE, timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
         server = _Server(config, on_ready)
         app.connections = server.server_state.connections
@@ -125,9 +125,9 @@ def _log(what: str, error: BaseException | None) -> None:
 class App:
     """The ASGI application: it checks who asks, limits running requests, and answers every exception.
 
-    It refuses web pages that make their own name point to this machine (DNS rebinding). It accepts localhost and loopback
-    addresses. Unless it is bound to this machine alone, it also accepts every address, and the `names` of this machine.
-    It refuses requests from pages of other sites, and no answer allows them to read it.
+    It refuses web pages that make their own name point to this machine (DNS rebinding). It accepts localhost and
+    loopback addresses. Unless it is bound to this machine alone, it also accepts every address, and the `names` of this
+    machine. It refuses requests from pages of other sites, and no answer allows them to read it.
     """
 
     def __init__(
@@ -169,9 +169,10 @@ class App:
         if not _is_own_name(host, self.names):
             text = f"this service answers to localhost, not to {host[:80]!r}: start it with --host to use its name"
             if self.names is not None:
-                text = f"this service does not answer to {host[:80]!r}: use its address, or start it with --host and that name"
+                remedy = "use its address, or start it with --host and that name"
+                text = f"this service does not answer to {host[:80]!r}: {remedy}"
             raise RequestError(400, text)
-        # Browsers send Origin with all requests except a GET by a page of the same site. Behind a TLS proxy it is https.
+        # Browsers send Origin, except with a GET from a page of the same site. Behind a TLS proxy it is https.
         origins = request.headers.getlist("origin")
         if request.method not in ("GET", "HEAD") and not {*origins} <= {f"http://{host}", f"https://{host}"}:
             text = "pages of other sites may not use this service: use its own page, or a program"

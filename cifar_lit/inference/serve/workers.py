@@ -1,7 +1,7 @@
 """The workers of a service: processes that decode images and can be killed, and one thread that runs the net.
 
-An image that takes too long, or crashes its decoder, affects no other request. Decoding processes do not import torch: each
-takes about 30 MB and a quarter of a second to start.
+An image that takes too long, or crashes its decoder, affects no other request. Decoding processes do not import torch:
+each takes about 30 MB and a quarter of a second to start.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Decoders:
             if out_of_time:
                 which = f"{files[0][0]} takes" if len(files) == 1 else f"{len(files)} images take"
                 limit = f"{self._limits.decode_seconds:g} s"
-                text = f"{which} longer than {limit} to decode: save it again, smaller or as a plain JPEG, or send fewer images"
+                remedy = "save it again, smaller or as a plain JPEG, or send fewer images"
+                text = f"{which} longer than {limit} to decode: {remedy}"
             raise RequestError(422, text) from None
         finally:
             self._idle.put_nowait(decoder)
