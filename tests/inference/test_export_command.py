@@ -82,7 +82,7 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
         ("RUN --to onxx", "Did you mean onnx"),
         ("RUN --to onnx --quantize int4", "--quantize must be int8, not 'int4'"),
         ("RUN --to torch-export --quantize int8", "with --to onnx"),
-        ("RUN --to safetensors", "name a place for its checked copy with --out FILE"),
+        ("RUN --to safetensors", "name the copy with --out FILE"),
         ("RUN --to onnx --out no/where.onnx", "in no folder that exists"),
         ("RUN --to onnx --out RUN", "is a folder"),
         ("RUN --to safetensors --out RUN/model.safetensors", "is the file that the net comes from"),

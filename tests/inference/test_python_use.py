@@ -96,8 +96,8 @@ def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, t
     ("image", "error", "text"),
     [
         (Image.new("F", (8, 8), 200.0), DecodeError, "floating pixels must lie in 0 … 1"),
-        (np.full((8, 8), 2.0), ValueError, "leave out the normalisation, or give uint8"),
-        (np.zeros((8, 8), np.int64), ValueError, "must be uint8 or floating in 0 … 1, not int64"),
+        (np.full((8, 8), 2.0), ValueError, "do not normalise it, or pass uint8"),
+        (np.zeros((8, 8), np.int64), ValueError, "must be uint8, or floating-point in 0 … 1, not int64"),
         (np.zeros((8, 8, 5), np.uint8), ValueError, "an image must be"),
     ],
 )

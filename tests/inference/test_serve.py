@@ -106,7 +106,7 @@ def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
             "multipart/form-data; boundary=x-y",
             form(*[("a", picture())] * 4)[0],
             413,
-            "4 images are too many: at most 3",
+            "4 images are too many: send at most 3",
         ),
         ("application/json", json.dumps({"images": [encoded(picture())] * 4}).encode(), 413, "4 images are too many"),
         ("application/json", b"[" * 100_000, 400, "not valid JSON"),

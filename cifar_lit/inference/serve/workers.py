@@ -42,10 +42,10 @@ class Decoder:
 
     def __init__(self, limits: Limits) -> None:
         before = {process.pid for process in active_children()}
-        self._executor = ProcessPoolExecutor(
-            1, get_context("spawn"), initializer=start_worker, initargs=(limits.pixels,)
-        )
         with _signals_blocked():
+            self._executor = ProcessPoolExecutor(
+                1, get_context("spawn"), initializer=start_worker, initargs=(limits.pixels,)
+            )
             self.ready = submit_without_main(self._executor, int)  # does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
@@ -81,7 +81,7 @@ def _signals_blocked() -> Iterator[None]:
     if not POSIX:
         yield
         return
-    start_resource_tracker()  # first, because it unblocks signals
+    start_resource_tracker()  # before an executor would start it, and first, because it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
