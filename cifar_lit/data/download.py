@@ -232,7 +232,7 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
             return _open(url, 0)
         raise _MirrorError(f"HTTP {error.code}") from error
     except (OSError, HTTPException, ValueError, OverflowError) as error:
-        cause = getattr(error, "reason", error)  # of a URLError
+        cause = getattr(error, "reason", error)  # a URLError has a reason
         if isinstance(cause, socket.gaierror):
             raise _MirrorError("no network (host not found)") from error
         if isinstance(cause, InvalidURL | ValueError) and not isinstance(cause, OSError):

@@ -122,7 +122,7 @@ def classify_files(
             array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *size, channels)
             images = torch.from_numpy(array).permute(0, 3, 1, 2)
             predictions = iter(classifier.predict_batch(images, top))
-            reasons = map(errors.get, count())  # of each file that was given to the decoder, None for the readable ones
+            reasons = map(errors.get, count())  # one per decoded file, None for a readable one
             rows = []
             for file in chunk:
                 if error := file.error or next(reasons):

@@ -42,9 +42,9 @@ FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first with Gelu as one operator; onnxruntime has it from 1.17 on
 CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
-MAX_DIFFERENCE = 1e-4  # of a probability, in float32; the rounding error of deep nets is 100 times smaller
-MIN_AGREEMENT = 0.95  # of the predictions, in int8
-MAX_ACCURACY_LOSS = 0.02  # in int8
+MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
+MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
+MAX_ACCURACY_LOSS = 0.02  # int8
 TIMED_BATCHES = (1, 64)
 TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run starts after so many seconds
 
@@ -76,7 +76,7 @@ class Check(NamedTuple):
     images: int
     difference: float  # the largest of any probability; infinity if shapes differ or a value is not finite
     agreeing: int  # images with the same prediction
-    accuracy: tuple[float, float] | None  # of the net and of the file; None without labels
+    accuracy: tuple[float, float] | None  # net and file; None without labels
 
 
 def export(
@@ -286,7 +286,7 @@ def onnx_model(net: LoadedNet) -> ModelProto:
 LAYERS = ("Conv", "Gemm", "MatMul")
 CALIBRATION_IMAGES = 512
 CALIBRATION_BATCH = 64
-MAX_FLOAT_FRACTION = 0.05  # of all weights; the first and the last layer stay in float if they hold less
+MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
 
 
 def quantised(model: ModelProto, images: Tensor) -> ModelProto:

@@ -28,7 +28,7 @@ class Prediction:
     """The prediction for one image."""
 
     label: str
-    probability: float  # of the label, 0 … 1
+    probability: float  # 0 … 1
     top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
     novelty: float  # energy of the logits: the higher, the more unlike the training images
     unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold

@@ -40,7 +40,7 @@ class RequestError(Exception):
         self.status, self.text = status, text
 
 
-MAX_FIELDS = 64  # of a form or a JSON object, besides its images
+MAX_FIELDS = 64  # in a form or a JSON object, besides its images
 MAX_PART_HEADER_BYTES = 2048
 BOUNDARY = re.compile(r';\s*boundary="?([^";\s]+)', re.IGNORECASE)
 FILE_NAME = re.compile(rb'^content-disposition:.*;\s*filename\*?="?([^";\r\n]*)', re.IGNORECASE | re.MULTILINE)

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cifar_lit.inference.serve.bodies import Limits
 
 MAX_CONNECTIONS = 2048  # 7 KB each
-MAX_HEADER_BYTES = 16 * 1024  # of request line, headers and trailers; the limit of Node.js
+MAX_HEADER_BYTES = 16 * 1024  # request line, headers and trailers together; the limit of Node.js
 TOO_LONG = f"the request's header is too long: send at most {MAX_HEADER_BYTES // 1024} KB"
 MAX_DRAINED_BYTES = 256_000_000  # read and dropped after an early answer; closing at once could lose the answer
 PIECE_BYTES = 1000  # added to the size of each piece of a body: small pieces cost more time than their bytes
@@ -53,7 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.part = ""
         self.deadline = math.inf
         self._limits, self._max_connections = limits, max_connections
-        self._bytes = self._header_bytes = 0  # of the current request
+        self._bytes = self._header_bytes = 0  # received for the current request
         self._unsent = 0  # bytes of the answer that the system has not accepted yet
 
     def connection_made(self, transport: Any) -> None:

@@ -44,7 +44,7 @@ STOP_SECONDS = 5  # for running requests to be answered when the service stops
 ACCEPTED_AT_ONCE = 64  # connections per turn of the loop; few enough that waiting ones are read before they are dropped
 QUEUE = 512  # connections that the system lets wait
 DEFAULT_TOP = 3
-MAX_HELD_BYTES = 256_000_000  # of all bodies in memory, and at least two of the largest size
+MAX_HELD_BYTES = 256_000_000  # all bodies in memory together; at least two of the largest size
 SMALL_BODY_BYTES = 64_000  # smaller bodies are always accepted
 TOO_MUCH = "the service holds too many large requests: try again later"
 

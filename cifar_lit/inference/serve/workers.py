@@ -65,7 +65,12 @@ def _decode(files: Files, preparation: Preparation, seconds: float) -> list[byte
     """Decode images in the process. A signal ends it after `seconds` of CPU time: nothing else interrupts a decoder."""
     _set_cpu_timer(seconds)
     try:
-        return [decode(_file(name, data), *preparation).tobytes() for name, data in files]
+        pixels = []
+        for name, data in files:
+            file = io.BytesIO(data)
+            file.name = name  # for errors
+            pixels.append(decode(file, *preparation).tobytes())
+        return pixels
     finally:
         _set_cpu_timer(0)
 
@@ -87,12 +92,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _file(name: str, data: bytes) -> io.BytesIO:
-    file = io.BytesIO(data)
-    file.name = name  # for errors
-    return file
 
 
 class Decoders:
