@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode_chunks, decode_files, image_size
+from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode, decode_chunks, decode_files
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
@@ -205,9 +205,10 @@ def _decode_to(
     """Decode `files` to `size`. If it is None, to their own size or to squares of 32."""
     for file in files if size is None else ():
         with suppress(DecodeError):
-            if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
+            height, width, _ = decode(folder / file.path).shape
+            if max(height, width) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(slot, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
+                    return _decode(slot, folder, files, Preparation((height, width), channels, resize), True)
             break
     return _decode(slot, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
 
@@ -286,9 +287,7 @@ def _decode(
                 duplicates = None  # there are other images now
             index = save(len(files))
     except BrokenProcessPool as error:
-        raise Failure(
-            "a decoding process was killed, probably for lack of memory: start again, decoding resumes"
-        ) from error
+        raise Failure("a decoding process was killed, probably for lack of memory: start again to resume") from error
     except OSError as error:
         need = f"free {len(files) * row_bytes / 1e6:,.1f} MB there, or set $CIFAR_LIT_CACHE to another folder"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error

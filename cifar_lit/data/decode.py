@@ -30,16 +30,8 @@ from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import natural_key, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".jpe",
-    ".jfif",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".gif",
-)  # files in folders with another suffix are ignored
+# Images in folders. Files with other suffixes are ignored.
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
 MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # more than a BMP of the largest size that Pillow accepts
@@ -120,7 +112,7 @@ def decode(
         DecodeError: the file is no image, damaged, cut short (never a half-grey image), or larger than `pixel_limit`.
     """
     with _decode_errors(source):
-        data = _read(source)
+        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
         image = _open(data)
         _refuse_cut(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
@@ -154,14 +146,6 @@ def pixel_limit(pixels: int) -> Iterator[None]:
         yield
     finally:
         Image.MAX_IMAGE_PIXELS = previous
-
-
-def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
-    """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
-    with _decode_errors(source):
-        image = _open(_read(source))
-        width, height = image.size
-        return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
 def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[os.DirEntry[str]]:
@@ -277,10 +261,6 @@ def start_worker(pixel_limit: int | None) -> None:
             os._exit(1)  # a killed parent would otherwise leave its workers waiting forever
 
         threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _read(source: str | Path | BinaryIO) -> bytes:
-    return read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
 
 
 def _open(data: bytes) -> Image.Image:
@@ -444,9 +424,8 @@ def _decode_errors(source: object) -> Iterator[None]:
     except FileNotFoundError:
         raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
-        raise DecodeError(
-            name, "not a JPEG, PNG, WebP, BMP or GIF (convert HEIC, AVIF or TIFF), or its beginning is damaged"
-        ) from None
+        reason = "not a JPEG, PNG, WebP, BMP or GIF (convert HEIC, AVIF or TIFF), or its beginning is damaged"
+        raise DecodeError(name, reason) from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:

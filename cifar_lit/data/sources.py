@@ -100,19 +100,15 @@ def _fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
 
     raw = _fashion_folder(settings)
     urls = [settings.url] if settings.url else [*FashionMNIST.mirrors, FASHION_MIRROR]
-    lock = (
-        nullcontext()
-        if _has_fashion_mnist(settings)
-        else file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
-    )
+    complete = _has_fashion_mnist(settings)
+    lock = nullcontext() if complete else file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
     with disk_errors(raw), lock:
         packed = [
             fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls], md5, raw / filename)
             for filename, md5 in FashionMNIST.resources
         ]
-    images, labels = (
-        bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD))) for path in (packed[:2] if train else packed[2:])
-    )
+    files = packed[:2] if train else packed[2:]
+    images, labels = (bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD))) for path in files)
     pixels = torch.frombuffer(images, dtype=torch.uint8, offset=16).view(-1, 28, 28, 1)  # after a header of 16 bytes
     return ImageSet(pixels, torch.frombuffer(labels, dtype=torch.uint8, offset=8).long(), tuple(FashionMNIST.classes))
 
@@ -161,10 +157,7 @@ def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
 SOURCES: dict[str, Source] = {
     "cifar10": Source(partial(_cifar, "cifar10"), partial(_has_cifar, "cifar10"), _sizes(32, 3, 10)),
     "cifar100": Source(
-        partial(_cifar, "cifar100"),
-        partial(_has_cifar, "cifar100"),
-        _sizes(32, 3, 100),
-        labels={"fine": 100, "coarse": 20},
+        partial(_cifar, "cifar100"), partial(_has_cifar, "cifar100"), _sizes(32, 3, 100), {"fine": 100, "coarse": 20}
     ),
     "fashion_mnist": Source(_fashion_mnist, _has_fashion_mnist, _sizes(28, 1, 10)),
     "folder": Source(folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),

@@ -134,9 +134,8 @@ def _lines(table: Path) -> Iterator[str]:
         with table.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:
-                    raise UsageError(
-                        f"{table} is not a text: a line is longer than {MAX_LINE:,} characters, or has a NUL"
-                    )
+                    fault = f"a line is longer than {MAX_LINE:,} characters, or has a NUL"
+                    raise UsageError(f"{table} is not a text: {fault}")
                 empty += line.isspace()
                 if empty > MAX_EMPTY_LINES:
                     raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")

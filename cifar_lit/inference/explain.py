@@ -69,9 +69,8 @@ def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:
             hooks.enter_context(module.register_forward_hook(keep_features))
         logits = net(images.to(net.mean.device))
     if not features:
-        raise UsageError(
-            f"{net.card.net} has no feature maps of {MIN_MAP_SIDE} × {MIN_MAP_SIDE} or more: leave --explain out"
-        )
+        size = f"{MIN_MAP_SIDE} × {MIN_MAP_SIDE}"
+        raise UsageError(f"{net.card.net} has no feature maps of {size} or more: leave --explain out")
     (gradients,) = torch.autograd.grad(logits.max(1).values.sum(), features)
     raw = F.relu((gradients * features[0].detach()).sum(1, keepdim=True)).float()
     maps = F.interpolate(raw, size=images.shape[2:], mode="bilinear", align_corners=False)[:, 0].cpu()

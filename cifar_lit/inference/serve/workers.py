@@ -43,9 +43,8 @@ class Decoder:
     def __init__(self, limits: Limits) -> None:
         before = {process.pid for process in active_children()}
         with _signals_blocked():
-            self._executor = ProcessPoolExecutor(
-                1, get_context("spawn"), initializer=start_worker, initargs=(limits.pixels,)
-            )
+            spawn, arguments = get_context("spawn"), (limits.pixels,)
+            self._executor = ProcessPoolExecutor(1, spawn, initializer=start_worker, initargs=arguments)
             self.ready = submit_without_main(self._executor, int)  # does nothing
         self._process = next(process for process in active_children() if process.pid not in before)
 
@@ -113,9 +112,8 @@ class Decoders:
         except DecodeError as error:
             text = f"{error.name} cannot be read: {error.reason}; save or send it again"
             if error.reason.endswith(" pixels"):
-                text = (
-                    f"{error.name} has {error.reason}: make it smaller, or start the service with a larger --max-pixels"
-                )
+                remedy = "make it smaller, or start the service with a larger --max-pixels"
+                text = f"{error.name} has {error.reason}: {remedy}"
             raise RequestError(422, text) from None
         except BaseException as error:
             self._decoders.remove(decoder)
@@ -159,9 +157,7 @@ class NetRunner:
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
-        self._thread = ThreadPoolExecutor(
-            1
-        )  # always the same thread: torch starts threads for each thread that computes
+        self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
         self._turn = asyncio.Lock()
         self._waiting: deque[tuple[NetRequest, asyncio.Future[Answer]]] = deque()
         (height, width), channels, _ = classifier.preparation
