@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode, decode_chunks, decode_files
+from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode_chunks, decode_files, image_size
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
@@ -205,10 +205,9 @@ def _decode_to(
     """Decode `files` to `size`. If it is None, to their own size or to squares of 32."""
     for file in files if size is None else ():
         with suppress(DecodeError):
-            height, width, _ = decode(folder / file.path).shape
-            if max(height, width) <= MAX_OWN_SIZE:
+            if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(slot, folder, files, Preparation((height, width), channels, resize), True)
+                    return _decode(slot, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
             break
     return _decode(slot, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
 

@@ -48,6 +48,11 @@ MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow
 MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
+_OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
+    b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
+    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC",
+    b"jP  \r\n\x87\n": "a JPEG 2000",
+}  # fmt: skip
 RESIZES = {  # ways to resize an image of other proportions
     "crop": "scaled to cover the size, and cut to its middle",
     "letterbox": "scaled to fit into the size, with grey (128) borders",
@@ -112,7 +117,7 @@ def decode(
         DecodeError: the file is no image, damaged, cut short (never a half-grey image), or larger than `pixel_limit`.
     """
     with _decode_errors(source):
-        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
+        data = _read(source)
         image = _open(data)
         _refuse_cut(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
@@ -146,6 +151,14 @@ def pixel_limit(pixels: int) -> Iterator[None]:
         yield
     finally:
         Image.MAX_IMAGE_PIXELS = previous
+
+
+def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
+    """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
+    with _decode_errors(source):
+        image = _open(_read(source))
+        width, height = image.size
+        return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
 def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[os.DirEntry[str]]:
@@ -263,10 +276,17 @@ def start_worker(pixel_limit: int | None) -> None:
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
+def _read(source: str | Path | BinaryIO) -> bytes:
+    return read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
+
+
 def _open(data: bytes) -> Image.Image:
     """Open an image without unpacking it. Raise OSError for other formats, and for files built to take long."""
     if not data:
         raise OSError("the file is empty")
+    for signature, kind in _OTHER_FORMATS.items():
+        if data.startswith(signature) or data.startswith(signature, 4):
+            raise OSError(f"it is {kind}: save it as JPEG or PNG")
     scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
     if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
         raise OSError("too many parts for an image: save it anew")
@@ -424,8 +444,7 @@ def _decode_errors(source: object) -> Iterator[None]:
     except FileNotFoundError:
         raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
-        reason = "not a JPEG, PNG, WebP, BMP or GIF (convert HEIC, AVIF or TIFF), or its beginning is damaged"
-        raise DecodeError(name, reason) from None
+        raise DecodeError(name, "not a JPEG, PNG, WebP, BMP or GIF, or its beginning is damaged") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:

@@ -123,14 +123,15 @@ def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path
     """Download to `part` from the urls in turn. Slow ones get a second turn, without a minimum rate."""
     reasons: dict[str, str] = {}
     turns = [(url, SLOW_RATE if len(urls) > 1 else 0.0) for url in urls]
-    for url, min_rate in turns:
+    for turn, (url, min_rate) in enumerate(turns, 1):
         try:
             return _download_from(name, url, md5, part, min_rate)
         except _MirrorError as error:
             reasons[url] = str(error)
             if error.slow:
                 turns.append((url, 0.0))
-            note(f"{name} from {_host(url)}: {error}")
+            if turn < len(turns):
+                note(f"{name} from {_host(url)}: {error}; trying another source")
     listed = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
     kept = " The partial download is kept; the next start resumes it." if _size(part) else ""
     raise Failure(

@@ -24,6 +24,7 @@ from cifar_lit.data.decode import (
     SizesDiffer,
     decode,
     decode_files,
+    image_size,
     pixels_of,
     start_worker,
 )
@@ -178,8 +179,10 @@ def test_data_behind_the_end_of_a_jpeg_are_no_part_of_it() -> None:
         decode(io.BytesIO(data[:2] + exif + data[2 : len(data) // 2] + bytes(len(data) // 2)))
 
 
-def test_errors_give_the_name_and_a_short_reason(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG")[:-200])
+def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
     for name, reason in (
         ("a.jpg", "cut short"),
@@ -189,6 +192,9 @@ def test_errors_give_the_name_and_a_short_reason(tmp_path: Path) -> None:
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert image_size(tmp_path / "a.jpg") == (32, 16)
+    with pytest.raises(DecodeError, match="not a JPEG, PNG"):
+        image_size(tmp_path / "b.jpg")
 
 
 def test_what_follows_an_image_counts_neither_as_scans_nor_as_chunks() -> None:
