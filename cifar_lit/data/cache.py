@@ -2,8 +2,7 @@
 
 A cache is a folder of its own for each (root, size, channels, way of resizing), with
 
-    index.json           shape, the files with size and time in row order, the unreadable files, the name of the data
-                         file, and the near-duplicates
+    index.json           shape, files in row order with size and time, unreadable files, data file, near-duplicates
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the readable files
     lock                 held while a process checks the cache or decodes
 

@@ -1,13 +1,12 @@
 """Class-activation maps: where in an image a net finds its class.
 
-The method is Grad-CAM (Selvaraju et al., "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based
-Localization", ICCV 2017) as HiResCAM (Draelos & Carin, "Use HiResCAM instead of Grad-CAM for faithful explanations of
-convolutional neural networks", 2020): each place keeps its own gradient, because their mean says little in nets with
-max pooling.
+The method is HiResCAM (Draelos & Carin, "Use HiResCAM instead of Grad-CAM for faithful explanations of convolutional
+neural networks", 2020), a form of Grad-CAM (Selvaraju et al., ICCV 2017). Each place keeps its own gradient. Grad-CAM
+takes their mean, which says little in nets with max pooling.
 
-On 100 test images of CIFAR-10 (JPEG) and the net of fast94, covering the warmest quarter of the places lowers the mean
-probability of 0.72 by 0.46. With Grad-CAM it is 0.40, with random places 0.29, and with the middle of the image, where
-most objects are, 0.48.
+Measured on 100 test images of CIFAR-10 (JPEG) with the net of fast94, whose mean probability is 0.72: covering the
+warmest quarter of the places lowers it by 0.46. Grad-CAM reaches 0.40, random places 0.29. The middle of the image,
+where most objects are, reaches 0.48.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ SIDE = 256  # pixels of each of the two images
 def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
     """Return the contribution of each place to the most probable class.
 
-    It is the sum over the channels of the last feature maps (of at least 4 × 4 places) times the gradient of the
-    class's logit. Negative values become 0, and the result is scaled to the size of the image and to a maximum of 1.
+    The last feature maps of at least 4 × 4 places are multiplied by the gradient of the class's logit, and summed over
+    the channels. Negative values become 0. The result is scaled to the size of the image and to a maximum of 1.
 
     Args:
         net: the net.
