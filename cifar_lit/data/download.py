@@ -216,9 +216,9 @@ class _Response(HTTPResponse):
 
 
 class _Handler(HTTPHandler, HTTPSHandler):
-    def do_open(self, http_class: Any, request: Request, **arguments: Any) -> HTTPResponse:
-        limited = type(http_class.__name__, (http_class,), {"response_class": _Response})
-        return super().do_open(limited, request, **arguments)
+    def do_open(self, http_class: Any, req: Request, **http_conn_args: Any) -> HTTPResponse:
+        limited: Any = type(http_class.__name__, (http_class,), {"response_class": _Response})
+        return super().do_open(limited, req, **http_conn_args)
 
 
 def _open(url: str, start: int) -> tuple[Any, int, int]:

@@ -203,7 +203,7 @@ def scan(root: Path) -> Listing:
             missing = "test" if "train" in parts_here else "train"
             hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
             raise UsageError(f"{root} has {parts_here[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
-        names = ["train", *val, *parts_here[1:]]
+        names: list[str] = ["train", *val, *parts_here[1:]]
         if others:
             note_once(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
         parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
