@@ -92,6 +92,6 @@ def test_weights_that_no_network_brings_are_told_in_one_line(monkeypatch: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     net = build_net("timm/resnet10t", channels=3, image_size=32, num_classes=2)
     with pytest.raises(
-        Failure, match=r"weights of timm/resnet10t could not be had .*--model\.weights FILE, or use timm/tf_eff"
+        Failure, match=r"weights of timm/resnet10t cannot be loaded .*--model\.weights FILE, or use timm/tf_eff"
     ):
         load_pretrained(net, "timm/resnet10t", "imagenet")

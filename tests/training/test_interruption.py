@@ -238,7 +238,7 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
     assert {interval: time.total_seconds() for interval, time in times.items() if time} == seconds
     for interval in ("", 0, "0m", "-3", "1.5", "m", "10 m", "10d", "1e3", "10M"):
         with pytest.raises(
-            UsageError, match=r"--checkpoint-every is a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
+            UsageError, match=r"--checkpoint-every must be a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
         ):
             regular_checkpoint(interval)
 
