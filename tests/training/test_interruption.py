@@ -179,7 +179,7 @@ def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
 def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path, "sgd").stop(At(2, press(signal.SIGINT, signal.SIGINT)))
     assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.count("once more to stop at once") == 1
+    assert capsys.readouterr().err.count("press Ctrl-C again to stop immediately") == 1
 
 
 @pytest.fixture
