@@ -45,7 +45,7 @@ def build_torchvision_net(
     net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
     if name in SMALL_STEM and min(image_size) <= MAX_SMALL:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
-        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
+        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's initialisation
         net.maxpool = nn.Identity()
     if channels != 3:  # Replace the first convolution; initialise its weights with the same standard deviation.
         path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))

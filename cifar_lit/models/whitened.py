@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.tutorial_nets import scaled
 
-EPS = 5e-4  # as in airbench; limits the amplification of directions with little variance
+EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance
 BLOCK_NUMBERS = 2**23  # numbers per block of patches: 64 MiB in float64
 
 
@@ -69,7 +69,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.
 HEAD_POOLS = ("max", "avg")
 MAX_DEPTH = 100  # convolutions in a group
 MAX_SIDE = 7  # pixels, of a kernel
-NORM_EPS = 1e-12  # as in airbench; only avoids a division by 0
+NORM_EPS = 1e-12  # airbench's value; only avoids a division by 0
 
 
 @dataclass(frozen=True)

@@ -106,20 +106,16 @@ class RandomState(Callback):
     """
 
     def __init__(self) -> None:
-        self._restored: list[Tensor] | None = None  # of the CPU and the accelerator, uint8 (devices, n)
+        self._restored: list[Tensor] | None = None  # CPU and accelerator, uint8 (devices, n) each
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Gather the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
         checkpoint["random_state"] = [gather_rows(trainer, pl_module, state).cpu() for state in states]
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the states until the end of the set-up, which also draws numbers."""
         self._restored = checkpoint.get("random_state")
 

@@ -31,7 +31,7 @@ from cifar_lit.errors import InvalidFileError
 # A tensor has about eight lists and tuples.
 LIMITS = {"lists and tuples": 500_000, "tensors": 10_000, "storages": 10_000, "tuples as keys": 1000}
 MAX_KEY = 2**61  # larger integers can have equal hashes
-MAX_KEY_LENGTH = 64  # of a tuple
+MAX_KEY_LENGTH = 64  # elements of a tuple
 PLAIN = (  # opcodes of protocol 2 that cost no more than their bytes
     pickle.PROTO, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
     pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING, pickle.GLOBAL,

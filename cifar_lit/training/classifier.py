@@ -156,13 +156,13 @@ class ImageClassifier(pl.LightningModule):
         if isinstance(net, nn.Module):
             self.net = net
         self.loss_hooks: list[LossHook] = []
-        self.running = RunningMetrics(self.device)  # of this device's training steps
+        self.running = RunningMetrics(self.device)  # this device's training steps
         self.logged_step = 0
         self.logged_loss = math.nan  # the training loss of the last row
         self._collector = PredictionCollector()
-        self.score: Score | None = None  # of the last validation or test
-        self.views_score: Score | None = None  # of the last test, with test-time views
-        self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
+        self.score: Score | None = None  # last validation or test
+        self.views_score: Score | None = None  # last test, with test-time augmentation
+        self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
         self._reads_losses = (
             True  # whether each step checks its loss on the host; only CPUs do so without synchronising
         )

@@ -171,7 +171,7 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
         return dict(models.get_model(name, weights="DEFAULT").state_dict())
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
-    except Exception as error:  # of a hub, a proxy or a full disk
+    except Exception as error:  # a hub, a proxy or a full disk can raise anything
         remedy = (
             f"download them yourself for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
         )
@@ -260,8 +260,8 @@ def digest(values: Iterable[object]) -> str:
 
 # ---- the head
 
-STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # of the L2 penalty, for standardised features
-ITERATIONS = 60  # of L-BFGS for each strength, starting from the previous solution
+STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # L2 penalties, for standardised features
+ITERATIONS = 60  # L-BFGS iterations for each strength, starting from the previous solution
 FOLDS = 5
 MAX_FOLDED = 2000  # rows of features; with more, only one fold is held out
 MAX_FITTED = 100_000  # rows of features; more cost memory and hardly improve the accuracy

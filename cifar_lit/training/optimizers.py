@@ -18,7 +18,7 @@ from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import SCHEDULES, schedule_from
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
-REST_MOMENTUM = 0.85  # of the SGD part of airbench94_muon
+REST_MOMENTUM = 0.85  # SGD part of airbench94_muon
 
 # These settings depend on the machine. A checkpoint does not override them.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")

@@ -30,9 +30,7 @@ class WeightAverage(EMAWeightAveraging):
         if self._average_model is not None and pl_module.dtype == torch.float64:
             self._average_model.module.double()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save average and current weights."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
@@ -47,9 +45,7 @@ class WeightAverage(EMAWeightAveraging):
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Restore average and current weights when a fit is resumed."""
         if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)

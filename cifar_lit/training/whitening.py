@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cifar_lit.hardware import MAX_FLOATS
 
-WHITENING_IMAGES = 5_000  # as in airbench (K. Jordan, 2024)
+WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)
 
 
 def images_to_whiten(data: Any) -> Tensor:
@@ -29,7 +29,7 @@ class Whitening(Callback):
     """
 
     def __init__(self) -> None:
-        self._schedule: Any = None  # of the bias, until it ends
+        self._schedule: Any = None  # schedule of the bias, until it ends
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Get the schedule of the bias."""
