@@ -38,14 +38,11 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
         for module, mode in modes.items():
             module.training = mode
     if not isinstance(output, Tensor):
-        raise UsageError(
-            f"{name} must return a tensor of logits (images, {num_classes}), not a {type(output).__name__}"
-        )
+        raise UsageError(f"{name} must return a tensor of logits (B, {num_classes}), not a {type(output).__name__}")
     if tuple(output.shape) != (2, num_classes):
-        shape = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
-        raise UsageError(
-            f"{name} {shape}: the data have {num_classes} classes, so its last layer must have num_classes outputs"
-        )
+        fault = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
+        remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
+        raise UsageError(f"{name} {fault}: {remedy}")
 
 
 _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)

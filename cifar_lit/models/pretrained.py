@@ -54,9 +54,8 @@ def timm_name(name: str) -> str:
         timm.get_pretrained_cfg(short)
     except RuntimeError:
         tags = timm.list_pretrained(f"{short.partition('.')[0]}.*")
-        raise UsageError(
-            f"timm has no weights named {short!r}: there are {', '.join(tags) or 'none for this net'}"
-        ) from None
+        valid = ", ".join(tags) or "none for this net"
+        raise UsageError(f"timm has no weights named {short!r}: there are {valid}") from None
     return short
 
 

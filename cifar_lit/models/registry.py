@@ -78,13 +78,10 @@ def build_net(
     size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
     shape = f"{size[0]}×{size[1]}"
     if min(channels, num_classes, *size) < 1:
-        raise UsageError(
-            f"A net needs at least 1 channel, 1 class and 1 pixel, not {channels}, {num_classes} and {shape}."
-        )
+        raise UsageError(f"a net needs at least 1 channel, class and pixel, not {channels}, {num_classes} and {shape}")
     if not 0 < width <= MAX_WIDTH:
-        raise UsageError(
-            f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}."
-        )
+        limits = f"above 0 and at most {MAX_WIDTH:g}"
+        raise UsageError(f"width multiplies the hidden widths: it must be {limits}, not {width}")
     options = dict(options or {})
     spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
@@ -124,10 +121,8 @@ def net_spec(name: str) -> NetSpec:
     names = [*NETS, *torchvision_names()]
     if name not in names:
         check_no_file(name)
-        own = ", ".join(NETS)
-        raise UsageError(
-            f"There is no net named {name!r}.{nearest(name, names)} Nets: {own}, those of torchvision, and timm/NAME."
-        )
+        valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
+        raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {valid}.")
     return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
 
 

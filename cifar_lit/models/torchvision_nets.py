@@ -57,9 +57,8 @@ def build_torchvision_net(
     if not takes(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
         least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: takes(net, channels, (side, side)))
-        raise UsageError(
-            f"{name} cannot take {image_size[0]}×{image_size[1]} images; the smallest size is {least}×{least}."
-        )
+        shape = "×".join(map(str, image_size))
+        raise UsageError(f"{name} cannot take {shape} images; the smallest size is {least}×{least}.")
     return net
 
 

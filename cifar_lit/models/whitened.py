@@ -67,6 +67,7 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 HEAD_POOLS = ("max", "avg")
+SWITCHES = ("residual", "pad_input", "whiten_bias")
 MAX_DEPTH = 100  # convolutions in a group
 MAX_SIDE = 7  # pixels, of a kernel
 NORM_EPS = 1e-12  # airbench's value; only avoids a division by 0
@@ -121,9 +122,7 @@ class WhitenedOptions:
             ("depth", valid_depths, f"an integer from 1 to {MAX_DEPTH}, or a list of {groups}, one per group"),
             ("depth", valid_sides, f"made of kernel sides from 1 to {MAX_SIDE} pixels, all odd except the first"),
             ("inner", self.inner is None or _are_counts(self.inner, groups), f"null, or {channels}"),
-            ("residual", isinstance(self.residual, bool), "true or false"),
-            ("pad_input", isinstance(self.pad_input, bool), "true or false"),
-            ("whiten_bias", isinstance(self.whiten_bias, bool), "true or false"),
+            *((name, isinstance(getattr(self, name), bool), "true or false") for name in SWITCHES),
             ("patch", _is_count(self.patch), "a positive integer"),
             ("stride", _is_count(self.stride) and self.stride <= self.patch, f"from 1 to {self.patch} (patch) pixels"),
             ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),

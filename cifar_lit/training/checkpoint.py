@@ -176,13 +176,10 @@ class LastCheckpoint(RunCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if due."""
-        last = (
-            trainer.should_stop
-            or trainer.current_epoch + 1 == trainer.max_epochs
-            or trainer.global_step == trainer.max_steps
-        )
+        last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
         waited = time.monotonic() - (self._last_time_checked or 0.0)
-        if last or self.asked_for or trainer.world_size > 1 or waited >= self.MIN_INTERVAL:
+        due = self.asked_for or trainer.world_size > 1 or waited >= self.MIN_INTERVAL
+        if last or due or trainer.should_stop:
             super().on_train_epoch_end(trainer, pl_module)
             self._last_time_checked = time.monotonic()
 
@@ -399,8 +396,7 @@ def load_weights(model: pl.LightningModule, path: str | Path) -> dict[str, Any]:
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError:
-        raise Failure(
-            f"{path} holds weights of {describe_net(checkpoint.get('hyper_parameters', {}))}, "
-            f"not of {describe_net(model.hparams)}: leave out --net and the data flags, or use those of the checkpoint"
-        ) from None
+        saved = describe_net(checkpoint.get("hyper_parameters", {}))
+        remedy = "leave out --net and the data flags, or use those of the checkpoint"
+        raise Failure(f"{path} holds weights of {saved}, not of {describe_net(model.hparams)}: {remedy}") from None
     return checkpoint

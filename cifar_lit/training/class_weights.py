@@ -47,7 +47,7 @@ class ClassWeights(Callback):
         counts = getattr(trainer.datamodule, "class_counts", None)  # type: ignore[attr-defined]
         if counts is None:
             raise UsageError(
-                f"model.class_weights {self._kind} needs a datamodule with class_counts: add it, or use none"
+                f"model.class_weights {self._kind} needs class_counts of the datamodule: define it, or use none"
             )
         self.weights = torch.tensor(class_weights(counts, self._kind), device=pl_module.device)
         pl_module.loss_hooks.append(self._weigh)

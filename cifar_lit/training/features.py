@@ -26,7 +26,7 @@ def check_features(h: Mapping[str, Any]) -> None:
     check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
     if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
         raise UsageError(
-            "model.unfreeze false fits the last layer only: set model.weights, and model.head_views above 0"
+            "model.unfreeze false fits only the last layer: set model.weights, and model.head_views above 0"
         )
     if h["frozen"] and not h["weights"]:
         raise UsageError("model.frozen needs pretrained layers: set model.weights, or leave it at 0")

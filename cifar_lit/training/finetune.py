@@ -172,9 +172,7 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
     except Exception as error:  # a hub, a proxy or a full disk can raise anything
-        remedy = (
-            f"download them yourself for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
-        )
+        remedy = f"download them for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
         raise Failure(f"the weights of {name} cannot be loaded ({first_line(error)[:200]}): {remedy}") from None
 
 

@@ -154,7 +154,7 @@ class Evaluation(nn.Module):
         super().__init__()
         for name in metrics or {}:
             if not is_name(name) or csv_cell(name) != name or name in RESERVED or "." in name:
-                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename the metric")
+                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.top5 = TopHits() if num_classes > TOP else None

@@ -71,8 +71,7 @@ def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
             if value is None or (not is_shaped and (name != "step" or isinstance(value, int | float))):
                 continue
             if not isinstance(value, Tensor) or value.shape != (parameter.shape if is_shaped else torch.Size()):
-                raise Failure(
-                    f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint."
-                )
+                fault = f"the checkpoint does not fit this run: its optimizer has another {name}"
+                raise Failure(f"{fault}. Use another checkpoint.")
             if is_shaped and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter).copy_(value)

@@ -64,9 +64,7 @@ class Schedule(LambdaLR):
         whitening: float | None = None,
     ) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
-            raise UsageError(
-                f"a warm-up of {warmup:g} is longer than the training, {total:g}: lower model.warmup_epochs"
-            )
+            raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower model.warmup_epochs")
 
         def factor(done: float) -> float:  # at least 0, for captured steps
             return max(0.0, schedule_factor(name, done, total, warmup, final))

@@ -111,7 +111,7 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "text"),
     [
-        ("lenet", {"channels": 0}, "at least 1 channel, 1 class and 1 pixel, not 0, 10 and 32×32"),
+        ("lenet", {"channels": 0}, "at least 1 channel, class and pixel, not 0, 10 and 32×32"),
         ("lenet", {"image_size": (32, -1)}, "and 32×-1"),
         ("lenet", {"width": 0.0}, "above 0 and at most 1000, not 0.0"),
         ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
