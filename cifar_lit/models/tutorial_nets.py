@@ -70,7 +70,7 @@ def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> li
 def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """Return a net of four 3×3 convolutions of 16, 32, 64 and 128 channels, with batch norm, ReLU and pooling.
 
-    It accepts any `image_size` from 8×8. The first convolution is narrow because it runs at full resolution: on two CPU
+    It accepts any `image_size` from 8×8. The first convolution is narrow because it runs at full resolution. On two CPU
     cores, 32 channels instead of 16 take twice as long for the same accuracy on `shapes`.
     """
     layers: list[nn.Module] = []

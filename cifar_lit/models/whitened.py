@@ -27,9 +27,8 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """Return C·patch² filters that whiten the patches of `images`, followed by the negated filters.
 
     The uncentred covariance of the patches, computed in float64, is V·diag(e)·Vᵀ. The filters are the columns of V
-    divided by √(e + eps), in descending order of e, so that a narrow next layer receives the strongest directions
-    (Coates and Ng, 2012; as in airbench). Signs are chosen so that the first non-zero component of each eigenvector is
-    positive.
+    divided by √(e + eps) (Coates and Ng, 2012; as in airbench). They are in descending order of e: a narrow next layer
+    then receives the strongest directions. The first non-zero component of each eigenvector is positive.
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.

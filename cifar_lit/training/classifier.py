@@ -64,8 +64,8 @@ class ImageClassifier(pl.LightningModule):
         width: multiplier of the hidden widths of our nets.
         net_options: further options of the net, such as {widths: [32, 96, 96]} for `whitened`.
         label_smoothing: share of the target spread over all classes, from 0 to below 1.
-        class_weights: loss weights for unequal classes: none, balanced (1 / number of training images of the class) or
-            effective (1 / effective number of images, a weaker correction).
+        class_weights: loss weights for unequal classes: none, balanced (1 / number of training images), or effective (1
+            / effective number of images, a weaker correction).
         optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters), or the import path of a torch
             optimizer.
         lr: highest learning rate. With muon: that of the filters.
@@ -91,8 +91,8 @@ class ImageClassifier(pl.LightningModule):
         tta: test-time augmentation, scored next to the plain accuracy: none, mirror, or full (mirror and 1-pixel
             shifts).
         weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.
-        head_views: views of each training image (the first one plain, the others augmented) from which the last layer
-            of a pretrained net is fitted before training. 0 skips that fit.
+        head_views: number of views of each training image, the first plain, the others augmented. The last layer of a
+            pretrained net is first fitted on them. 0 skips that fit.
         unfreeze: train the pretrained net after that fit. With false, only the last layer is fitted.
         frozen: share of the pretrained net's parameters, starting at the input, that stay fixed.
         input_lr: learning rate of the first trained layers; rates rise geometrically to lr in the last ones. Default:
@@ -107,7 +107,6 @@ class ImageClassifier(pl.LightningModule):
     """
 
     net: nn.Module
-    is_pretrained = False  # whether the pretrained weights of `weights` are loaded
     weighs_batches = True  # tells ImageData that this module supports `Batch.loss_weight` and padded labels
 
     def __init__(

@@ -1,9 +1,8 @@
 """Fine-tuning: load pretrained weights and fit the last layer (the head) on features of the frozen net, then train.
 
 Features are computed once and cached on disk, so that runs with other seeds or rates start in seconds. The head is a
-multinomial logistic regression, as in Kornblith et al., Do Better ImageNet Models Transfer Better? (CVPR 2019).
-Training the net from a fitted head avoids the large gradients of a random head (Kumar et al., Fine-Tuning can Distort
-Pretrained Features and Underperform Out-of-Distribution, ICLR 2022).
+multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer Better?, CVPR 2019). A fitted head
+avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class PretrainedWeights(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Load the weights; see `load_pretrained` for the errors."""
-        if stage == "fit" and not trainer.ckpt_path and not pl_module.is_pretrained:
+        if stage == "fit" and not trainer.ckpt_path and not getattr(pl_module, "is_pretrained", False):
             load_into(pl_module)
 
 

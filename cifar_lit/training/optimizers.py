@@ -40,21 +40,21 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters of `net` in non-empty groups, each with its `role`, rate and settings.
 
-    All optimizers but muon have two groups: "weights", of two or more dimensions, with decay, and "biases" (also of
-        norms),
-    without decay, which would cost accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr`, each group
-    is split by depth. Rates rise geometrically from `input_lr` in the first layers to `lr` in the last ones (Howard and
-    Ruder, Universal Language Model Fine-tuning, 2018, section 3.2).
+    All optimizers but muon have two groups. Only "weights", of two or more dimensions, decay: decay of "biases" (also
+    of norms) costs accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr`, each group is split by
+    depth. Rates then rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018, section 3.2).
 
-    muon follows airbench94_muon (K. Jordan, 2024). Its groups are "filters" (parameters of two or more dimensions
-    except the head), which use Muon, and three that use Nesterov SGD with `rest_momentum`: "biases" (also of norms),
-    "head" (the last parameter of two dimensions) and "whitening" (`net.whiten.bias`, if any, whose schedule may end
-    earlier). Default rates are `lr`. They apply to the mean loss of a batch; airbench sums it, so that its 0.053 for
-    biases at batch 2,000 is 106 here.
+    muon follows airbench94_muon (K. Jordan, 2024). Default rates are `lr`. They apply to the mean loss of a batch;
+    airbench sums it, so that its 0.053 for biases at batch 2,000 is 106 here. The groups:
 
-    With muon, `weight_decay` is the share that a parameter loses in a step at the highest rate, and falls with the
-    schedule. Filters have none if `rescale_filters` sets their norm. airbench adds 2e-6 · batch to the gradient, which
-    momentum multiplies by 1 / (1 − 0.85): 0.027 here at batch 2,000.
+    - "filters": parameters of two or more dimensions except the head. They use Muon; the others Nesterov SGD.
+    - "biases": vectors, also of norms.
+    - "head": the last parameter of two dimensions.
+    - "whitening": `net.whiten.bias`, if any, whose schedule may end earlier.
+
+    With muon, `weight_decay` is the share that a parameter loses in a step at the highest rate. Filters have none if
+    `rescale_filters` sets their norm. airbench adds 2e-6 · batch to the gradient, which momentum multiplies by
+    1 / (1 − 0.85): 0.027 here at batch 2,000.
     """
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trained if parameter.ndim > 1]
