@@ -33,9 +33,7 @@ def logs(run_dir: Path) -> Path:
     return Path("logs")
 
 
-def test_compare_prints_settings_results_and_a_significance_test_without_importing_torch(
-    logs: Path, working_folder: Path
-) -> None:
+def test_compare_prints_settings_results_and_a_significance_test(logs: Path, working_folder: Path) -> None:
     code = "import sys; from cifar_lit.cli import main; main(['compare', 'logs']); print('torch' in sys.modules)"
     answer = run_process([sys.executable, "-c", code], working_folder)
     assert answer.err == ""

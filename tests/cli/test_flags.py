@@ -69,9 +69,7 @@ def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> N
         (["help"], "Did you mean fit --help?"),
     ],
 )
-def test_an_argument_without_a_flag_is_answered_with_the_flag(
-    working_folder: Path, argv: list[str], remedy: str
-) -> None:
+def test_an_argument_without_a_flag_gets_a_suggestion(working_folder: Path, argv: list[str], remedy: str) -> None:
     for folder in ("photos", "my photos", "run-1/checkpoints"):
         (working_folder / folder).mkdir(parents=True)
     with pytest.raises(UsageError, match=re.escape(remedy)):

@@ -51,9 +51,7 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE
         ([], {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4,4"}, "4", "2"),
     ],
 )
-def test_devices_and_nodes_come_from_the_slurm_step(
-    words: list[str], changes: dict[str, str], devices: str, nodes: str
-) -> None:
+def test_devices_come_from_the_slurm_step(words: list[str], changes: dict[str, str], devices: str, nodes: str) -> None:
     command, environment = parse("fit", words), {**STEP, **changes}
     apply_launcher(command, environment)
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == (devices, nodes)
@@ -64,7 +62,7 @@ def test_devices_and_nodes_come_from_the_slurm_step(
     assert not is_first_process(environment)
 
 
-def test_devices_and_nodes_come_from_torchrun() -> None:
+def test_devices_come_from_torchrun() -> None:
     command = parse("fit", [])
     apply_launcher(command, {**TORCHRUN, "WORLD_SIZE": "4"})
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
@@ -114,9 +112,7 @@ def _unset_job_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**SLURM, "CIFAR_LIT_JOB": "mine"}, Job("mine", "job mine", again=False, named=True)),
     ],
 )
-def test_a_job_is_identified_by_its_name_or_the_number_of_its_scheduler(
-    environment: dict[str, str], job: Job | None
-) -> None:
+def test_a_job_is_identified_by_its_name_or_number(environment: dict[str, str], job: Job | None) -> None:
     assert job_of(environment) == job
 
 

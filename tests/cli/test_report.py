@@ -44,9 +44,7 @@ def draw_images(folder: str, classes: str = "ab", size: int = 16) -> None:
     draw_folder(Path(folder), counts, size)
 
 
-def test_report_adds_suspected_labels_and_duplicates_and_opens_the_page(
-    own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     page = (own / "report.html").read_text()
     monkeypatch.setattr(webbrowser, "open", opened.append)

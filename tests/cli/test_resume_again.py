@@ -42,9 +42,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_latest_intact_one(unfinished: P
     assert read_checkpoint(last)["global_step"] == read_checkpoint(run_dir / "checkpoints/last.ckpt")["global_step"]
 
 
-def test_other_processes_resume_from_the_checkpoint_of_the_first_one(
-    unfinished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processes_resume_from_the_same_checkpoint(unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RESUMED_CHECKPOINT, "")
     checkpoints, command = unfinished / "checkpoints", parse("train", ["--resume", str(unfinished)])
     cut_short(checkpoints / "last.ckpt")

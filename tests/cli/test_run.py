@@ -124,7 +124,7 @@ def test_a_fast_dev_run_reports_its_batches_and_saves_nothing(run_dir: Path) -> 
         assert not Path("lightning_logs").exists()
 
 
-def test_a_callback_that_monitors_an_unknown_metric_is_refused_before_training() -> None:
+def test_a_callback_that_monitors_an_unkncustom_metric_is_refused_before_training() -> None:
     metric = "{auroc: {class_path: torchmetrics.classification.MulticlassAUROC, init_args: {num_classes: 4}}}"
     words = (*ONE_EPOCH, "--model.metrics", metric, "--trainer.callbacks")
     wrong = ("EarlyStopping", "auroc", "val/auroc"), ("ModelCheckpoint", "train_loss", "train/loss")
@@ -132,9 +132,9 @@ def test_a_callback_that_monitors_an_unknown_metric_is_refused_before_training()
         answer = run_command("fit", *words, callback, "--trainer.callbacks.monitor", monitor)
         assert_refused(answer, 2, f"{callback} monitors {monitor}, which is not logged. Did you mean {suggestion}?")
         assert not Path("lightning_logs").exists()
-    own_metric = ("EarlyStopping", "--trainer.callbacks.monitor", "val/auroc")
+    custom_metric = ("EarlyStopping", "--trainer.callbacks.monitor", "val/auroc")
     rate = ("LearningRateMonitor", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "lr-SGD/pg1")
-    for valid in (own_metric, (*rate, "--trainer.log_every_n_steps", "1")):
+    for valid in (custom_metric, (*rate, "--trainer.log_every_n_steps", "1")):
         assert run_command("fit", *words, *valid).code == 0
 
 
@@ -170,9 +170,7 @@ def test_the_loaded_net_is_that_of_the_best_checkpoint(run_dir: Path, data: Imag
     assert scores.gt(loaded.card.novelty_threshold).sum() == 2  # 5 % of 40 validation images
 
 
-def test_the_temperature_is_fitted_on_validation_images_and_both_calibration_errors_are_reported(
-    run_dir: Path, data: ImageData
-) -> None:
+def test_the_calibration_error_is_reported_with_and_without_temperature(run_dir: Path, data: ImageData) -> None:
     loaded, calibration = cifar_lit.load(run_dir), metrics_of(run_dir)["test"]["calibration"]
     val = data.split[1]
     logits = loaded(data.train_images.images[val].permute(0, 3, 1, 2))
@@ -233,7 +231,7 @@ def test_training_works_in_other_precisions() -> None:
         assert metrics_of(run)["precision"] == precision and cifar_lit.load(run) is not None
 
 
-def test_own_loggers_are_added_and_logger_false_disables_all() -> None:
+def test_custom_loggers_are_added_and_logger_false_disables_all() -> None:
     run_command(*ONE_EPOCH, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "own")
     assert list(Path("own").rglob("metrics.csv"))
     run_command("fit", *ONE_EPOCH, "--logs", "runs", "--trainer.logger", "CSVLogger")

@@ -71,7 +71,7 @@ def test_a_copied_run_is_refused_only_if_it_names_classes(working_folder: Path, 
 @pytest.mark.parametrize(
     "text", ["model: {net: own.Net}", "model.net: own.Net", "data:\n  dataset: own.Net", "model.net: own.py:Net"]
 )
-def test_an_own_net_or_data_set_is_imported_only_if_typed_or_trusted(working_folder: Path, text: str) -> None:
+def test_a_custom_net_or_data_set_is_imported_only_if_typed_or_trusted(working_folder: Path, text: str) -> None:
     (working_folder / "own.yaml").write_text(text)
     name = text.rpartition(": ")[2].rstrip("}")
     group, key = ("data", "dataset") if "dataset" in text else ("model", "net")

@@ -24,7 +24,7 @@ READ, LEFT_OUT, UNSEEN = "read", "left out", "not looked at"  # a folder looks a
 def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) -> list[dict[str, str]]:
     """For each odd file its name, what it is, and what each of `COMMANDS` makes of it, or the reason why not."""
     paths = [work_dir / "train" / f"{number:03}" / file.name for number, file in enumerate(odd)]
-    for path, file in zip(paths, odd, strict=True):  # a class for each file, with a readable one beside it
+    for path, file in zip(paths, odd, strict=True):  # one class per file, with a readable neighbour
         for class_dir in (path.parent, work_dir / "test" / path.parent.name):
             class_dir.mkdir(parents=True)
             picture().save(class_dir / "beside.png")
@@ -54,9 +54,7 @@ def page(files: list[dict[str, str]]) -> str:
     return f"# Odd files, and what becomes of them\n\n{intro}\n\n{table}\n"
 
 
-def test_odd_files_show_their_picture_or_are_refused_with_the_reason_as_the_committed_table_says(
-    run: Path, service: Service, tmp_path: Path
-) -> None:
+def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, service: Service, tmp_path: Path) -> None:
     odd = odd_files()
     files = outcomes(odd, run, service, tmp_path / "set")
     committed = json.loads((RESULTS / "cpu" / "odd-files.json").read_text())["files"]
