@@ -115,7 +115,7 @@ def test_auto_lr_chooses_the_steepest_descent_before_the_lowest_loss() -> None:
     falling = [2.0] * 10 + [1.9, 1.7, 1.4, 1.1, 0.9, 0.8, 0.79] + [0.8, 3.0, 2.0, 1.0]
     assert steepest(falling, 1) in (12, 13)
     assert steepest(falling, 3) in (11, 12, 13)
-    assert steepest([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], 1) is None  # by chance
+    assert steepest([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], 1) is None  # a random decrease
     assert steepest([], 1) is None
 
 

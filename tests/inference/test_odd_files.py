@@ -62,7 +62,7 @@ def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, service
         readable = not isinstance(made.expected, str)
         assert [file["classify"] == READ, file["serve"] == READ] == [readable] * 2, file
         assert file["folder"] in (UNSEEN, READ if readable else LEFT_OUT), file
-        for key in ("name", "what", "folder"):  # the wording of a reason may be another Pillow's
+        for key in ("name", "what", "folder"):  # the wording of a reason depends on Pillow's version
             assert file[key] == before[key]
         if isinstance(made.expected, str):
             assert made.expected in file["classify"] and "\n" not in file["classify"], file

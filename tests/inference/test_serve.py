@@ -145,7 +145,7 @@ def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
         assert parse_body(kind, body, Limits()) == Images([("the image", picture())], many=False)
 
 
-# ---- what is refused
+# ---- refused requests
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_ctrl_c_or_a_closed_terminal_stops_the_service_after_its_last_answer(ser
             head = "POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
             connection.sendall(f"{head}Content-Length: {len(picture())}\r\n\r\n".encode() + picture()[:100])
             time.sleep(0.2)
-            os.killpg(service.process.pid, number)  # as a terminal does, to all processes
+            os.killpg(service.process.pid, number)  # a terminal signals all processes
             time.sleep(0.5)
             connection.sendall(picture()[100:])
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -36,7 +36,7 @@ def test_the_option_side_resizes_images_within_the_net() -> None:
     net(torch.rand(2, 3, 16, 24))
     assert shapes == [(2, 3, 64, 96)]
     with pytest.raises(UsageError, match=r"model\.net_options\.side is 8, not a number of pixels from 16 to 2048"):
-        build(options={"side": 8})
+        build(image_size=16, options={"side": 8})
 
 
 def test_unknown_names_and_sizes_are_answered_with_the_nearest_valid_one() -> None:

@@ -141,7 +141,7 @@ def test_the_smallest_image_size_follows_from_the_options(options: dict[str, Any
 @pytest.mark.parametrize("whiten_bias", [True, False])
 def test_only_whitening_weights_and_norm_scales_are_frozen(whiten_bias: bool) -> None:
     net = build(**TINY, norm_momentum=0.443, whiten_bias=whiten_bias)
-    for norm in (norm for group in net.groups for norm in group.norms):  # as in airbench
+    for norm in (norm for group in net.groups for norm in group.norms):  # the values of airbench
         assert (norm.eps, norm.momentum) == (1e-12, 0.443)
         assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and not norm.bias.any()
     net(some_images()).square().sum().backward()
@@ -197,7 +197,7 @@ def pictures(count: int = 6, channels: int = 3) -> Tensor:
 
 @pytest.mark.parametrize(("channels", "patch", "eps"), [(3, 2, EPS), (1, 2, 0.1), (3, 3, 0.1), (2, 1, EPS)])
 def test_the_filters_match_a_float64_reference_up_to_sign(channels: int, patch: int, eps: float) -> None:
-    assert EPS == 5e-4  # as in airbench
+    assert EPS == 5e-4  # the values of airbench
     images, size = pictures(channels=channels), channels * patch**2
     windows = np.lib.stride_tricks.sliding_window_view(images.double().numpy(), (patch, patch), axis=(2, 3))
     patches = windows.transpose(0, 2, 3, 1, 4, 5).reshape(-1, size)
