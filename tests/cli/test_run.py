@@ -64,9 +64,8 @@ def test_the_console_shows_the_start_card_epochs_interval_and_how_to_load_the_ne
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
     assert "95 % interval of the accuracy {:.4f} … {:.4f}".format(*test["interval"]) in lines
-    assert (
-        "macro F1" in training.answer.out and "balanced accuracy" not in training.answer.out
-    )  # the classes have equal sizes
+    assert "macro F1" in training.answer.out
+    assert "balanced accuracy" not in training.answer.out  # the classes have equal sizes
     program = "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"
     assert shlex.split(lines[-1]) == ["python", "-c", program]
 
@@ -124,7 +123,7 @@ def test_a_fast_dev_run_reports_its_batches_and_saves_nothing(run_dir: Path) -> 
         assert not Path("lightning_logs").exists()
 
 
-def test_a_callback_that_monitors_an_unkncustom_metric_is_refused_before_training() -> None:
+def test_a_callback_that_monitors_an_unknown_metric_is_refused_before_training() -> None:
     metric = "{auroc: {class_path: torchmetrics.classification.MulticlassAUROC, init_args: {num_classes: 4}}}"
     words = (*ONE_EPOCH, "--model.metrics", metric, "--trainer.callbacks")
     wrong = ("EarlyStopping", "auroc", "val/auroc"), ("ModelCheckpoint", "train_loss", "train/loss")

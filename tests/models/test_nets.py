@@ -39,19 +39,17 @@ TUDUI_SHAPES = [(32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 
 
 
 @pytest.mark.parametrize(
-    ("name", "image", "layers", "shapes"),
+    ("name", "channels", "side", "layers", "shapes"),
     [
-        ("tudui", (3, 32), TUDUI, TUDUI_SHAPES),
-        ("sjnet", (3, 32), TUDUI, TUDUI_SHAPES),
-        ("lenet", (3, 32), LENET, [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]),
-        ("fashion_cnn", (1, 28), LENET, [(6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)]),
-        ("signs_mlp", (3, 64), MLP, [(25, 12288), (16, 25), (10, 16)]),
+        ("tudui", 3, 32, TUDUI, TUDUI_SHAPES),
+        ("sjnet", 3, 32, TUDUI, TUDUI_SHAPES),
+        ("lenet", 3, 32, LENET, [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]),
+        ("fashion_cnn", 1, 28, LENET, [(6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)]),
+        ("signs_mlp", 3, 64, MLP, [(25, 12288), (16, 25), (10, 16)]),
     ],
 )
-def test_a_tutorial_net_has_exactly_the_layers_and_parameters_of_the_tutorial(
-    name: str, image: tuple[int, int], layers: list[type], shapes: list[tuple[int, ...]]
-) -> None:
-    net = build(name, image[1], image[0])
+def test_a_tutorial_net_has_exactly_its_layers(name: str, channels: int, side: int, layers: Any, shapes: Any) -> None:
+    net = build(name, side, channels)
     assert [type(layer) for layer in net] == layers
     assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes)
     assert not list(net.buffers())
@@ -168,7 +166,7 @@ def test_torchvision_nets_train_on_grey_images_without_a_warning() -> None:
 # ---- custom nets
 
 
-OWN_NETS = """
+CUSTOM_NETS = """
 from torch import nn
 from cifar_lit.models.registry import NetSpec
 
@@ -191,15 +189,15 @@ NO_PACKAGE = "ModuleNotFoundError: No module named 'no_such_package_at_all'"
 
 
 @pytest.fixture
-def own_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_nets.py").write_text(OWN_NETS)
+def custom_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_nets.py").write_text(CUSTOM_NETS)
     (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
     monkeypatch.chdir(tmp_path)
     names = ["my_own_nets.Own", "my_own_nets.NoWidth", "my_own_nets.anything", "my_own_nets.spec", "my_own_nets.Ohn"]
     monkeypatch.setattr(plugins, "_allowed", {*names, "my_broken_nets.Net", "no_nets_here.Net"})
 
 
-@pytest.mark.usefixtures("own_nets")
+@pytest.mark.usefixtures("custom_nets")
 def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETS, "mine", NetSpec(lambda **settings: nn.Flatten(), min_size=4))
     assert isinstance(build("mine", 4), nn.Flatten)
@@ -209,7 +207,7 @@ def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch:
     assert "" not in sys.path and str(Path.cwd()) not in sys.path
 
 
-@pytest.mark.usefixtures("own_nets")
+@pytest.mark.usefixtures("custom_nets")
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
@@ -236,37 +234,33 @@ NOT_IMPORTABLE = "def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise Sys
     ("name", "member"),
     [("./a_net.py", "a_net.Net"), ("a_net.py:make", "a_net.make"), ("nets/a_net.py", "nets.a_net.Net")],
 )
-def test_a_file_name_in_place_of_a_net_is_answered_with_its_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nets").mkdir()
-    for folder in (tmp_path, tmp_path / "nets"):
-        (folder / "a_net.py").write_text(NOT_IMPORTABLE)
+@pytest.mark.usefixtures("custom_nets")
+def test_a_file_name_in_place_of_a_net_is_answered_with_its_import_path(name: str, member: str) -> None:
+    Path("nets").mkdir()
+    for path in ("a_net.py", "nets/a_net.py"):
+        Path(path).write_text(NOT_IMPORTABLE)
     with pytest.raises(UsageError, match=f"as {member}\\.") as refusal:
         build(name)
     assert "_Hidden" not in str(refusal.value)
 
 
-def test_a_file_that_is_not_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("custom_nets")
+def test_a_file_that_is_not_python_is_refused() -> None:
     for source in (b"\xff\0", b"(" * 100_000, b"-" * 100_000 + b"1"):
-        (tmp_path / "odd.py").write_bytes(source)
+        Path("odd.py").write_bytes(source)
         with pytest.raises(UsageError, match=r"odd\.py is a file: name a class or function in it, as odd\.NAME"):
             build("odd.py")
 
 
 @pytest.mark.parametrize("name", ["whitened", "resnet18"])
-def test_check_shapes_changes_neither_the_net_nor_the_random_state(name: str) -> None:
+def test_check_shapes_does_not_change_the_net(name: str) -> None:
     net = build(name)
     net.train()
     next(net.children()).eval()
-    modes, random_state = [module.training for module in net.modules()], torch.get_rng_state()
-    state = copy.deepcopy(net.state_dict())
+    modes, state = [module.training for module in net.modules()], copy.deepcopy(net.state_dict())
     check_shapes(net, name, (3, 32, 32), 10)
     assert [module.training for module in net.modules()] == modes
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 class RandomNet(nn.Linear):
@@ -276,7 +270,7 @@ class RandomNet(nn.Linear):
         return super().forward(images.flatten(1) + torch.rand(()))
 
 
-def test_check_shapes_restores_the_random_state_that_a_net_changes() -> None:
+def test_check_shapes_restores_the_random_state() -> None:
     net, before = RandomNet(12, 2), torch.get_rng_state()
     check_shapes(net, "random", (3, 2, 2), 2)
     assert torch.equal(torch.get_rng_state(), before)

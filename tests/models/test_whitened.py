@@ -20,19 +20,19 @@ def build(size: int = 16, channels: int = 3, classes: int = 5, width: float = 1.
     return build_net("whitened", channels=channels, image_size=size, num_classes=classes, width=width, options=options)
 
 
-def some_images(size: int = 16, channels: int = 3, seed: int = 1) -> Tensor:
+def random_images(size: int = 16, channels: int = 3, seed: int = 1) -> Tensor:
     return torch.randn(6, channels, size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def trained_a_little(net: Any) -> Any:
+def with_statistics(net: Any) -> Any:
     """Return the net in evaluation mode, with running statistics and biases that are not zero."""
-    net.initialise(some_images())
+    net.initialise(random_images())
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.requires_grad and parameter.ndim == 1:
                 parameter.uniform_(-0.5, 0.5)
         for seed in range(5):
-            net.train()(some_images(seed=seed))
+            net.train()(random_images(seed=seed))
     return net.eval()
 
 
@@ -47,12 +47,12 @@ def test_the_default_net_has_the_layers_of_airbench94() -> None:
     sides: list[torch.Size] = []
     for module in (net.whiten, *net.groups):
         module.register_forward_hook(lambda _module, _inputs, output: sides.append(output.shape[2:]))
-    assert net(some_images(32)).shape == (6, 10)
+    assert net(random_images(32)).shape == (6, 10)
     assert [tuple(side) for side in sides] == [(31, 31), (15, 15), (7, 7), (3, 3)]
     assert (net.activation, net.pool, net.logit_scale) == (F.gelu, "max", 1 / 256)
 
 
-def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool: str) -> Tensor:
+def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool, head_pool: str) -> Tensor:
     """Return the logits of the net in evaluation mode, computed layer by layer from its weights."""
 
     def normalise(maps: Tensor, norm: nn.BatchNorm2d) -> Tensor:
@@ -83,13 +83,11 @@ def by_hand(net: Any, images: Tensor, activation: Any, residual: bool, head_pool
         ("silu", [[3, 1, 1], [2, 5]], True, "max"),
     ],
 )
-def test_the_net_computes_its_documented_layers(
-    activation: str, depth: int | list[Any], residual: bool, head_pool: str
-) -> None:
+def test_the_net_computes_its_documented_layers(activation: str, depth: Any, residual: bool, head_pool: str) -> None:
     net = build(**TINY, activation=activation, depth=depth, residual=residual, head_pool=head_pool, logit_scale=0.25)
-    net, images = trained_a_little(net), some_images(seed=9)
+    net, images = with_statistics(net), random_images(seed=9)
     with torch.no_grad():
-        expected = 0.25 * by_hand(net, images, getattr(F, activation), residual, head_pool)
+        expected = 0.25 * reference_logits(net, images, getattr(F, activation), residual, head_pool)
         torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -107,21 +105,21 @@ def test_a_group_can_have_inner_widths_and_its_own_kernel_sizes() -> None:
 
 @pytest.mark.parametrize(("channels", "further"), [(3, 1), (1, 3), (4, 0)])
 def test_pad_input_changes_neither_logits_nor_gradients(channels: int, further: int) -> None:
-    outcomes = []
+    results = []
     for padded in (False, True):
         net = build(**TINY, channels=channels, pad_input=padded).double()
-        logits = net(some_images(channels=channels).double())
+        logits = net(random_images(channels=channels).double())
         logits.square().sum().backward()
-        outcomes.append((logits.detach(), [p.grad for p in net.parameters() if p.requires_grad]))
-    torch.testing.assert_close(*outcomes)
+        results.append((logits.detach(), [p.grad for p in net.parameters() if p.requires_grad]))
+    torch.testing.assert_close(*results)
     assert net.further_channels == further
 
 
 @pytest.mark.parametrize(("patch", "stride", "first"), [(3, 1, 32), (4, 2, 16), (4, 4, 8)])
 def test_the_stride_sets_the_resolution_of_the_first_layer(patch: int, stride: int, first: int) -> None:
     net = build(size=32, widths=[8], patch=patch, stride=stride)
-    net.initialise(some_images(32))
-    assert net.whiten(some_images(32)).shape == (6, 6 * patch**2, first, first)
+    net.initialise(random_images(32))
+    assert net.whiten(random_images(32)).shape == (6, 6 * patch**2, first, first)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_the_stride_sets_the_resolution_of_the_first_layer(patch: int, stride: i
     [({}, 9), ({"widths": [8] * 3, "patch": 4, "stride": 2}, 16), ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7)],
 )
 def test_the_smallest_image_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
-    assert build(size=least, **options)(some_images(least)).shape == (6, 5)
+    assert build(size=least, **options)(random_images(least)).shape == (6, 5)
     line = rf"cannot take {least - 1}×{least - 1} images; the least size is {least}×{least}"
     with pytest.raises(UsageError, match=line):
         build(size=least - 1, **options)
@@ -144,7 +142,7 @@ def test_only_whitening_weights_and_norm_scales_are_frozen(whiten_bias: bool) ->
     for norm in (norm for group in net.groups for norm in group.norms):  # the values of airbench
         assert (norm.eps, norm.momentum) == (1e-12, 0.443)
         assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and not norm.bias.any()
-    net(some_images()).square().sum().backward()
+    net(random_images()).square().sum().backward()
     norms = {f"groups.{group}.norms.{place}.weight" for group in (0, 1) for place in (0, 1)}
     frozen = {"whiten.weight", *norms} | (set() if whiten_bias else {"whiten.bias"})
     for name, parameter in net.named_parameters():
@@ -155,7 +153,7 @@ def test_only_whitening_weights_and_norm_scales_are_frozen(whiten_bias: bool) ->
 def test_convolutions_start_as_the_identity_on_their_common_channels(widths: list[int]) -> None:
     for conv in (conv for group in build(widths=widths).groups for conv in group.convs):
         same = min(conv.in_channels, conv.out_channels)
-        maps = some_images(5, conv.in_channels)
+        maps = random_images(5, conv.in_channels)
         torch.testing.assert_close(conv(maps)[:, :same], maps[:, :same])
         others = conv.weight[same:].detach()
         if len(others):  # torch's default: uniform within ±1/√fan_in
@@ -168,13 +166,13 @@ def test_the_logit_scale_sets_the_initial_head() -> None:
     assert float(scaled.head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
     assert float(plain.head.weight.detach().std()) == pytest.approx((3 * 64) ** -0.5, rel=0.1)  # torch's default
     plain.load_state_dict(scaled.state_dict())
-    torch.testing.assert_close(scaled(some_images()), plain(some_images()) / 64)
+    torch.testing.assert_close(scaled(random_images()), plain(random_images()) / 64)
 
 
 @pytest.mark.parametrize(("channels", "patch"), [(3, 2), (1, 3)])
 def test_initialise_sets_the_whitening_filters_and_a_flag_in_the_state_dict(channels: int, patch: int) -> None:
     net, other = (build(channels=channels, patch=patch, **TINY).to(memory_format=torch.channels_last) for _ in "12")
-    images = some_images(channels=channels)
+    images = random_images(channels=channels)
     net.initialise(images)
     assert torch.equal(net.whiten.weight, whitening_filters(images, patch))
     assert net.whiten.weight.is_contiguous(memory_format=torch.channels_last) and not net.whiten.weight.requires_grad
@@ -241,10 +239,10 @@ def test_under_autocast_the_first_and_last_layer_stay_in_float32() -> None:
         module.register_forward_hook(lambda _module, _inputs, output, name=name: dtypes.update({name: output.dtype}))
     net.groups.register_forward_pre_hook(lambda _module, inputs: dtypes.update({"activated": inputs[0].dtype}))
     with torch.autocast("cpu", torch.bfloat16):
-        assert net(some_images()).dtype == net(some_images().bfloat16()).dtype == torch.float32
+        assert net(random_images()).dtype == net(random_images().bfloat16()).dtype == torch.float32
     in_bfloat16 = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
     assert in_bfloat16 == {"activated", "groups"} and dtypes["whiten"] == dtypes["head"] == torch.float32
-    assert net.double()(some_images()).dtype == torch.float64
+    assert net.double()(random_images()).dtype == torch.float64
 
 
 # ---- options
