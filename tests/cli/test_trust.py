@@ -83,7 +83,7 @@ def test_a_custom_net_or_data_set_is_imported_only_if_typed_or_trusted(working_f
     assert_class_refused(run_command("--recipe", "small.yaml", f"--{group}=part.yaml"), name)
 
 
-def test_only_yaml_mappings_of_a_limited_size_are_accepted_also_with_anchors(tmp_path: Path) -> None:
+def test_only_yaml_mappings_of_a_limited_size_are_accepted(tmp_path: Path) -> None:
     """tests/security has files that do more than set values."""
     large = ("a: " + "x" * MAX_BYTES, "larger than 32 KiB")
     for text, line in (large, ("- 1\n", "must hold settings by name"), ("a: [1", "not valid YAML at line 1")):

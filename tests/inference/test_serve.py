@@ -138,7 +138,7 @@ def test_file_names_of_a_form_are_short_and_printable_in_errors(disposition: str
     assert files == [(f"image 1 ({name})", picture())]
 
 
-def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
+def test_base64_may_have_line_breaks_and_any_image_type_is_accepted() -> None:
     bodies = dict.fromkeys(("image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""), picture())
     bodies["application/json; charset=utf-8"] = json.dumps({"image": base64.encodebytes(picture()).decode()}).encode()
     for kind, body in bodies.items():
