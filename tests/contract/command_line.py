@@ -100,10 +100,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
     """Run a command line in this process and undo its changes to the process.
 
-    Args:
-        words: the command line.
-        default: the command if `words` name none; scripts/train.py uses "train".
-        variables: additional environment variables.
+    default: the command if `words` name none. variables: additional environment variables.
     """
     out, err = io.StringIO(), io.StringIO()
     code = run_into(out, err, words, default, **variables)
@@ -165,14 +162,9 @@ def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answ
 
 
 class Fork:
-    """A command line in a forked process. It starts faster than a new process because torch is imported already.
+    """A command line in a forked process, which starts faster because torch is imported already.
 
-    Args:
-        words: the command line.
-        folder: its working folder.
-        name: prefix of the files in `folder` that hold its output.
-        around: context manager entered in the forked process.
-        variables: additional environment variables.
+    It runs within the context manager `around` and writes its output to the files NAME-stdout.txt and NAME-stderr.txt.
     """
 
     def __init__(

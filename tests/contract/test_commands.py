@@ -93,12 +93,6 @@ def test_predict_repeats_the_predictions_of_train(run_dir: Path) -> None:
         assert [row[name] for row in predicted] == [row[name] for row in tested]
 
 
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_an_evaluation_needs_a_checkpoint(command: str) -> None:
-    assert_refused(run_command(command), 2, "--ckpt_path")
-    assert_refused(run_command(command, "--ckpt_path", "nowhere.ckpt"), 2, "nowhere.ckpt")
-
-
 def test_validate_without_validation_images_is_refused(run_dir: Path) -> None:
     answer = run_command("validate", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--data.val_size", "0")
     assert_refused(answer, 2, "nothing to validate on", "val_size")
@@ -122,15 +116,3 @@ def test_devices_lists_devices_with_their_flags_and_counts_the_parameters_of_a_n
     answer = run_command("devices", "--net", "lenet", "--image_size=16", "--num_classes=4")
     assert answer.code == 0
     assert f"{metrics_of(run_dir)['parameters']:,}" in answer.out
-
-
-# ---- commands that read a run
-
-
-@pytest.mark.parametrize("command", ["classify", "report", "compare", "export", "serve"])
-def test_a_missing_run_is_refused_by_name(command: str) -> None:
-    more = {"classify": ["cat.png"], "compare": ["nowhere-2"], "export": ["--to", "safetensors"]}.get(command, [])
-    answer = run_command(command, "nowhere-1", *more)
-    assert answer.code == 2
-    assert "nowhere-1" in answer.error_lines[-1]
-    assert len(answer.error_lines) == 1

@@ -50,15 +50,6 @@ def test_cifar10_is_the_default_and_its_mirrors_include_the_original_host_and_ze
         assert part in answer.error_lines[-1]
 
 
-def test_labels_and_resize_modes_that_a_data_set_lacks_are_refused_before_any_download() -> None:
-    for dataset, flag, kind, line in (
-        ("cifar10", "--data.labels", "coarse", "cifar10 has no labels called 'coarse': leave data.labels out"),
-        ("cifar100", "--data.labels", "rough", "cifar100 has no labels called 'rough': use fine or coarse"),
-        ("cifar10", "--data.resize", "letterbox", "all images of cifar10 have the same size: leave data.resize out"),
-    ):
-        assert_refused(run_command("--accelerator", "cpu", "--dataset", dataset, flag, kind), 2, line)
-
-
 def test_an_archive_placed_by_hand_is_used_and_a_damaged_one_is_named_and_kept() -> None:
     by_hand = Path("own/cifar-10-python.tar.gz")
     by_hand.parent.mkdir()

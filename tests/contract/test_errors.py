@@ -68,6 +68,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
     # values
     (f"{S} --model.lr", ["--model.lr needs a value"]),
+    (f"{S} --checkpoint-every often", ["--checkpoint-every", "often", "500", "10m"]),
     (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
     (f"{S} --epochs 0", ["--epochs", "at least 1"]),
     (f"{S} --lr nan", ["--lr", "nan"]),
@@ -101,6 +102,26 @@ INVALID: list[tuple[str, list[str]]] = [
     # strategies
     (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
+    # devices
+    (f"{S} --devices two", ["two"]),
+    (f"{S} --accelerator gpus", ["Did you mean gpu?"]),
+    (f"{S} --rank-timeout 0", ["--rank-timeout"]),
+    (f"{S} --nodes 2", ["--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]),
+    (f"{S} --devices 2 --accelerator cpu --trainer.sync_batchnorm true",
+     ["--trainer.sync_batchnorm true works on GPUs only", "leave it out"]),
+    # options of data sets, refused before a download
+    ("--dataset cifar10 --data.labels coarse", ["cifar10 has no labels called 'coarse': leave data.labels out"]),
+    ("--dataset cifar100 --data.labels rough", ["cifar100 has no labels called 'rough': use fine or coarse"]),
+    ("--dataset cifar10 --data.resize letterbox", ["the images of cifar10 have one size: leave data.resize out"]),
+    # missing runs and checkpoints
+    *((f"{command} --ckpt_path nowhere.ckpt", ["nowhere.ckpt"]) for command in ("validate", "test", "predict")),
+    *((command, ["--ckpt_path"]) for command in ("validate", "test", "predict")),
+    ("test --resume", ["--resume", "--ckpt_path"]),
+    *((f"{command} nowhere-1", ["nowhere-1"]) for command in ("report", "serve", "export --to safetensors")),
+    ("classify nowhere-1 cat.png", ["nowhere-1"]),
+    ("compare nowhere-1 nowhere-2", ["nowhere-1"]),
+    ("--resume", ["nothing to resume", "lightning_logs"]),
+    ("--ckpt_path nowhere", ["nothing to resume", "nowhere"]),
     # missing files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
     (f"{S} --config ~0", ["begins with an unknown home folder"]),

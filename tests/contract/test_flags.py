@@ -109,10 +109,6 @@ def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() 
     assert checkpoints == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
 
 
-def test_an_invalid_checkpoint_interval_is_refused() -> None:
-    assert_refused(run_command(*SMALL, "--checkpoint-every", "often"), 2, "--checkpoint-every", "often", "500", "10m")
-
-
 def test_auto_batch_and_auto_lr_are_searched_before_training_and_written_to_config_yaml(run_dir: Path) -> None:
     words = "--net shapenet --model.width 0.5 --auto-batch --auto-lr --data.count 800 --epochs 1 --batch-size 8"
     answer = run_command("fit", *SMALL, *words.split())

@@ -93,16 +93,6 @@ def test_a_finished_run_is_reported_as_finished_and_unchanged(run_dir: Path) -> 
     assert contents_of(run_dir) == before
 
 
-def test_resume_without_a_run_is_refused() -> None:
-    for line, *parts in (
-        ("--resume", "nothing to resume", "lightning_logs"),
-        ("--ckpt_path nowhere", "nothing to resume", "nowhere"),
-        ("test --resume", "--resume", "--ckpt_path"),
-    ):
-        assert_refused(run_command(*line.split()), 2, *parts)
-    assert not Path("lightning_logs").exists()
-
-
 # ---- other settings beside --resume
 
 
