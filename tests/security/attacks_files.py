@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from contract.command_line import draw_folder
 from security.attack import Attack, harmless
-from security.hostile_models import CHECKPOINTS
+from security.hostile_models import CHECKPOINTS, kernel_log
 
 from cifar_lit.cli import main
 from cifar_lit.data.cache import FORMAT
@@ -32,7 +32,6 @@ NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
 DOWNLOAD = [*FIT, "--dataset", "cifar10", "--data-dir", "data", "--data.url", "mirror.gz", *NO_SHAPES]
 DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
 TABLE = [*DECODE, "--data-dir"]  # overrides the first --data-dir
-KERNEL = "/proc/kmsg"  # a regular file of size 0 that blocks when read
 REDIRECTION = b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"
 LEADS_OUT = "is a symlink pointing outside its run folder"
 
@@ -59,7 +58,7 @@ def link(folder: Path, path: Path, target: str = "outside/notes.txt") -> None:
 
 
 def kernel(folder: Path, path: Path) -> None:
-    path.symlink_to(KERNEL)
+    kernel_log(path)
 
 
 def hard_link(folder: Path, path: Path) -> None:
@@ -85,13 +84,8 @@ def filled_folder(folder: Path, path: Path) -> None:
 
 def nested_folders(folder: Path, path: Path) -> None:
     """900 levels of folders. Python cannot walk more than about 1,000, and pytest cannot remove them."""
-    outer = os.open(folder / "run", os.O_RDONLY)
-    for _ in range(900):
-        os.mkdir("d", dir_fd=outer)
-        inner = os.open("d", os.O_RDONLY, dir_fd=outer)
-        os.close(outer)
-        outer = inner
-    os.close(outer)
+    for levels in range(900):
+        path.joinpath(*["d"] * levels).mkdir()
 
 
 def another_run(folder: Path, last: Path) -> None:

@@ -149,9 +149,9 @@ def fit_own(*words: str) -> Callable[[], int]:
     return in_work(["fit", "--recipe", "../small.yaml", "--config", "own.yaml", *words])
 
 
-def refused_setting(setting: str, given: str | Prepare, *words: str) -> Attack:
-    """A setting that configuration files may not choose; `given` is the text of own.yaml or prepares it."""
-    prepare = config(given) if isinstance(given, str) else given
+def refused_setting(setting: str, own: str | Prepare, *words: str) -> Attack:
+    """A setting that configuration files may not choose; `own` is the text of own.yaml or writes it."""
+    prepare = config(own) if isinstance(own, str) else own
     return Attack(prepare, fit_own(*words), says=f"a configuration file sets {setting} to ")
 
 

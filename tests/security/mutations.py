@@ -37,23 +37,23 @@ def damaged(draw: st.DrawFn, content: bytes, other: bytes = b"") -> bytes:
     """`content` with bytes changed, removed, doubled or cut off, or spliced with `other`."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, max(len(data) - 1, 0)))
+        start = draw(st.integers(0, max(len(data) - 1, 0)))
         length = draw(st.integers(1, 9))
         match draw(st.sampled_from(["change", "change", "extreme", "remove", "insert", "double", "cut", "splice"])):
             case "change":
-                data[place : place + length] = draw(st.binary(min_size=length, max_size=length))
+                data[start : start + length] = draw(st.binary(min_size=length, max_size=length))
             case "extreme":
-                data[place : place + length] = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\x80"])) * length
+                data[start : start + length] = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\x80"])) * length
             case "remove":
-                del data[place : place + length]
+                del data[start : start + length]
             case "insert":
-                data[place:place] = draw(st.binary(min_size=1, max_size=9))
+                data[start:start] = draw(st.binary(min_size=1, max_size=9))
             case "double":
-                data[place:place] = data[place : place + 100 * length]
+                data[start:start] = data[start : start + 100 * length]
             case "cut":
-                del data[place:]
+                del data[start:]
             case "splice":
-                data[place:] = other[draw(st.integers(0, len(other))) :]
+                data[start:] = other[draw(st.integers(0, len(other))) :]
     return bytes(data)
 
 
