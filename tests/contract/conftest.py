@@ -47,7 +47,7 @@ class Interruption(NamedTuple):
     while_running: Answer
 
 
-STEPS = 170  # of the interrupted training, in one epoch
+STEPS = 170  # in the one epoch of the interrupted training
 
 
 @pytest.fixture(scope="session")

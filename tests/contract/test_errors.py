@@ -98,7 +98,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
     (f"{S} --data.sampling balanced --model.class_weights effective",
-     ["unequal classes twice: set one of them to none"]),
+     ["balance the classes twice: set one of them to none"]),
     # strategies
     (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
@@ -108,11 +108,11 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --rank-timeout 0", ["--rank-timeout"]),
     (f"{S} --nodes 2", ["--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]),
     (f"{S} --devices 2 --accelerator cpu --trainer.sync_batchnorm true",
-     ["--trainer.sync_batchnorm true works on GPUs only", "leave it out"]),
+     ["--trainer.sync_batchnorm true needs GPUs", "leave it out"]),
     # options of data sets, refused before a download
     ("--dataset cifar10 --data.labels coarse", ["cifar10 has no labels called 'coarse': leave data.labels out"]),
     ("--dataset cifar100 --data.labels rough", ["cifar100 has no labels called 'rough': use fine or coarse"]),
-    ("--dataset cifar10 --data.resize letterbox", ["the images of cifar10 have one size: leave data.resize out"]),
+    ("--dataset cifar10 --data.resize letterbox", ["all images of cifar10 have the same size: leave data.resize out"]),
     # missing runs and checkpoints
     *((f"{command} --ckpt_path nowhere.ckpt", ["nowhere.ckpt"]) for command in ("validate", "test", "predict")),
     *((command, ["--ckpt_path"]) for command in ("validate", "test", "predict")),

@@ -185,7 +185,7 @@ def referring(setting: str, part: str | None) -> Attack:
             (folder / "work/part.yaml").unlink()
             os.mkfifo(folder / "work/part.yaml")
 
-    return Attack(prepare, fit_own(), says="a configuration file has settings in 'part.yaml', which is not read")
+    return Attack(prepare, fit_own(), says="a configuration file refers to settings in 'part.yaml', which is not read")
 
 
 def incomplete(dataset: str, decoy: str) -> Attack:

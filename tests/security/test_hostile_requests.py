@@ -31,7 +31,7 @@ pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures time and memory in Linux's /proc")
 
 EVERY = 4  # the short form sends every fourth request
-MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # of all processes of the service, for one request
+MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # per request, in all processes of the service
 LOCAL = "Host: localhost\r\n"
 BAD_ORIGIN = LOCAL + "Origin: http://[\r\n"
 GZIP = LOCAL + "Content-Encoding: gzip\r\n"
@@ -86,7 +86,7 @@ def many(data: bytes, count: int) -> bytes:
 
 Made = bytes | Callable[[], bytes]
 
-# What is sent, and the permitted statuses; 0 stands for no answer.
+# The bytes sent, and the permitted statuses; 0 stands for no answer.
 REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "two Hosts": (get(headers=LOCAL + "Host: evil.example\r\n"), {400}),
     "no Host": (get(headers=""), {400}),

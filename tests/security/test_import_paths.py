@@ -124,7 +124,7 @@ def test_a_net_of_a_run_from_elsewhere_is_imported_only_with_trust(
     assert run_command(*export, "own.safetensors").code == 0  # a run of this user wrote its configuration
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\n")
     sys.modules.pop(module)
-    monkeypatch.setattr(plugins, "_allowed", set())  # as in another process
+    monkeypatch.setattr(plugins, "_allowed", set())  # a new process would start like this
     answer = run_command(*export, "other.safetensors")
     assert_refused(answer, 2, f"{module}.net would run code of its module", "--trust")
     assert module not in sys.modules
