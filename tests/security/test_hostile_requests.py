@@ -253,8 +253,8 @@ def test_stalled_large_bodies_are_dropped_for_other_clients(service: Service) ->
         Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
         memory = megabytes(service)
         sockets = [clients.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(40)]
-        unfinished = HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)
-        wait([threads.submit(client.sendall, unfinished) for client in sockets], 5)
+        head = HEAD + b"Content-Length: 9900000\r\n\r\n"
+        wait([threads.submit(client.sendall, head + bytes(9_000_000)) for client in sockets], 5)
         assert service.predict(picture(size=(1700, 1700), kind="BMP")).status == 200  # 8.7 MB
         assert megabytes(service) - memory < 500
         for client in sockets:
