@@ -1,4 +1,4 @@
-"""`Preprocessing` alone: batches from uint8 images to what a net is given."""
+"""`Preprocessing` turns batches of uint8 images into the input of a net."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_augmentation_training_and_evaluation_batches_are_normalised_ali
     assert steps.train_batch(batch, side=4).images.shape[2:] == (4, 4)
 
 
-def test_an_image_is_augmented_as_a_function_of_seed_epoch_and_row() -> None:
+def test_augmentation_depends_on_seed_epoch_and_row_only() -> None:
     steps, other = (preprocessing(augmentation=DeviceAugmentation(hue=0.4), seed=seed) for seed in (0, 1))
     batch = batch_of(steps, epoch=2)
     shown = steps.train_batch(batch).images
