@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from own_images import save
@@ -47,9 +46,7 @@ def test_balanced_sampling_and_class_counts_concern_training_images_only() -> No
     assert rows_of(data.test_dataloader()) == list(range(12))
 
 
-def test_too_few_images_of_a_class_or_for_validation_are_reported_at_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_images_of_a_class_or_set_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, count in (("cat", 12), ("dog", 1)):
         for part in ("train", "test"):
             for number in range(count):
@@ -119,7 +116,7 @@ def test_a_position_within_an_epoch_requires_the_same_batch_size() -> None:
     assert len(rows_of(loader)) == 50
 
 
-# ---- where the images are kept
+# ---- placement
 
 
 @pytest.mark.parametrize(
@@ -182,18 +179,3 @@ def test_only_training_images_are_shrunk() -> None:
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
     with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()
-
-
-# ---- with a plain LightningModule
-
-
-def test_on_two_devices_a_plain_module_gets_no_batch_of_weight_0() -> None:
-    for module, batches, last in ((None, 4, 0.0), (pl.LightningModule(), 3, 1.0)):
-        data = shapes_data(eval_batch_size=6)  # 50 training images in batches of 16, 10 validation images
-        data.trainer = trainer_at(0, 2, global_rank=1, lightning_module=module)
-        loader = data.train_dataloader()
-        assert (len(loader), list(loader)[-1].loss_weight, data.epochs) == (batches, last, 2)
-    data = shapes_data(eval_batch_size=10)
-    data.trainer = trainer_at(0, 2, global_rank=1, lightning_module=pl.LightningModule())
-    (batch,) = data.val_dataloader()
-    assert torch.equal(batch.labels, data.train_images.labels[data.split[1]])

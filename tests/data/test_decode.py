@@ -31,9 +31,7 @@ def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
     ("file_format", "settings", "tolerance"),
     [("JPEG", {"quality": 95, "subsampling": 0}, 12), ("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("BMP", {}, 0)],
 )
-def test_each_format_decodes_to_the_saved_pixels(
-    tmp_path: Path, file_format: str, settings: dict, tolerance: int
-) -> None:
+def test_each_format_decodes_to_saved_pixels(tmp_path: Path, file_format: str, settings: dict, tolerance: int) -> None:
     # The content determines the format, not the suffix.
     (tmp_path / "a.txt").write_bytes(encoded(blocks(24, 32), file_format, **settings))
     pixels = decode(tmp_path / "a.txt")
@@ -61,9 +59,7 @@ def test_transparency_is_blended_with_white(mode: str) -> None:
     ],
     ids=["16 bits", "CMYK", "to grey"],
 )
-def test_16_bit_cmyk_and_grey_conversions_keep_their_colours(
-    data: bytes, channels: int, expected: list[list[int]]
-) -> None:
+def test_16_bit_cmyk_and_grey_images_keep_their_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
     pixels = decode(io.BytesIO(data), channels=channels)
     assert pixels.shape[2] == channels
     assert np.abs(pixels[0, : len(expected)].astype(int) - expected).max() <= (1 if channels == 3 else 0)
@@ -165,11 +161,8 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
     exif[0x0112] = 6  # rotated by 90 degrees
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    for name, reason in (
-        ("a.jpg", "cut short"),
-        ("b.jpg", "not a JPEG, PNG"),
-        ("c.jpg", "missing: there is no such file"),
-    ):
+    reasons = {"a.jpg": "cut short", "b.jpg": "not a JPEG, PNG", "c.jpg": "missing: there is no such file"}
+    for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -198,15 +191,11 @@ def test_a_progressive_jpeg_of_many_scans_is_read(scans: int, side: int) -> None
 
 
 @pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit, and warns below
-def test_images_above_pillows_pixel_limit_are_errors_without_a_warning(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_images_above_pillows_pixel_limit_fail_without_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     data = encoded(blocks(32, 40), "PNG")
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        pytest.raises(DecodeError, match=f"more than {limit:,} pixels"),
-    ):
+    error = pytest.raises(DecodeError, match=f"more than {limit:,} pixels")
+    with warnings.catch_warnings(record=True) as caught, error:
         warnings.simplefilter("always")
         decode(io.BytesIO(data))
     assert not caught

@@ -212,13 +212,13 @@ def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
 
 
 def test_training_batches_alone_are_augmented_before_scaling_and_normalising() -> None:
-    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
+    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5}, seed=3)
     loader = data.train_dataloader()
     loader.set_epoch(2)
     batch = next(iter(loader))
     plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
-    bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)
+    bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 3, 2, FILL, planes)
     result = at(data, 2).on_after_batch_transfer(batch, 0)
     torch.testing.assert_close(result.images, (bright / 255 - 0.5) / 0.25, rtol=0, atol=1e-5)
     assert result.images.is_contiguous(memory_format=torch.channels_last) and result.targets is None

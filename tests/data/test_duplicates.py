@@ -38,7 +38,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
     "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
     "less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
-    "all of it": lambda picture: as_jpeg(
+    "all changes": lambda picture: as_jpeg(
         ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)
     ),
 }
@@ -63,7 +63,7 @@ def test_groups_of_near_duplicates_do_not_depend_on_order_or_chunk_size(monkeypa
 
 
 def test_the_search_needs_less_than_twice_the_memory_of_its_thumbnails() -> None:
-    """With a million images of 1.5 GB, a search with twice the memory was killed."""
+    """A search of a million images that took twice as much was killed at 1.5 GB."""
     count = 20_000
     images = np.random.default_rng(0).integers(0, 256, (count, 9, 9, 3), np.uint8)
     tracemalloc.start()
@@ -115,9 +115,7 @@ def motifs(images: torch.Tensor) -> set[int]:
     return set(distances.argmin(1).tolist())
 
 
-def test_a_random_split_keeps_near_duplicates_together_and_stays_stratified(
-    twins: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stratified_split_keeps_near_duplicates_together(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(4):
         sizes: dict[str, Any] = {"val_size": 0.25, "test_size": 0.3, "cache_dir": str(twins.parent / "cache")}
         data = ImageData("folder", str(twins), split_seed=seed, **sizes)
@@ -159,9 +157,7 @@ def test_near_duplicates_are_searched_again_after_an_image_is_added(twins: Path)
         assert not motifs(train.images) & motifs(test.images)
 
 
-def test_near_duplicates_across_a_given_split_are_reported_and_not_moved(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_near_duplicates_across_a_given_split_are_only_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/dog/d.png"):
         save_photo(root / name, "abcd".index(name[-5]))
     photo(0).save(root / "test/dog/again.jpg", quality=60)

@@ -32,9 +32,7 @@ def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
     return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
 
 
-def test_train_and_test_folders_are_read_and_other_files_ignored(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(root / "train/cat/more/deep/x.PNG", 9)
     for hidden in (".git/x.png", "cat/.trash/x.png", "cat/._0.png", "__MACOSX/x.png", "../.cache/x.png"):
         save(root / "train" / hidden)
@@ -245,9 +243,7 @@ def test_invalid_settings_are_refused_by_name(root: Path, settings: dict) -> Non
         open_set(root, **settings)
 
 
-def test_damaged_images_are_errors_by_name_or_skipped_on_request(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(root / "train/cat/1.png")
     (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
     text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(missing.*--data.skip_bad true"

@@ -71,9 +71,7 @@ def counted_rows(step: Sequence[Batch]) -> list[int]:
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 101, 103], [4, 7, 8])])
-def test_devices_share_global_batches_and_their_weighted_losses_average_to_the_mean(
-    count: int, batch_size: int
-) -> None:
+def test_devices_share_global_batches_and_weighted_losses_average_to_the_mean(count: int, batch_size: int) -> None:
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     order = epoch_order(count, seed=4, epoch=0).tolist()
     expected = [order[start : start + batch_size] for start in range(0, count, batch_size)]
@@ -178,9 +176,7 @@ def test_invalid_batch_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 17, 27, 101], [4, 7, 8, 32])])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_plain_module_gets_equal_numbers_of_batches_and_none_of_weight_0(
-    count: int, batch_size: int, world: int
-) -> None:
+def test_a_plain_module_gets_equal_batch_counts_and_none_of_weight_0(count: int, batch_size: int, world: int) -> None:
     loaders = train_loaders(image_set(count), batch_size, world, weighted=False)
     steps = list(zip(*loaders, strict=True))
     assert len(steps) == len(loaders[0]) >= 1

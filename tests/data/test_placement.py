@@ -22,9 +22,7 @@ CPU = torch.device("cpu")
         ("host", 9.0, "host"),
     ],
 )
-def test_images_are_placed_on_the_device_up_to_half_of_its_free_memory(
-    kind: str, free_sizes: float | None, place: str
-) -> None:
+def test_images_are_on_the_device_up_to_half_its_free_memory(kind: str, free_sizes: float | None, place: str) -> None:
     parts = SplitImages("shapes", SourceSettings(image_size=8, count=10))
     images = parts.train_images
     free = None if free_sizes is None else round(free_sizes * images.images.nbytes)

@@ -16,9 +16,7 @@ from cifar_lit.errors import UsageError
     ("size", "shape", "channels", "classes"),
     [(32, (32, 32), 3, 10), (28, (28, 28), 1, 12), ("8x20", (8, 20), 1, 2), ([40, 33], (40, 33), 3, 110)],
 )
-def test_any_size_channel_count_and_class_count_is_generated(
-    size: ImageSize, shape: tuple[int, int], channels: int, classes: int
-) -> None:
+def test_any_shape_and_class_count_works(size: ImageSize, shape: tuple[int, int], channels: int, classes: int) -> None:
     drawn = shapes(True, image_size=size, channels=channels, num_classes=classes, count=classes)
     assert drawn.images.shape == (classes, *shape, channels)
     assert sorted(drawn.labels.tolist()) == list(range(classes))

@@ -203,9 +203,7 @@ def test_an_unknown_data_set_is_answered_with_the_nearest_name(typed: str, neare
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
 @pytest.mark.parametrize("missing", ["nothing", "a file", "all but the archive"])
-def test_at_hand_is_true_only_if_loading_writes_nothing(
-    name: str, missing: str, request: pytest.FixtureRequest
-) -> None:
+def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
     settings = SourceSettings(root=str(served.root))
     assert not at_hand(served.dataset, settings)
@@ -270,9 +268,7 @@ def test_invalid_class_names_are_refused(names: Any, reason: str) -> None:
         ImageSet(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), names)
 
 
-def test_a_users_data_set_is_a_registry_entry_or_an_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SourceSettings(count=12)
     own = Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
     monkeypatch.setitem(SOURCES, "mine", own)

@@ -102,7 +102,7 @@ def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[st
     assert values(table) == [0, 1, 2, 3] and "2 rows repeat one above, and count once\n" in capsys.readouterr().err
 
 
-def test_missing_files_are_errors_by_name_or_skipped_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_fail_by_name_or_are_skipped_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},{'test' if name[-5] in '25' else 'train'}" for name in NAMES]
     gone = [f"gone/{number}.png,cat,train" for number in range(5)]
     table = write(pets / "a.csv", "path,label,split", *rows, *gone)
@@ -110,10 +110,8 @@ def test_missing_files_are_errors_by_name_or_skipped_on_request(pets: Path, caps
     with pytest.raises(UsageError, match=text):
         open_set(table)
     assert values(table, skip_bad=True) == [0, 1, 3, 4]
-    assert (
-        f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file"
-        in capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file" in err
     damage(pets / "cat/1.png")
     write(table, "path,label,split", *rows)
     with pytest.raises(Failure, match=f"1 of 6 images of {table} are damaged: cat/1.png"):

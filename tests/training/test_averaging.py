@@ -82,9 +82,7 @@ def test_a_test_scores_the_weights_of_the_checkpoint_or_else_of_the_model(
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_a_run_resumes_with_a_weight_average_switched_on_or_off(
-    ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_resume_can_toggle_the_average(ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     before, model = (classifier(net="shapenet", ema_decay=decay) for decay in (ema_decay, 0.9 - ema_decay))
     fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
     done: Any = fitted(model, shapes_data(), resume=tmp_path / "own.ckpt")

@@ -186,9 +186,7 @@ def average_of(trainer: pl.Trainer) -> Any:
     ("name", "ema_decay", "validates"),
     [("weights", 0.0, True), ("weights", 0.0, False), *((name, 0.9, True) for name in OVERFLOWS)],
 )
-def test_an_overflow_in_the_last_step_of_an_epoch_reaches_no_checkpoint(
-    tmp_path: Path, name: str, ema_decay: float, validates: bool
-) -> None:
+def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, ema_decay: float, validates: bool) -> None:
     best, last = best_and_last(tmp_path)
     last.MIN_INTERVAL = 0.0
     saves, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
@@ -203,9 +201,7 @@ def test_an_overflow_in_the_last_step_of_an_epoch_reaches_no_checkpoint(
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_a_non_finite_validation_loss_is_never_the_best_and_training_continues(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, rows = classifier(), Rows()
     overflown, usual = Score(0.9, math.nan, 20, [], []), Score(0.5, 1.0, 20, [], [])
     scores = iter([overflown, usual])

@@ -145,9 +145,7 @@ def test_dropout_draws_new_numbers_at_every_replay(device: Device) -> None:
 @pytest.mark.parametrize(
     "settings", [{**WHITENED, "whiten_epochs": 1.5}, {"net": "dropout"}, {"optimizer": "adamw"}], ids=str
 )
-def test_all_captures_precede_the_first_step_and_leave_no_trace(
-    settings: dict[str, Any], fake_graphs: recorded_graphs.Module
-) -> None:
+def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_graphs: recorded_graphs.Module) -> None:
     whitened = "whiten_epochs" in settings
     starts: list[Any] = []
 
@@ -282,9 +280,7 @@ def test_no_checkpoint_is_saved_after_a_non_finite_loss_between_two_log_lines(tm
 
 
 @pytest.mark.parametrize("stop", [3, 10])
-def test_a_resumed_captured_run_ends_alike_and_names_the_step_of_a_divergence(
-    stop: int, device: Device, tmp_path: Path
-) -> None:
+def test_a_resumed_captured_run_ends_alike_and_names_a_diverged_step(stop: int, device: Device, tmp_path: Path) -> None:
     def run(data: Any, resume: Path | None = None, stop: int = -1) -> dict[str, Tensor]:
         last = best_and_last(tmp_path)[1]
         model, orderly = classifier(capture=True, momentum=0.9, schedule="one_cycle", lr=2**-6), OrderlyStop(last)

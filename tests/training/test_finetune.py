@@ -244,18 +244,14 @@ def test_features_depend_on_the_options_of_the_net(file: str, data: ImageData) -
 
 
 @pytest.mark.parametrize(("precision", "compiled"), [("bf16-true", False), ("32-true", True)])
-def test_features_are_computed_in_other_precisions_and_for_compiled_nets(
-    file: str, data: ImageData, precision: Any, compiled: bool
-) -> None:
+def test_features_work_with_bfloat16_and_compile(file: str, data: ImageData, precision: Any, compiled: bool) -> None:
     tuned = model(file, unfreeze=False, compile=compiled)
     fitted(tuned, data, precision=precision)
     assert tuned.score is not None and tuned.score.images == len(data.split[1])
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9])
-def test_the_head_stays_the_best_checkpoint_if_training_all_weights_is_worse(
-    file: str, data: ImageData, tmp_path: Path, decay: float
-) -> None:
+def test_the_head_stays_best_unless_training_helps(file: str, data: ImageData, tmp_path: Path, decay: float) -> None:
     head = model(file, unfreeze=False)
     fitted(head, data)
     best, last = best_and_last(tmp_path)
@@ -268,9 +264,7 @@ def test_the_head_stays_the_best_checkpoint_if_training_all_weights_is_worse(
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_resumed_fine_tuning_fits_no_head_and_ends_with_the_same_weights(
-    fixed: bool, file: str, data: ImageData, tmp_path: Path
-) -> None:
+def test_resumed_fine_tuning_refits_no_head(fixed: bool, file: str, data: ImageData, tmp_path: Path) -> None:
     whole = model(file, fixed_norms=fixed)
     fitted(whole, data, *best_and_last(tmp_path / "a"))
 

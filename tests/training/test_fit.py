@@ -73,9 +73,7 @@ BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 CLIP = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 
 
-def by_hand(
-    net: str, data: ImageData, precision: str, clip: dict[str, Any], accumulate: int
-) -> tuple[dict[str, Tensor], int]:
+def by_hand(net: str, data: ImageData, precision: str, clip: Any, accumulate: int) -> tuple[dict[str, Tensor], int]:
     """Return the state and the number of steps of a tutorial's loop over two epochs.
 
     The optimizer is not fused and the memory format is not channels_last. The images are those of the data module:
@@ -111,9 +109,7 @@ def by_hand(
         ("signs_mlp", "bf16-mixed", BY_NORM, 3),
     ],
 )
-def test_a_fit_ends_with_the_weights_of_a_handwritten_loop(
-    net: str, precision: Any, clip: dict[str, Any], accumulate: int
-) -> None:
+def test_a_fit_equals_a_handwritten_loop(net: str, precision: Any, clip: dict[str, Any], accumulate: int) -> None:
     """Clipping is compared in float64, without rounding at the limits. Mixed precision uses an MLP: in bfloat16 many
     pixels of a pooling window are equal, and the kernel decides which of them receives the gradient.
     """
@@ -155,7 +151,7 @@ def test_memory_format_and_compilation_do_not_change_the_logits(monkeypatch: pyt
         assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-# ---- what is logged
+# ---- logging
 
 
 class Losses(Callback):
@@ -194,9 +190,7 @@ ACCUMULATED = {"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_trai
         (ACCUMULATED, [(1, 2), (3, 3), (4, 5), (6, 6)]),
     ],
 )
-def test_each_logged_loss_is_the_mean_over_the_images_since_the_last_row(
-    settings: dict[str, Any], windows: list[tuple[int, int]]
-) -> None:
+def test_each_logged_loss_is_the_mean_since_the_last_row(settings: Any, windows: list[tuple[int, int]]) -> None:
     rows, losses = Rows(), Losses()
     fitted(classifier(), shapes_data(), losses, logger=rows, **settings)
     means = {last: mean_loss([each for each in losses.batches if first <= each[0] <= last]) for first, last in windows}
@@ -226,7 +220,7 @@ def test_the_training_loss_is_smoothed_and_the_validation_loss_is_not() -> None:
     assert rows.curve("val/accuracy") == pytest.approx({BATCHES: float((logits.argmax(1) == labels).float().mean())})
 
 
-# ---- which images are shown
+# ---- order and size of the images
 
 
 class Seen(Callback):

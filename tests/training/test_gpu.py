@@ -81,9 +81,7 @@ def test_an_epoch_of_batches_is_transferred_without_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_images_on_the_host_arrive_in_pinned_memory_and_train_the_same_net(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_on_the_host_arrive_in_pinned_memory_and_train_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
     data, loader = on_gpu("host")
     assert data.placed("train")[0].images.device.type == "cpu"
     batches = list(loader)

@@ -68,9 +68,7 @@ class Training:
         limits: arguments of the Trainer; three epochs by default.
     """
 
-    def __init__(
-        self, folder: Path, name: str, every: str | None = None, accumulate: int = 1, limits: Any = None
-    ) -> None:
+    def __init__(self, folder: Path, name: str, every: Any = None, accumulate: int = 1, limits: Any = None) -> None:
         self.folder, self.last, self.limits = folder, folder / "last.ckpt", limits or {"max_epochs": 3}
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
         self.rows = Rows()  # of the latest run, complete or not
@@ -112,12 +110,12 @@ class Training:
         assert same(resumed.best["state_dict"], whole.best["state_dict"])
 
 
-Uninterrupted = Callable[..., Run]
+GetRun = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Return the uninterrupted run of given settings, trained once."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
+    """Return a function that returns the uninterrupted run of given settings, trained once."""
 
     def train(name: str, accumulate: int = 1) -> Run:
         return Training(tmp_path_factory.mktemp("whole"), name, accumulate=accumulate).run()
@@ -136,10 +134,8 @@ def press(*numbers: int) -> Callable[..., None]:
     ("name", "step"),
     [("sgd", 1), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9), ("augmented", 9)],
 )
-def test_a_run_stopped_within_an_epoch_resumes_bit_equal(
-    tmp_path: Path, name: str, step: int, uninterrupted: Uninterrupted
-) -> None:
-    whole, training = uninterrupted(name), Training(tmp_path, name)
+def test_a_run_stopped_in_an_epoch_resumes_bit_equal(tmp_path: Path, name: str, step: int, reference: GetRun) -> None:
+    whole, training = reference(name), Training(tmp_path, name)
     interruption = training.stop(At(step, press(signal.SIGINT)))
     assert (str(interruption), interruption.exit_code) == ("SIGINT", 130)
     checkpoint = read_checkpoint(training.last)
@@ -147,7 +143,7 @@ def test_a_run_stopped_within_an_epoch_resumes_bit_equal(
     training.assert_resumes_to(whole)
 
 
-def test_a_stop_waits_for_the_accumulated_update(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
+def test_a_stop_waits_for_the_accumulated_update(tmp_path: Path, reference: GetRun) -> None:
     def between(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) == (1, 3):  # first of three accumulated batches
             press(signal.SIGINT)()
@@ -155,12 +151,12 @@ def test_a_stop_waits_for_the_accumulated_update(tmp_path: Path, uninterrupted: 
     training = Training(tmp_path, "sgd", accumulate=3)
     training.stop(LambdaCallback(on_train_batch_start=between))
     assert read_checkpoint(training.last)["global_step"] == 3 + 2
-    training.assert_resumes_to(uninterrupted("sgd", accumulate=3))
+    training.assert_resumes_to(reference("sgd", accumulate=3))
 
 
 @pytest.mark.parametrize(("in_validation", "step"), [(True, 7), (False, 7), (True, 21)])
 def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
-    in_validation: bool, step: int, tmp_path: Path, uninterrupted: Uninterrupted
+    in_validation: bool, step: int, tmp_path: Path, reference: GetRun
 ) -> None:
     send = press(signal.SIGTERM)
 
@@ -172,7 +168,7 @@ def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
     callback = LambdaCallback(on_validation_epoch_start=validation) if in_validation else At(step, send)
     assert training.stop(callback).exit_code == 143
     assert read_checkpoint(training.last)["global_step"] == step
-    training.assert_resumes_to(uninterrupted("sgd"))
+    training.assert_resumes_to(reference("sgd"))
 
 
 def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,18 +195,18 @@ def hangup_handler() -> Iterator[None]:
     ],
 )
 def test_a_lost_session_stops_with_a_checkpoint_after_any_number_of_signals(
-    signals: tuple[int, ...], code: int, tmp_path: Path, uninterrupted: Uninterrupted
+    signals: tuple[int, ...], code: int, tmp_path: Path, reference: GetRun
 ) -> None:
     training = Training(tmp_path, "averaged")
     assert training.stop(At(9, press(*signals))).exit_code == code
     assert read_checkpoint(training.last)["global_step"] == 9
-    training.assert_resumes_to(uninterrupted("averaged"))
+    training.assert_resumes_to(reference("averaged"))
 
 
 @pytest.mark.usefixtures("hangup_handler")
-def test_under_nohup_training_survives_a_hangup(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
+def test_under_nohup_training_survives_a_hangup(tmp_path: Path, reference: GetRun) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, uninterrupted("sgd").weights)
+    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, reference("sgd").weights)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
@@ -247,10 +243,10 @@ def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time() -> None:
     [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
 )
 def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
-    every: str, accumulate: int, steps: list[int], tmp_path: Path, uninterrupted: Uninterrupted, monkeypatch: Any
+    every: str, accumulate: int, steps: list[int], tmp_path: Path, reference: GetRun, monkeypatch: Any
 ) -> None:
     """A checkpoint that is due after the first of two accumulated batches waits for the second."""
-    whole, saved, now = uninterrupted("averaged", accumulate), list[int](), [0.0]
+    whole, saved, now = reference("averaged", accumulate), list[int](), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     note = LambdaCallback(
         on_train_batch_start=lambda *_: now.append(now.pop() + 25),  # seconds
@@ -282,13 +278,13 @@ def test_short_epochs_share_a_checkpoint_and_the_last_epoch_has_its_own(
 
 
 def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(
-    tmp_path: Path, uninterrupted: Uninterrupted, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reference: GetRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     training, send = Training(tmp_path, "averaged"), press(signal.SIGTERM)
     training.stop(LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and send()))
     assert read_checkpoint(training.last)["global_step"] == BATCHES + 1
-    training.assert_resumes_to(uninterrupted("averaged"))
+    training.assert_resumes_to(reference("averaged"))
 
 
 def fail(*_: Any) -> None:
@@ -301,21 +297,19 @@ def fail(*_: Any) -> None:
 )
 def test_a_run_that_died_resumes_bit_equal_from_its_last_checkpoint(
     end: int, accumulate: int, every: str | None, reached: int, limits: Any,
-    tmp_path: Path, uninterrupted: Uninterrupted, recwarn: Any, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, reference: GetRun, recwarn: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if not every:  # with an interval, every epoch ends with a checkpoint
         monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     training = Training(tmp_path, "averaged", every, accumulate, limits)
     training.stop(At(end, fail), RuntimeError)
     assert read_checkpoint(training.last)["global_step"] == reached
-    training.assert_resumes_to(uninterrupted("averaged", accumulate), every=every and "5")  # the interval may change
+    training.assert_resumes_to(reference("averaged", accumulate), every=every and "5")  # the interval may change
     assert not [warning for warning in recwarn if "callbacks used to create the checkpoint" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("every", "end", "reached"), [("3", 5, 3), (None, 3, 3)])
-def test_a_validation_due_at_a_stop_within_an_epoch_is_not_lost(
-    every: str | None, end: int, reached: int, tmp_path: Path
-) -> None:
+def test_a_validation_due_at_a_stop_is_not_lost(every: str | None, end: int, reached: int, tmp_path: Path) -> None:
     limits = {"max_epochs": 3, "val_check_interval": 3}
     whole = Training(tmp_path / "whole", "averaged", limits=limits).run()
     training = Training(tmp_path / "stopped", "averaged", every, limits=limits)
@@ -326,9 +320,7 @@ def test_a_validation_due_at_a_stop_within_an_epoch_is_not_lost(
     training.assert_resumes_to(whole)
 
 
-def test_the_best_checkpoint_is_found_after_the_run_folder_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, names = tmp_path / "before", tmp_path / "after", ["best.ckpt", "last.ckpt", "previous.ckpt"]
     model = classifier(net="shapenet", lr=0.3, momentum=0.9)
     monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)

@@ -54,9 +54,7 @@ def test_an_additional_metric_reaches_score_loggers_and_callbacks(tmp_path: Path
         ({"num_sanity_val_steps": 1}, 14, 2),
     ],
 )
-def test_the_trainers_limits_count_batches_and_optimizer_steps(
-    settings: dict[str, Any], steps: int, validations: int
-) -> None:
+def test_trainer_limits_count_batches_and_updates(settings: dict[str, Any], steps: int, validations: int) -> None:
     rows, counts = Rows(), list[bool]()
     count = LambdaCallback(on_validation_end=lambda trainer, _: counts.append(not trainer.sanity_checking))
     done = fitted(classifier(), shapes_data(), count, logger=rows, **settings)

@@ -53,7 +53,7 @@ def test_a_class_neither_present_nor_predicted_is_excluded_from_the_means() -> N
     )  # 0 for a class predicted but absent
 
 
-def test_top5_needs_six_classes_counts_ties_and_rejects_non_finite_logits() -> None:
+def test_top5_needs_six_classes_and_counts_ties_but_no_nan_logits() -> None:
     few, many = Evaluation(5), Evaluation(6)
     assert (few.names, many.names) == (few.names, [*few.names, "top5"]) and "top5" not in few.names
     few.update(torch.zeros(2, 5), torch.tensor([0, 1]))
@@ -83,9 +83,7 @@ def test_order_batch_size_and_padding_do_not_change_the_last_digit() -> None:
         ([0.1] * 10_000, [True] * 10_000, 0.1),  # small losses are not rounded away in the sum
     ],
 )
-def test_the_mean_loss_is_over_the_counted_images_and_nan_if_it_overflows(
-    losses: list[float], counted: list[bool], mean: float
-) -> None:
+def test_mean_loss_skips_padding_and_overflows_to_nan(losses: list[float], counted: list[bool], mean: float) -> None:
     metric = MeanLoss()
     for _ in range(50):
         metric.update(torch.tensor(losses), torch.tensor(counted))

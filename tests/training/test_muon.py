@@ -92,9 +92,7 @@ def test_batched_filters_move_as_single_ones_flattened_ones_and_in_any_memory_fo
         assert all(optimizers[0].state[one]["momentum_buffer"].stride() == one.stride() for one in params)
 
 
-def test_streams_per_shape_are_synchronised_and_give_bit_equal_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_streams_per_shape_are_synchronised_and_give_bit_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, waits = stepped(Muon(parameters(FILTERS), 0.1)), []
 
     class Stream(torch.cpu.Stream):  # type: ignore[misc]

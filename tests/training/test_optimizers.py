@@ -184,9 +184,7 @@ def test_new_settings_on_resume_reach_their_groups_at_the_schedules_position() -
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("capturable", [(True, False), (False, True)], ids=str)
-def test_a_checkpoint_resumes_bit_equal_with_rates_in_tensors_or_numbers(
-    name: str, capturable: tuple[bool, bool]
-) -> None:
+def test_checkpoints_resume_bit_equal_with_rates_in_tensors_or_floats(name: str, capturable: tuple[bool, bool]) -> None:
     def new_training(capturable: bool) -> tuple[Optimizer, Whitened, Schedule]:
         net = Whitened()
         optimizer = build_optimizer(net, name, 2**-5, capturable=capturable, momentum=0.6)

@@ -79,9 +79,7 @@ def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[s
     assert "sync_dist" not in pair[0]
 
 
-def test_our_classes_score_the_same_on_one_device_and_on_two(
-    pair: tuple[str, Path], alone: dict[str, dict[str, Any]]
-) -> None:
+def test_our_classes_score_alike_on_two_devices(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
     both = result_of(pair, "ours", 0)
     assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)
     assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
@@ -116,9 +114,7 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
         ({"skip_easy": 0.5}, r"data\.skip_easy needs the loss of each image"),
     ],
 )
-def test_data_settings_that_a_plain_model_does_not_support_are_refused(
-    settings: dict[str, Any], line: str, tmp_path: Path
-) -> None:
+def test_settings_unsupported_by_a_plain_model_are_refused(settings: dict[str, Any], line: str, tmp_path: Path) -> None:
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
     with pytest.raises(UsageError, match=line):
         trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, **settings))

@@ -102,9 +102,7 @@ def stages(
     del store
 
 
-def test_two_processes_share_each_batch_and_train_the_net_of_one(
-    pair_run: Future[tuple[Path, Answer]], alone: Path
-) -> None:
+def test_two_processes_share_batches_and_train_the_same_net(pair_run: Future[tuple[Path, Answer]], alone: Path) -> None:
     folder, answer = pair_run.result()
     assert answer.code == 0, answer.err
     assert "8 = 2 × 4 · 13 steps per epoch" in answer.out

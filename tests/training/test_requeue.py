@@ -35,9 +35,7 @@ def test_slurms_signal_saves_and_requeues_and_the_restarted_job_ends_bit_equal(t
     assert_same_run(tmp_path, alone)
 
 
-def test_a_stop_counts_even_if_a_library_replaces_its_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_counts_if_a_library_replaces_its_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib's compiled code replaces exceptions raised while it converts its arguments."""
 
     def draw(*_: object) -> None:

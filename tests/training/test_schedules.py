@@ -1,3 +1,5 @@
+"""Learning-rate schedules equal torch's, in steps and in epochs."""
+
 import pytest
 import torch
 from small_runs import Rows, classifier, fitted, shapes_data
@@ -13,7 +15,7 @@ def optimizer(lr: float = 1.0) -> SGD:
 
 
 def whitened() -> SGD:
-    """Two groups with rates of their own, the second with the whitening's role."""
+    """Return an optimizer with two groups and rates, the second with the role of the whitening."""
     others, whitening = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
     groups = [{"params": others, "lr": 2.0}, {"params": whitening, "lr": 3.0, "role": "whitening"}]
     return SGD(groups, lr=1.0, fused=True)

@@ -133,9 +133,7 @@ SCORES = [score(0.5, 6, 1), score(0.75, 10, 0), score(1.0, 7, 2), score(math.nan
 
 
 @pytest.mark.parametrize(("monitor", "best"), [("accuracy", 1), ("loss", 0), ("balanced_accuracy", 2), ("macro_f1", 2)])
-def test_the_monitored_score_selects_the_best_checkpoint_and_never_a_diverged_one(
-    tmp_path: Path, monitor: str, best: int
-) -> None:
+def test_the_monitored_score_selects_the_best_finite_checkpoint(tmp_path: Path, monitor: str, best: int) -> None:
     scores, done = iter(SCORES), 0
     while done < len(SCORES):  # in two parts: the second resumes the first
         model = classifier(monitor=monitor)

@@ -36,9 +36,7 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("limit", [5000, 30])
-def test_the_first_layer_is_computed_once_from_training_images_without_augmentation(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whitening.WHITENING_IMAGES == 5000  # as in airbench
     monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
     model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
