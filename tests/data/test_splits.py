@@ -128,8 +128,9 @@ def test_folds_keep_groups_together_and_are_nearly_stratified() -> None:
 def test_a_small_class_is_reported_and_an_empty_fold_refused(capsys: pytest.CaptureFixture[str]) -> None:
     folds = fold_rows(torch.tensor([0, 0, 0, 1, 1, 1]), None, 5, seed=0)
     assert sorted(torch.bincount(folds).tolist()) == [1, 1, 1, 1, 2]
-    err = capsys.readouterr().err
-    assert err.startswith("2 of 2 classes have fewer images, or groups of them, than there are folds")
+    assert capsys.readouterr().err.startswith(
+        "2 of 2 classes have fewer images, or groups of them, than there are folds"
+    )
     with pytest.raises(UsageError, match="4 folds of 3 groups of images cannot be: choose from 2 to 3"):
         fold_rows(torch.arange(6), torch.tensor([0, 0, 1, 1, 2, 2]), 4, seed=0)
     with pytest.raises(UsageError, match="1 folds of 6 images"):
