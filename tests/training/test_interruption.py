@@ -71,7 +71,7 @@ class Training:
     def __init__(self, folder: Path, name: str, every: Any = None, accumulate: int = 1, limits: Any = None) -> None:
         self.folder, self.last, self.limits = folder, folder / "last.ckpt", limits or {"max_epochs": 3}
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
-        self.rows = Rows()  # of the latest run, complete or not
+        self.rows = Rows()  # latest run, complete or not
 
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Train to the end."""

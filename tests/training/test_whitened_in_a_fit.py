@@ -37,7 +37,7 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("limit", [5000, 30])
 def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert whitening.WHITENING_IMAGES == 5000  # as in airbench
+    assert whitening.WHITENING_IMAGES == 5000  # the number in airbench
     monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
     model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
     fitted(model, data)
