@@ -29,7 +29,7 @@ class UsageError(_OneLine, ValueError):
 
 
 class InvalidFileError(ValueError):
-    """Inconsistent or incomplete contents of a file. The text is half a sentence, for a message with its name."""
+    """Inconsistent or incomplete contents of a file. The caller adds the file's name to the text."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

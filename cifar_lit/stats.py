@@ -11,10 +11,10 @@ Z95 = 1.959964  # a standard normal variable lies within ± this value with prob
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """Return the t for which Student's t lies in -t … t with probability `confidence`.
+    """Return the two-sided quantile t of Student's distribution: a variable lies in -t … t with this `confidence`.
 
-    For integer degrees of freedom, this probability is a finite sum over the angle atan(t / sqrt(freedom)). See
-    M. Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
+    For integer degrees of freedom, the probability is a finite sum over the angle atan(t / sqrt(freedom)). See M.
+    Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
     bisection.
 
     Args:
@@ -66,21 +66,21 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
 
 
 def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
-    """Return the difference that two equally good classifiers stay below with probability 0.95 on separate test sets.
+    """Return the largest difference between two equally good classifiers on separate test sets, at 95 % confidence.
 
     This is half the width of the interval of the difference between two equal fractions (R. Newcombe, Interval
     Estimation for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10).
 
     Args:
-        share: fraction of correct images of both classifiers.
-        interval: its Wilson interval, for test sets of one size.
+        share: accuracy of both classifiers.
+        interval: Wilson interval of `share`. Both test sets have the same size.
     """
     low, high = interval
     return math.hypot(share - low, high - share)
 
 
 class McNemar(NamedTuple):
-    """Result of `mcnemar`: numbers of images that only one of the two has right, and two p-values."""
+    """Result of `mcnemar`: numbers of images that only the first or second classifier has right, and two p-values."""
 
     first: int
     second: int
@@ -107,9 +107,9 @@ def mcnemar(first: int, second: int) -> McNemar:
         return McNemar(0, 0, 1.0, 1.0)
     log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
     itself = math.exp(log_ways - count * math.log(2))
-    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
-    for place in range(least, 0, -1):
-        term *= place / (count - place + 1)
+    term = total = 1.0  # probabilities of splits at least as uneven, relative to this split's
+    for right in range(least, 0, -1):
+        term *= right / (count - right + 1)
         total += term
         if term < 1e-17 * total:
             break

@@ -1,13 +1,13 @@
-"""Decoded images of a folder, kept in one file outside of it and mapped into memory.
+"""Cache of decoded images: one memory-mapped file, outside the folder of the images.
 
-A cache is a folder of its own for each (root, size, channels, way of resizing), with
+Each (root, size, channels, resize) has its own cache folder with
 
     index.json           shape, files in row order with size and time, unreadable files, data file, near-duplicates
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the readable files
     lock                 held while a process checks the cache or decodes
 
-The index is replaced in one step, after the rows that it names have been synced to disk. It is also saved from time to
-time during decoding, so that interrupted decoding resumes.
+The index is replaced atomically, after the rows that it names have been synced to disk. It is also saved periodically
+during decoding, so that interrupted decoding resumes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FORMAT = 3  # raise it when files of the cache or pixels of the decoder change
-MAX_OWN_SIZE = 64  # images that all have one size up to this keep it …
-COMMON_SIZE = 32  # … others get this one if no size is set
+FORMAT = 3  # incremented when files of the cache or pixels of the decoder change
+MAX_OWN_SIZE = 64  # pixels; without a set size, images keep their own if it is the same for all and at most this
+COMMON_SIZE = 32  # pixels; side of all other images without a set size
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
 CHUNK = 64  # files that a decoding process takes at a time
 SAVE_EVERY = 30.0  # seconds; a killed process loses this much work at most
-POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
+POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # smaller jobs end before worker processes would have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 Duplicates = list[list[str]]  # paths of near-duplicates, by group
@@ -61,7 +61,7 @@ class File(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Contents of index.json. duplicates: None before near-duplicates were looked for."""
+    """Contents of index.json. `duplicates` is None until near-duplicates have been searched."""
 
     shape: tuple[int, int, int, int]
     files: list[File]
@@ -87,18 +87,18 @@ def decoded(
     resize: str,
     cache_dir: Path,
 ) -> Decoded:
-    """Return the images of `files` from the cache. Decode and cache those that it lacks, with a progress bar.
+    """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
 
     The array is private to the process: writing to it changes no file.
 
     Args:
         root: the folder that the files' paths are relative to, or a table in that folder.
-        files: what to decode, in the order of the rows if there are no near-duplicates.
-        arrange: returns the files in the order of the rows, given the near-duplicates.
-        size: (H, W) of the images; None for their own size if all agree and it is at most 64, else 32×32.
+        files: the files, in row order if there are no near-duplicates.
+        arrange: function that returns the files in row order, given the near-duplicates.
+        size: (H, W) of the images. If None, images of one common size up to 64 keep it; others are resized to 32×32.
         channels: 1 or 3.
         resize: one of `decode.RESIZES`.
-        cache_dir: if it cannot be written, a line says so, and a temporary file is used.
+        cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
 
     Raises:
         Failure: the disk is full, or a decoding process was killed.
@@ -109,7 +109,7 @@ def decoded(
     folder = root.parent if root.is_file() else root
     with ExitStack() as stack:
         try:
-            if slot.is_symlink():  # not created here: what it leads to must not be written or removed
+            if slot.is_symlink():  # not created by this program, so its target must not be changed
                 raise OSError(errno.ELOOP, f"{slot.name} is a link")
             stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
         except OSError as error:
@@ -119,11 +119,11 @@ def decoded(
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
-            slot = Path(stack.enter_context(temporary))  # the mapping outlives the name of its file
+            slot = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
         index = _load(slot, folder, files) or _decode_to(slot, folder, files, size, channels, resize)
         if index.duplicates is None:
             index = _searched(slot, index)
-            with suppress(OSError):  # if the disk is full now, they are looked for again next time
+            with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
                 _write_index(slot, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
@@ -165,7 +165,7 @@ def _write_index(slot: Path, index: Index) -> None:
 def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
     """Return the index of a cache with exactly these files, in any order, else None.
 
-    None also if a file that was unreadable can be read now: a change of rights leaves its size and time as before.
+    Also None if a file that was unreadable is readable now: a change of permissions changes neither size nor time.
     """
     index = read_index(slot)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
@@ -201,7 +201,7 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 def _decode_to(
     slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
 ) -> Index:
-    """Decode `files` to `size`. If it is None, to their own size or to squares of 32."""
+    """Decode `files` to `size`; if it is None, to their own size or to 32×32."""
     for file in files if size is None else ():
         with suppress(DecodeError):
             if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
@@ -214,12 +214,12 @@ def _decode_to(
 def _decode(
     slot: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
-    """Replace the cache at `slot` by `files`. Unchanged files are copied from it, the others decoded."""
+    """Replace the cache at `slot` by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
     row_bytes = prod(shape)
     data = slot / f"images-{secrets.token_hex(4)}.u8"
     before = read_index(slot)
-    # A cache of another shape stays until it is certain that all images are `all_of_size`.
+    # Keep an old cache of another shape until all images are known to have the same size.
     may_replace = before is None or before.shape[1:] == shape or not all_of_size
     rows: dict[File, memoryview] = {}  # pixels of unchanged files
     duplicates: Duplicates | None = None
@@ -235,7 +235,7 @@ def _decode(
     index: Index | None = None
 
     def new_rows() -> Iterator[bytes | str]:
-        """Yield the pixels of each new file, or the reason why there are none."""
+        """Yield the pixels of each new file, or the reason why it is unreadable."""
         paths = [f"{folder / file.path}" for file in new]
         chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
@@ -250,9 +250,9 @@ def _decode(
         """Sync the images to disk, and write an index of the first `count` files."""
         output.flush()
         os.fsync(output.fileno())
-        named = list(files[:count])
-        reasons = {file.path: bad[file.path] for file in named if file.path in bad}
-        index = Index((count - len(reasons), *shape), named, reasons, data.name, duplicates)
+        done_files = list(files[:count])
+        reasons = {file.path: bad[file.path] for file in done_files if file.path in bad}
+        index = Index((count - len(reasons), *shape), done_files, reasons, data.name, duplicates)
         _write_index(slot, index)
         return index
 
@@ -264,7 +264,7 @@ def _decode(
             decoded_rows, saved, done = new_rows(), time.monotonic(), 0
             try:
                 for done, file in enumerate(files):
-                    # Until all rows are copied, the cache before holds more than an index of this file would.
+                    # Until all unchanged rows are copied, the old cache holds more images than the new one.
                     if may_replace and not left_to_copy and time.monotonic() - saved > SAVE_EVERY:
                         save(done)
                         saved = time.monotonic()
@@ -282,7 +282,7 @@ def _decode(
                         save(done)
                 raise
             if before and bad.keys() != before.bad.keys():
-                duplicates = None  # there are other images now
+                duplicates = None  # the set of readable images has changed
             index = save(len(files))
     except BrokenProcessPool as error:
         raise Failure("a decoding process was killed, probably for lack of memory: start again to resume") from error
@@ -290,8 +290,8 @@ def _decode(
         need = f"free {len(files) * row_bytes / 1e6:,.1f} MB there, or set $CIFAR_LIT_CACHE to another folder"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
     finally:
-        named = index or read_index(slot)  # read it: it may have been saved just before an interruption
+        current = index or read_index(slot)  # an index may have been saved just before an interruption
         for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
-            if not named or leftover.name != named.data:
+            if not current or leftover.name != current.data:
                 leftover.unlink(missing_ok=True)
     return index

@@ -213,7 +213,7 @@ def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_b
         ),
         ({"scale": [0.5, 1.5]}, r"data\.augment\.scale must be two rising shares"),
         ({"ratio": [2, 1]}, r"data\.augment\.ratio must be two rising numbers above 0"),
-        ({"ratio": [1, 2]}, r"data\.augment\.ratio is of the random crop: set data\.augment\.scale too"),
+        ({"ratio": [1, 2]}, r"data\.augment\.ratio needs a random crop: set data\.augment\.scale too"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(settings: dict[str, Any], line: str) -> None:

@@ -176,5 +176,5 @@ def test_where_ones_own_split_has_parted_them_a_line_warns_and_nothing_is_moved(
     train, test = (open_set(root, part, image_size=32) for part in (True, False))
     assert (len(train), len(test), train.groups) == (7, 6, None)
     lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
-    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too good"
+    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too high"
     assert lines == [f"1 held-out images below {root} are {KIND} of training images, {example}"]

@@ -212,9 +212,12 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: replace_root(root, "pets-v2/train/cat/0.png", "pets-v2/test/cat/0.png"),
-            r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?",
+            r"one class only \(pets-v2\), .* Did you mean --data-dir .*pets/pets-v2\?",
         ),
-        (lambda root: (root / "test").rename(root / "eval"), r"has train/ but no test/<class>/… .* Is eval/ meant\?"),
+        (
+            lambda root: (root / "test").rename(root / "eval"),
+            r"has train/ but no test/<class>/… .* If eval/ has the test images",
+        ),
         (
             lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
             "differ: train/ alone has dog and val/ alone has emu;",
@@ -226,14 +229,14 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
-            r"one class only \(images\), .* Is --data-dir .*pets/labels.csv meant\?",
+            r"one class only \(images\), .* Did you mean --data-dir .*pets/labels.csv\?",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
             r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
-        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
+        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has only one image or group"),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_refused_in_one_line(
