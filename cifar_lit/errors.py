@@ -10,7 +10,7 @@ from cifar_lit.text import printable
 
 
 class _OneLine(Exception):
-    """An exception whose text is one printable line, whatever names it quotes."""
+    """An exception whose text is one printable line, even if it quotes names from untrusted files."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

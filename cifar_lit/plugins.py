@@ -52,8 +52,8 @@ def guard_child_processes() -> None:
     also leaves out a script's own folder, which is therefore added to PYTHONPATH.
     """
     if not os.environ.get("PYTHONSAFEPATH"):
-        own = [] if sys.flags.safe_path else sys.path[:1]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
+        script_folder = [] if sys.flags.safe_path else sys.path[:1]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*script_folder, os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
 
 

@@ -97,21 +97,21 @@ def mcnemar(first: int, second: int) -> McNemar:
 
     Returns:
         `exact` is the two-sided probability of a split at least as uneven, if each of these images falls to either
-        classifier with probability 1/2. `mid` is the mid-p value, which counts half of the probability of the split
-        itself. It is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC
-        Medical Research Methodology 13:91, 2013).
+        classifier with probability 1/2. `mid` is the mid-p value, which counts only half of the probability of the
+        observed split. The mid-p value is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen
+        and P. Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     count = first + second
-    least = min(first, second)
+    smaller = min(first, second)
     if not count:
         return McNemar(0, 0, 1.0, 1.0)
-    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
-    itself = math.exp(log_ways - count * math.log(2))
+    log_ways = math.lgamma(count + 1) - math.lgamma(smaller + 1) - math.lgamma(count - smaller + 1)
+    probability = math.exp(log_ways - count * math.log(2))  # of this split
     term = total = 1.0  # probabilities of splits at least as uneven, relative to this split's
-    for right in range(least, 0, -1):
+    for right in range(smaller, 0, -1):
         term *= right / (count - right + 1)
         total += term
         if term < 1e-17 * total:
             break
-    exact = min(1.0, 2 * total * itself)
-    return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
+    exact = min(1.0, 2 * total * probability)
+    return McNemar(first, second, exact, exact - (probability / 2 if first == second else probability))

@@ -71,7 +71,7 @@ class Index(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Images of the readable files in order, uint8 (N, H, W, C); {path: reason} of the others; near-duplicates."""
+    """Images of the readable files, uint8 (N, H, W, C); reasons of the unreadable ones by path; near-duplicates."""
 
     images: np.ndarray
     bad: dict[str, str]
@@ -95,7 +95,7 @@ def decoded(
         root: the folder that the files' paths are relative to, or a table in that folder.
         files: the files, in row order if there are no near-duplicates.
         arrange: function that returns the files in row order, given the near-duplicates.
-        size: (H, W) of the images. If None, images of one common size up to 64 keep it; others are resized to 32×32.
+        size: (H, W) of the images. None keeps a size that all images share, up to 64, and else resizes to 32×32.
         channels: 1 or 3.
         resize: one of `decode.RESIZES`.
         cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
@@ -218,17 +218,17 @@ def _decode(
     shape = (*preparation.size, preparation.channels)
     row_bytes = prod(shape)
     data = slot / f"images-{secrets.token_hex(4)}.u8"
-    before = read_index(slot)
+    old = read_index(slot)
     # Keep an old cache of another shape until all images are known to have the same size.
-    may_replace = before is None or before.shape[1:] == shape or not all_of_size
+    may_replace = old is None or old.shape[1:] == shape or not all_of_size
     rows: dict[File, memoryview] = {}  # pixels of unchanged files
     duplicates: Duplicates | None = None
-    if before and before.shape[1:] == shape:
+    if old and old.shape[1:] == shape:
         wanted = set(files)
-        readable = (file for file in before.files if file.path not in before.bad)
-        images = map_images(slot / before.data, before.shape)
+        readable = (file for file in old.files if file.path not in old.bad)
+        images = map_images(slot / old.data, old.shape)
         rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
-        duplicates = before.duplicates if set(before.files) == wanted else None
+        duplicates = old.duplicates if set(old.files) == wanted else None
     new = [file for file in files if file not in rows]
     left_to_copy = len(rows)
     bad: dict[str, str] = {}
@@ -281,7 +281,7 @@ def _decode(
                     with suppress(OSError):
                         save(done)
                 raise
-            if before and bad.keys() != before.bad.keys():
+            if old and bad.keys() != old.bad.keys():
                 duplicates = None  # the set of readable images has changed
             index = save(len(files))
     except BrokenProcessPool as error:

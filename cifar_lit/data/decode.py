@@ -71,7 +71,7 @@ _UPRIGHT = {  # by EXIF orientation
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
-Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; {position: reason} of the others
+Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
 class Preparation(NamedTuple):
@@ -123,9 +123,9 @@ def decode(
         if size is not None and image.format in ("JPEG", "MPO"):
             width, height = _scaled_size(size[::-1], image.size, resize, turned=_orientation(image) >= 5)
             image.draft(None, (2 * width, 2 * height))  # decode at a smaller scale, at least twice the final size
-        most = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
-        if image.width * image.height > most:
-            raise OSError(f"more than {most:,} pixels to unpack: save it smaller")
+        limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
+        if image.width * image.height > limit:
+            raise OSError(f"more than {limit:,} pixels to unpack: save it smaller")
         image.load()
         return _upright(image, size, channels, resize)
 
@@ -314,8 +314,8 @@ def _count_scans(data: bytes) -> int:
         segments += 1
         scans += match[0] == b"\xff\xda"
         if scans > MAX_SCANS or segments > MAX_SEGMENTS:
-            most = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
-            raise OSError(f"more than {most}: save it as a baseline JPEG")
+            limit = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
+            raise OSError(f"more than {limit}: save it as a baseline JPEG")
 
 
 def _parts(data: bytes) -> Iterator[int]:

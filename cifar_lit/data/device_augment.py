@@ -187,7 +187,7 @@ class DeviceAugmentation:
             shares = draws("perspective", 8).view(-1, 4, 2)
             bounds = (int(self.perspective * (size // 2)) + 1 for size in (width, height))
             inward = torch.stack([(shares[..., axis] * bound).floor() for axis, bound in enumerate(bounds)], 2)
-            # Coordinates at 0 increase by `inward`, those at the far end decrease by it.
+            # Coordinates at 0 increase by `inward`; coordinates at the far end decrease by it.
             parameters["perspective"] = (image_corners(height, width, rows.device) - inward).abs()
         if self.policy != "none":
             count = 1 if self.policy == "trivial" else int(self.operations)
@@ -242,9 +242,9 @@ class DeviceAugmentation:
     def mix(
         self, images: Tensor, labels: Tensor, classes: int, rows: Tensor, seed: int, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix each image with another one of this device's part of the batch, by mixup or cutmix.
+        """Mix each image with another image of this device's part of the batch, by mixup or cutmix.
 
-        The pairs are a function of (seed, epoch, rows). Another number of devices gives other pairs.
+        The pairs are a function of (seed, epoch, rows), and therefore depend on the number of devices.
 
         Args:
             images: float32 (B, C, H, W) in channels_last memory; changed in place.
@@ -258,7 +258,7 @@ class DeviceAugmentation:
         count, channels, height, width = images.shape
         draws = uniform(rows, 5, _SEEDS, seed, epoch, _STREAMS.index("mixing"))
         order = draws[:, 0].argsort(stable=True)
-        others = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
+        partners = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
         is_paste = draws[:, 4] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
         weights = torch.zeros_like(draws[:, :1, None])
         if self.mixup:
@@ -270,9 +270,9 @@ class DeviceAugmentation:
             columns_within = columns_within.repeat_interleave(channels, 1)
             weights = weights + rows_within[:, :, None] * columns_within[:, None, :]
         pixels = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
-        pixels.lerp_(pixels.index_select(0, others), weights)
-        own = F.one_hot(labels, classes).float()
-        targets = torch.lerp(own, own.index_select(0, others), weights.mean((1, 2))[:, None])
+        pixels.lerp_(pixels.index_select(0, partners), weights)
+        one_hot = F.one_hot(labels, classes).float()
+        targets = torch.lerp(one_hot, one_hot.index_select(0, partners), weights.mean((1, 2))[:, None])
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2), targets
 
 
@@ -418,9 +418,9 @@ def solarize(images: Tensor, thresholds: Tensor) -> Tensor:
 
 def autocontrast(images: Tensor) -> Tensor:
     """Stretch each channel to the full range."""
-    least, most = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    flat = least == most
-    return images.sub_(least.masked_fill(flat, 0)).mul_(255 / (most - least).masked_fill(flat, 255))
+    lowest, highest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    flat = lowest == highest
+    return images.sub_(lowest.masked_fill(flat, 0)).mul_(255 / (highest - lowest).masked_fill(flat, 255))
 
 
 def equalize(images: Tensor) -> Tensor:
@@ -553,9 +553,9 @@ def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
     x = torch.cat((points, zeros, -start[..., 0:1] * end), 2)
     y = torch.cat((zeros, points, -start[..., 1:2] * end), 2)
     # Each corner gives two of eight equations (Heckbert, Fundamentals of texture mapping, 1989).
-    equations, places = torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1)
-    numbers = torch.linalg.solve_ex(equations, places).result  # `solve` would synchronise the host to check for errors
-    return F.pad(numbers, (0, 1), value=1.0).view(-1, 3, 3)
+    equations, values = torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1)
+    entries = torch.linalg.solve_ex(equations, values).result  # `solve` would synchronise the host to check for errors
+    return F.pad(entries, (0, 1), value=1.0).view(-1, 3, 3)
 
 
 _MOVES = {"crop": crop_matrices, "rotation": rotation_matrices, "perspective": perspective_matrices}
@@ -619,7 +619,7 @@ def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fil
 def _move(images: Tensor, magnitudes: Tensor, operations: Tensor, fill: Tensor) -> Tensor:
     """Shear, translate or rotate each image in one warp."""
     height, width = images.shape[2:]
-    # Each image has one of these, and 0 for the others.
+    # Each image has one of these five magnitudes. The others are 0.
     shear_x, shear_y, x, y, angles = (magnitudes * (operations == number) for number in range(1, 6))
     shear_x, shear_y = shear_x * (height / width), shear_y * (width / height)
     matrices = rotation_matrices(angles, height, width)[:, :2]

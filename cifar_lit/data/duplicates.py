@@ -101,9 +101,9 @@ def _correlations(thumbnails: np.ndarray, left: np.ndarray, right: np.ndarray) -
     result = np.empty(len(left), np.float32)
     for start in range(0, len(left), CHUNK_PAIRS):
         part = slice(start, start + CHUNK_PAIRS)
-        one, other = (thumbnails[rows[part]].astype(np.float32) for rows in (left, right))
-        one -= one.mean(1, keepdims=True)
-        other -= other.mean(1, keepdims=True)
-        squares = np.square(one).sum((1, 2)) * np.square(other).sum((1, 2))
-        result[part] = (one * other).sum((1, 2)) / np.sqrt(squares)
+        first, second = (thumbnails[rows[part]].astype(np.float32) for rows in (left, right))
+        first -= first.mean(1, keepdims=True)
+        second -= second.mean(1, keepdims=True)
+        squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
+        result[part] = (first * second).sum((1, 2)) / np.sqrt(squares)
     return result

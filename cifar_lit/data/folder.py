@@ -51,8 +51,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     """Return the training or test images of a folder or a table, see `list_table`.
 
     Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The
-    images of ROOT/val or ROOT/valid follow those of ROOT/train, as `val_rows`; without ROOT/test they are also the test
-    images. Images are memory-mapped from the cache, so they may exceed the memory.
+    images of ROOT/val or ROOT/valid follow the images of ROOT/train, as `val_rows`; without ROOT/test they are also the
+    test images. Images are memory-mapped from the cache, so they may exceed the memory.
 
     A split drawn by seed keeps near-duplicates on one side. For a split given by folders or a table, a note reports
     near-duplicates across its sides.
@@ -114,16 +114,16 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     used = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}
     for part, tree in parts.items():
-        left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
+        skipped = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
         for name, members in tree.items():
-            if members and all(file.path in left_out for file in members):
+            if members and all(file.path in skipped for file in members):
                 raise Failure(f"no {part} image of class {name} {where} can be read: {_listed(bad)}")
         labels[part] = [
             label for label, members in enumerate(tree.values()) for file in members if file.path not in bad
         ]
-        if left_out and part in used:
+        if skipped and part in used:
             total = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(left_out):,} of {total} are {_fault(left_out)} and left out: {_listed(left_out)}")
+            note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_listed(skipped)}")
     used_labels = torch.tensor([label for part in used for label in labels[part]], dtype=torch.int64)
     count = len(used_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
@@ -153,7 +153,7 @@ def draw_test(
     digests = [sha256(os.fsencode(f"{split_seed}/{file.path}")).digest() for file in files]
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
-    # A class with two images or more has at least one on each side.
+    # A class with two or more images has at least one image on each side.
     sizes = np.array([min(max(round(count * test_size), 1), count - 1) for count in counts.tolist()])
     tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
     if not tests.any():

@@ -24,7 +24,7 @@ from cifar_lit.data.order import Order, shuffled
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 
-# Small batches are augmented in blocks of this size. One by one, kernel launches would cost more than the work.
+# Small batches are augmented in blocks of this size. For single batches, launching the kernels would take longest.
 BLOCK_BYTES = 512 * 32 * 32 * 3
 
 Block = list[tuple[Tensor, float]]  # rows and loss weight of each batch
@@ -61,7 +61,7 @@ class TrainLoader:
         workers: number of processes that prefetch batches; 0 for images in memory.
         pin_memory: whether workers return page-locked memory.
         weighted: whether the model multiplies its loss by `Batch.loss_weight`. Otherwise a last batch with fewer than
-            two images per device is dropped, unless it is the only one.
+            two images per device is dropped, unless it is the only batch.
 
     Raises:
         UsageError: if a global batch cannot be split across the devices.

@@ -35,12 +35,12 @@ class Placement:
         key = (part, device)
         if key not in self._placed:
             images: ImageSet = getattr(self.parts, f"{part}_images")
-            place = self.place_of(images, free_memory(device))
-            if place == "device":
+            placement = self.place_of(images, free_memory(device))
+            if placement == "device":
                 images.prefetch()
                 pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
                 images = replace(images, images=pixels, labels=labels, mapped=False)
-            self._placed[key] = images, place
+            self._placed[key] = images, placement
         return self._placed[key]
 
     def place_of(self, images: ImageSet, free: int | None) -> str:

@@ -171,10 +171,11 @@ def _is_positive(value: Any) -> bool:
 
 def min_size(**options: Any) -> int:
     """Return the smallest height and width for which at least one pixel remains after the last group."""
-    settings, least = WhitenedOptions(**options), 1
-    for first, *_ in reversed(settings.kernels):
-        least = 2 * least + (first + 1) % 2
-    return max(settings.patch, (least - 1) * settings.stride + settings.patch - 2 * settings.padding)
+    settings = WhitenedOptions(**options)
+    side = 1
+    for first_kernel, *_ in reversed(settings.kernels):
+        side = 2 * side + (first_kernel + 1) % 2
+    return max(settings.patch, (side - 1) * settings.stride + settings.patch - 2 * settings.padding)
 
 
 class WhitenedNet(nn.Module):
@@ -247,8 +248,8 @@ class WhitenedNet(nn.Module):
 class Group(nn.Module):
     """Convolution, 2×2 max pooling, norm, activation; then convolution, norm, activation for each further convolution.
 
-    Maps (B, inputs, height, width) to (B, outputs, height // 2, width // 2). Convolutions are initialised as the
-    identity on their first channels, by torch's default on the others. The scale of the norms is fixed at 1.
+    Maps (B, inputs, height, width) to (B, outputs, height // 2, width // 2). Convolutions start as the identity on
+    their first channels and with torch's default on the remaining ones. The scale of the norms is fixed at 1.
     """
 
     def __init__(self, inputs: int, outputs: int, inner: int, kernels: list[int], options: WhitenedOptions) -> None:

@@ -221,9 +221,9 @@ class EpochLines(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print why the training was stopped early."""
-        for each in trainer.early_stopping_callbacks:
-            if trainer.is_global_zero and each.stopped_epoch and each.wait_count >= each.patience:
-                say(f"stopped early: {counted(each.wait_count, 'validation')} without a better {each.monitor}")
+        for stop in trainer.early_stopping_callbacks:
+            if trainer.is_global_zero and stop.stopped_epoch and stop.wait_count >= stop.patience:
+                say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the line."""

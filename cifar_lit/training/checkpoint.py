@@ -107,7 +107,8 @@ class RunCheckpoint(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Replace the folder in the state of every ModelCheckpoint: Lightning deletes the files that a state names."""
         states = checkpoint.get("callbacks", {})
-        for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
+        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in checkpoints:
             for key in {callback.state_key, type(callback)} & states.keys():  # old Lightning versions use the type
                 states[key] = _in_folder(states[key], str(callback.dirpath))
 

@@ -69,8 +69,8 @@ class TopHits(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits, float32 (B, classes), and labels, int64 (B,); -1 is padding."""
-        own = logits.gather(1, labels.clamp_min(0)[:, None])
-        self.hits += (((logits <= own).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
+        label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
+        self.hits += (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
 
     def compute(self) -> Tensor:
         """Return the number of hits, an int64 scalar."""

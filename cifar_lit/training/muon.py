@@ -27,8 +27,8 @@ class Muon(Optimizer):
         p = p · √rows / ‖p‖                                         (with `orthogonal` and `rescale`)
         p = p · (1 − lr · weight_decay) − lr · u
 
-    torch.optim.Muon accumulates (1 − momentum) · g. Because only the direction of u matters, both agree, except for a
-    factor of torch's learning rate that depends on the shape.
+    torch.optim.Muon accumulates (1 − momentum) · g instead. Only the direction of u matters, so the updates agree,
+    except for a factor of torch's learning rate that depends on the shape.
 
     A step never synchronises the device. A rate below 0 counts as 0. Run an eager step, which creates the buffers,
     before a capture.

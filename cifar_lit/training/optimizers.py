@@ -62,7 +62,7 @@ def parameter_groups(
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     if optimizer != "muon":
         shared: dict[str, Any] = {"lr": lr}
-        # An optimizer by import path keeps its own momentum unless one is set.
+        # An optimizer by import path keeps its default momentum unless `momentum` is set.
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):
             shared |= {"momentum": momentum, "nesterov": nesterov}
         pair = [
@@ -199,7 +199,7 @@ def build_optimizer(
     elif optimizer == "sgd":
         built = SGD(groups, lr, fused=True)
         for group in built.param_groups:
-            # Create the buffers here: torch leaves new ones uninitialised if `found_inf` skips the first step.
+            # Create the buffers here: torch leaves new buffers uninitialised if `found_inf` skips the first step.
             for parameter in group["params"] if group["momentum"] else ():
                 built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     elif capturable:

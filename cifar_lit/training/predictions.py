@@ -9,7 +9,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PredictionCollector(Metric):
-    """The logits of every image in one pass over a set, in the order of the set.
+    """Predictions of every image in one pass over a set, in the order of the set.
 
     Updates do not synchronise the device. All processes exchange their logits at the end.
     """
