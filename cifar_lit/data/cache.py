@@ -105,30 +105,30 @@ def decoded(
     """
     real_root = root.resolve()
     key = sha256(json.dumps([FORMAT, str(real_root), size, channels, resize]).encode()).hexdigest()[:16]
-    slot = cache_dir / f"{real_root.name[:40]}-{key}"
+    cache = cache_dir / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
     with ExitStack() as stack:
         try:
-            if slot.is_symlink():  # not created by this program, so its target must not be changed
-                raise OSError(errno.ELOOP, f"{slot.name} is a link")
-            stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
+            if cache.is_symlink():  # not created by this program, so its target must not be changed
+                raise OSError(errno.ELOOP, f"{cache.name} is a link")
+            stack.enter_context(file_lock(cache / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            index = _load(slot, folder, files)
-            if index and (index := _searched(slot, index)).files == arrange(index.duplicates or []):
-                return _mapped(slot, index)  # a read-only cache can still be used
+            index = _load(cache, folder, files)
+            if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
+                return _mapped(cache, index)  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
-            slot = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
-        index = _load(slot, folder, files) or _decode_to(slot, folder, files, size, channels, resize)
+            cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
+        index = _load(cache, folder, files) or _decode_to(cache, folder, files, size, channels, resize)
         if index.duplicates is None:
-            index = _searched(slot, index)
+            index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
-                _write_index(slot, index)
+                _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(slot, folder, ordered, Preparation(index.shape[1:3], channels, resize))
-        return _mapped(slot, index)
+            index = _decode(cache, folder, ordered, Preparation(index.shape[1:3], channels, resize))
+        return _mapped(cache, index)
 
 
 def default_cache_dir() -> Path:
@@ -138,10 +138,10 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
-def read_index(slot: Path) -> Index | None:
+def read_index(cache: Path) -> Index | None:
     """Return the index, None if it is missing or damaged, or its data file is incomplete."""
     try:
-        values = json.loads(read_text(slot / "index.json", MAX_INDEX))
+        values = json.loads(read_text(cache / "index.json", MAX_INDEX))
         rows, height, width, channels = map(int, values["shape"])
         files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
@@ -152,39 +152,39 @@ def read_index(slot: Path) -> Index | None:
             return None
         readable = sum(file.path not in index.bad for file in files)
         whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
-        whole = whole and (slot / index.data).stat().st_size >= prod(index.shape)
+        whole = whole and (cache / index.data).stat().st_size >= prod(index.shape)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return index if whole else None
 
 
-def _write_index(slot: Path, index: Index) -> None:
-    write_text(slot / "index.json", json.dumps(index._asdict()))
+def _write_index(cache: Path, index: Index) -> None:
+    write_text(cache / "index.json", json.dumps(index._asdict()))
 
 
-def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
+def _load(cache: Path, folder: Path, files: Sequence[File]) -> Index | None:
     """Return the index of a cache with exactly these files, in any order, else None.
 
     Also None if a file that was unreadable is readable now: a change of permissions changes neither size nor time.
     """
-    index = read_index(slot)
+    index = read_index(cache)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
         return None
     bad = [str(folder / path) for path in index.bad]
     return index if len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad) else None
 
 
-def _searched(slot: Path, index: Index) -> Index:
+def _searched(cache: Path, index: Index) -> Index:
     """Return the index with the near-duplicates of its images."""
     if index.duplicates is not None:
         return index
     readable = [file.path for file in index.files if file.path not in index.bad]
-    groups = near_duplicates(map_images(slot / index.data, index.shape))
+    groups = near_duplicates(map_images(cache / index.data, index.shape))
     return index._replace(duplicates=[[readable[row] for row in group] for group in groups])
 
 
-def _mapped(slot: Path, index: Index) -> Decoded:
-    return Decoded(map_images(slot / index.data, index.shape), index.bad, index.duplicates or [])
+def _mapped(cache: Path, index: Index) -> Decoded:
+    return Decoded(map_images(cache / index.data, index.shape), index.bad, index.duplicates or [])
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -199,26 +199,26 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _decode_to(
-    slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
+    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
 ) -> Index:
     """Decode `files` to `size`; if it is None, to their own size or to 32×32."""
     for file in files if size is None else ():
         with suppress(DecodeError):
             if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(slot, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
+                    return _decode(cache, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
             break
-    return _decode(slot, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
+    return _decode(cache, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
 
 
 def _decode(
-    slot: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
+    cache: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
-    """Replace the cache at `slot` by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
+    """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
     row_bytes = prod(shape)
-    data = slot / f"images-{secrets.token_hex(4)}.u8"
-    old = read_index(slot)
+    data = cache / f"images-{secrets.token_hex(4)}.u8"
+    old = read_index(cache)
     # Keep an old cache of another shape until all images are known to have the same size.
     may_replace = old is None or old.shape[1:] == shape or not all_of_size
     rows: dict[File, memoryview] = {}  # pixels of unchanged files
@@ -226,7 +226,7 @@ def _decode(
     if old and old.shape[1:] == shape:
         wanted = set(files)
         readable = (file for file in old.files if file.path not in old.bad)
-        images = map_images(slot / old.data, old.shape)
+        images = map_images(cache / old.data, old.shape)
         rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
         duplicates = old.duplicates if set(old.files) == wanted else None
     new = [file for file in files if file not in rows]
@@ -253,11 +253,11 @@ def _decode(
         done_files = list(files[:count])
         reasons = {file.path: bad[file.path] for file in done_files if file.path in bad}
         index = Index((count - len(reasons), *shape), done_files, reasons, data.name, duplicates)
-        _write_index(slot, index)
+        _write_index(cache, index)
         return index
 
     try:
-        if shutil.disk_usage(slot).free < len(files) * row_bytes:
+        if shutil.disk_usage(cache).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
         with data.open("xb") as output, bar as advance:
@@ -288,10 +288,10 @@ def _decode(
         raise Failure("a decoding process was killed, probably for lack of memory: start again to resume") from error
     except OSError as error:
         need = f"free {len(files) * row_bytes / 1e6:,.1f} MB there, or set $CIFAR_LIT_CACHE to another folder"
-        raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
+        raise Failure(f"the decoded images could not be written to {cache.parent}: {error.strerror}; {need}") from error
     finally:
-        current = index or read_index(slot)  # an index may have been saved just before an interruption
-        for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
+        current = index or read_index(cache)  # an index may have been saved just before an interruption
+        for leftover in (*cache.glob("images-*.u8"), *cache.glob(f"*{PART}")):
             if not current or leftover.name != current.data:
                 leftover.unlink(missing_ok=True)
     return index

@@ -62,9 +62,9 @@ def rows_by_class(labels: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
 def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
     """Draw the first rows of each class in `order`, keeping groups together; return a mask, bool (N,).
 
-    Groups of several rows come first, the largest before the others. A group is drawn if this brings its classes nearer
-    to their target shares of the groups so far, and leaves undrawn rows in each class. Single rows fill up the
-    remaining places. A class without any drawn row gives its smallest group that leaves undrawn rows.
+    Groups of several rows come first, in descending size. A group is drawn if the drawn shares of its classes come
+    nearer to their targets, and undrawn rows remain in each of them. Single rows then fill up each class. A class
+    without any drawn row gives its smallest group that leaves undrawn rows.
 
     Args:
         labels: int64 (N,), values in [0, classes).
@@ -79,21 +79,22 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
     counts = [0] * len(sizes)  # drawn rows of each class
     surplus = [0.0] * len(sizes)  # drawn rows over the share of the groups so far
 
-    def draw(rows: np.ndarray, members: Mapping[int, int]) -> bool:
-        if any(totals[label] - counts[label] <= count for label, count in members.items()):
+    def draw(rows: np.ndarray, class_counts: Mapping[int, int]) -> bool:
+        """Draw a group unless one of its classes would have no row left. Return whether it was drawn."""
+        if any(totals[label] - counts[label] <= count for label, count in class_counts.items()):
             return False
         drawn[rows] = True
-        for label, count in members.items():
+        for label, count in class_counts.items():
             counts[label] += count
         return True
 
     large_groups = list_groups(labels, order, groups)
-    for rows, members in large_groups:
+    for rows, class_counts in large_groups:
         is_single[rows] = False
-        for label, count in members.items():
+        for label, count in class_counts.items():
             surplus[label] -= shares[label] * count
-        if imbalance_change(members, surplus, totals) < 0 and draw(rows, members):
-            for label, count in members.items():
+        if imbalance_change(class_counts, surplus, totals) < 0 and draw(rows, class_counts):
+            for label, count in class_counts.items():
                 surplus[label] += count
 
     singles = np.flatnonzero(is_single)
@@ -102,9 +103,9 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
     positions = np.arange(len(singles)) - np.searchsorted(single_labels, single_labels)  # within each class
     drawn[singles[positions < (sizes - counts)[single_labels]]] = True
     counts[:] = np.bincount(labels[drawn], minlength=len(sizes)).tolist()
-    for rows, members in reversed(large_groups):
-        if any(sizes[label] and not counts[label] for label in members):
-            draw(rows, members)
+    for rows, class_counts in reversed(large_groups):
+        if any(sizes[label] and not counts[label] for label in class_counts):
+            draw(rows, class_counts)
     return drawn
 
 
@@ -112,8 +113,8 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     """Return the fold of each row for a cross-validation, int64 (N,) in [0, folds).
 
     Folds are stratified, and as even as the classes allow. As in scikit-learn's StratifiedGroupKFold, groups of several
-    rows come first, largest first, each to the fold with the fewest images of its classes. Single rows are then dealt
-    out class by class.
+    rows come first, in descending size. Each group goes to the fold with the fewest images of its classes. Single rows
+    are then distributed class by class.
 
     Args:
         labels: int64 (N,).
@@ -134,11 +135,11 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     result = np.full(len(labels), -1)
     counts = [[0] * len(classes) for _ in range(folds)]
     sizes = [0] * folds
-    for rows, members in list_groups(numbers, order, None if groups is None else groups.numpy()):
-        fold = min(range(folds), key=lambda fold: (imbalance_change(members, counts[fold], totals), sizes[fold]))
+    for rows, class_counts in list_groups(numbers, order, None if groups is None else groups.numpy()):
+        fold = min(range(folds), key=lambda fold: (imbalance_change(class_counts, counts[fold], totals), sizes[fold]))
         result[rows] = fold
         sizes[fold] += len(rows)
-        for label, count in members.items():
+        for label, count in class_counts.items():
             counts[fold][label] += count
     small_classes = 0  # classes with fewer images or groups than folds
     for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
@@ -158,9 +159,9 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     return torch.from_numpy(result)
 
 
-def imbalance_change(members: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
+def imbalance_change(class_counts: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
     """Return by how much a group increases the sum of squared relative surpluses of its classes."""
-    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in members.items())
+    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in class_counts.items())
 
 
 def list_groups(

@@ -366,7 +366,8 @@ class HeadFit(Callback):
         val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
         fitted = None
         if features is not None:
-            weights = next((each.weights.cpu() for each in trainer.callbacks if isinstance(each, ClassWeights)), None)  # type: ignore[attr-defined]
+            weighting = [callback for callback in trainer.callbacks if isinstance(callback, ClassWeights)]  # type: ignore[attr-defined]
+            weights = weighting[0].weights.cpu() if weighting else None
             if data.sampling == "balanced":
                 weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
             fitted = fit_head(features, labels[train], classes, self._views, weights)
