@@ -60,7 +60,7 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         OSError: for a failed write, whichever error a library raised instead. Its filename is `path`.
     """
     if path.absolute().parent == Path("/dev"):  # root could replace a device
-        raise OSError(errno.EINVAL, "it is no place for files", str(path))
+        raise OSError(errno.EINVAL, "files cannot be written to /dev", str(path))
     partial = _new_name(path)
     partial.touch(exist_ok=False)
     mode = partial.stat().st_mode

@@ -289,7 +289,7 @@ def _open(data: bytes) -> Image.Image:
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
     scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
     if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
-        raise OSError("too many parts for an image: save it anew")
+        raise OSError("too many parts for an image: save it again")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     pixels = image.width * image.height
     if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
@@ -307,7 +307,7 @@ def _count_scans(data: bytes) -> int:
         if not scans:
             fill += (match.start() if match else len(data)) - offset
         if fill > MAX_FILL:
-            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it anew")
+            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it again")
         if match is None or match[0] == b"\xff\xd9":
             return scans
         offset = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)

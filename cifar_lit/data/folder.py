@@ -78,7 +78,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if settings.group is not None and not is_table:
-        raise UsageError(f"data.group names a column of a table, but {root} is no table: list the images in a table")
+        raise UsageError(f"data.group names a column of a table, but {root} is not a table: list the images in a table")
     listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
     where = f"of {root}" if is_table else f"below {root}"
     classes = tuple(next(iter(listing.parts.values())))
@@ -216,7 +216,7 @@ def scan(root: Path) -> Listing:
     if ignored:
         heic = sum(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
         remedy = f". {heic:,} are HEIC: {HEIC_REMEDY}" if heic else ""
-        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}{remedy}")
+        note_once(f"{root}: {len(ignored):,} files are not {KINDS} and are ignored: {_listed(ignored)}{remedy}")
     return Listing(parts)
 
 

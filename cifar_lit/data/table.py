@@ -47,7 +47,7 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
         group: the column of groups. Default: the column `group`, if the table has one.
 
     Raises:
-        UsageError: a column is missing, a row has no path or label, or the file is no table.
+        UsageError: a column is missing, a row has no path or label, or the file is not a table.
     """
     records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
@@ -135,12 +135,12 @@ def _lines(table: Path) -> Iterator[str]:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:
                     fault = f"a line is longer than {MAX_LINE:,} characters, or has a NUL"
-                    raise UsageError(f"{table} is not a text: {fault}")
+                    raise UsageError(f"{table} is not a text file: {fault}")
                 empty += line.isspace()
                 if empty > MAX_EMPTY_LINES:
                     raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")
                 yield line
     except UnicodeDecodeError:
-        raise UsageError(f"{table} is not a UTF-8 text: save it as CSV UTF-8") from None
+        raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
     except OSError as error:
         raise UsageError(f"{table} cannot be read: {error.strerror}") from None

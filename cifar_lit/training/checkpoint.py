@@ -224,7 +224,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if it is missing, a folder or a model file.
         DamagedCheckpoint: if the file is truncated or damaged.
-        Failure: if it is no checkpoint, or would execute code.
+        Failure: if it is not a checkpoint, or would execute code.
     """
     return _read(path, _check_contents)
 
@@ -262,7 +262,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
             warnings.simplefilter("ignore")  # torch warns of old formats
             contents = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(contents, dict):
-            raise Failure(f"{path} is no Lightning checkpoint, and holds no weights by name: use another file")
+            raise Failure(f"{path} is not a Lightning checkpoint, and has no weights by name: use another file")
         check(contents)
     except Failure:
         raise
@@ -274,7 +274,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
         if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
             remedy = "Use checkpoints that hold weights only"
             raise Failure(f"{path} was not loaded: it would execute code. {remedy}.") from None
-        raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
+        raise DamagedCheckpoint(f"{path} is not a checkpoint, or is damaged: use another checkpoint") from None
     except Exception as error:  # A damaged file can raise anything.
         raise DamagedCheckpoint(
             f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint"
@@ -326,7 +326,7 @@ def _check_file(path: Path) -> None:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise InvalidFileError("its entries are compressed")
         if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
-            raise InvalidFileError("it claims to hold more than its size")
+            raise InvalidFileError("its entries claim more bytes than the file has")
         if len({entry.filename.lower() for entry in entries}) < len(entries):
             raise InvalidFileError("two of its entries have the same name")
         if container.testzip() is not None:
@@ -337,12 +337,12 @@ def _check_file(path: Path) -> None:
 
 
 def _check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Raise InvalidFileError for contents that are no valid Lightning checkpoint."""
+    """Raise InvalidFileError for contents that are not a valid Lightning checkpoint."""
     weights = checkpoint.get("state_dict")
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):
-        raise InvalidFileError("it is no Lightning checkpoint: it has no state_dict of tensors by name")
+        raise InvalidFileError("it is not a Lightning checkpoint: it has no state_dict of tensors by name")
     for name in ("epoch", "global_step"):
         if type(checkpoint.get(name, 0)) is not int or not 0 <= checkpoint.get(name, 0) < 2**53:
             raise InvalidFileError(f"its {name} is invalid")
@@ -368,7 +368,7 @@ def _count_values(value: Any, counts: dict[int, int], depth: int) -> int:
     if not isinstance(value, Mapping | list | tuple | set | frozenset):
         return 1
     if depth > MAX_DEPTH or counts.get(id(value)) == 0:
-        raise InvalidFileError("its values are nested without end")
+        raise InvalidFileError("its values are nested too deeply or in a cycle")
     if id(value) not in counts:
         counts[id(value)] = 0  # Not counted yet. Finding the value again now means a reference cycle.
         inner: list[Any] = [*value, *getattr(value, "__dict__", {}).values()]

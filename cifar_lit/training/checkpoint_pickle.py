@@ -128,7 +128,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
     def copy(self, values: Any, kind: Any = (list, tuple)) -> Any:
         """Return values that a function copies, and count them."""
         if not isinstance(values, kind):
-            raise InvalidFileError("it asks for memory that it does not fill")
+            raise InvalidFileError("it requests memory that it does not fill")
         self.count("copied values", len(values))
         return values
 

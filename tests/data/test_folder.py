@@ -51,7 +51,7 @@ def test_train_and_test_come_from_their_folders_whatever_else_lies_there(
     assert values(root) == [0, 1, 2, 9, 3, 4] and train.labels.tolist() == [0, 0, 0, 0, 1, 1]
     assert values(root, train=False) == [5, 6] and test.labels.tolist() == [0, 1]
     assert [line for line in capsys.readouterr().err.splitlines() if "ignored" in line] == [
-        f"{root}: 3 files that are no JPEG, PNG, WebP, BMP or GIF are ignored: "
+        f"{root}: 3 files are not JPEG, PNG, WebP, BMP or GIF and are ignored: "
         "train/cat/notes.txt, train/dog/pipe.png, test/dog/device.png"
     ]
 

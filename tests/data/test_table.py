@@ -267,7 +267,7 @@ def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
         UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
     ):
         list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is no table"):
+    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is not a table"):
         open_set(pets, group="patient")
     assert (
         list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups

@@ -278,7 +278,7 @@ ATTACKS: dict[str, Attack] = {
     },
     "a table of images from the kernel's messages": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
     "weights of a bytearray of 2 GB": Attack(
-        weights_of_a_bytearray, [*WEIGHTS, "weights.pth"], says="it asks for memory that it does not fill"
+        weights_of_a_bytearray, [*WEIGHTS, "weights.pth"], says="it requests memory that it does not fill"
     ),
     # data and their cache
     "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),

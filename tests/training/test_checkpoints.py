@@ -134,7 +134,7 @@ def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Pa
         assert line in refusal(path) and "execute code" not in refusal(path)
     for stored in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3)):
         torch.save(stored, path)
-        assert "no Lightning checkpoint" in refusal(path)
+        assert "not a Lightning checkpoint" in refusal(path)
 
 
 def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:
