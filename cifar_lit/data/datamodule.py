@@ -240,8 +240,8 @@ class ImageData(pl.LightningDataModule):
         """Create the training loader of this rank."""
         self.preprocessing.check()
         if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
-            fault = "data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier"
-            raise UsageError(f"{fault}: use one, or remove them")
+            fault = "data.augment mixup and cutmix need a model that reads batch.targets"
+            raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {

@@ -189,12 +189,14 @@ def scan(root: Path) -> Listing:
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
-    level = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
-    others = [name for name in level if name not in ("train", "test")]
-    parts_here = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name]))]
+    folders = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
+    others = [name for name in folders if name not in ("train", "test")]
+    parts_here = [name for name in ("train", "test") if name in folders]
+    if others:  # classes may be called train and test
+        parts_here = [name for name in parts_here if _has_subfolders(folders[name])]
     if parts_here:
         val = [name for name in ("val", "valid", "validation") if name in others][:1]
-        others = [name for name in level if name not in (*parts_here, *val)]
+        others = [name for name in folders if name not in (*parts_here, *val)]
         if "train" not in parts_here or len(parts_here + val) == 1:
             missing = "test" if "train" in parts_here else "train"
             hint = f" If {others[0]}/ has the {missing} images, rename it." if len(others) == 1 else ""
@@ -206,7 +208,7 @@ def scan(root: Path) -> Listing:
         for name in names[1:]:
             if parts[name].keys() != parts["train"].keys():
                 differences = " and ".join(
-                    f"{part}/ alone has {_listed(sorted(only))}"
+                    f"only {part}/ has {_listed(sorted(only))}"
                     for part, other in (("train", name), (name, "train"))
                     if (only := parts[part].keys() - parts[other].keys())
                 )
@@ -236,7 +238,8 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     part_of_group: dict[str, str] = {}
     repeated = 0
     for number, path, label, split, group_name in read_table(table, group):
-        part, fault = split and PARTS.get(split.lower(), "none"), ""
+        part = PARTS.get(split.lower(), "none") if split else ""
+        fault = ""
         if part == "none":
             fault = f"split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}"
         elif path in rows:
@@ -278,8 +281,8 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {part for _, part, _ in rows.values()}
     if "" not in used and ("train" not in used or len(used) == 1):
-        lacking = "val or test" if "train" in used else "train"
-        raise UsageError(f"{table} has no {lacking} rows: without a split column, test images are drawn")
+        absent = "val or test" if "train" in used else "train"
+        raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
     parts: dict[str, Tree] = {
         part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
     }
@@ -294,20 +297,20 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     """Return the classes below `root` with their files, whose paths get `prefix`. Add other files to `ignored`."""
-    level = visible_entries(str(root), _unreadable)
-    tables = (entry.path for entry in level if entry.name.lower().endswith(TABLES))
-    table = next((f" Did you mean --data-dir {path}?" for path in tables), "")
-    classes = sorted((entry for entry in level if is_folder(entry)), key=lambda entry: entry.name)
-    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
+    entries = visible_entries(str(root), _unreadable)
+    tables = (entry.path for entry in entries if entry.name.lower().endswith(TABLES))
+    table_hint = next((f" Did you mean --data-dir {path}?" for path in tables), "")
+    classes = sorted((entry for entry in entries if is_folder(entry)), key=lambda entry: entry.name)
+    loose = [entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
     if loose:
         raise UsageError(
             f"{len(loose):,} images lie directly in {root} ({_listed(loose)}): "
-            f"move each into a folder named after its class, such as {root / 'cat' / loose[0]}.{table}"
+            f"move each into a folder named after its class, such as {root / 'cat' / loose[0]}.{table_hint}"
         )
     if not classes:
-        raise UsageError(f"{root} has no class folders: expected {LAYOUT}.{table}")
+        raise UsageError(f"{root} has no class folders: expected {LAYOUT}.{table_hint}")
     if len(classes) == 1:
-        hint = f" Did you mean --data-dir {classes[0].path}?" if _has_subfolders(classes[0]) else table
+        hint = f" Did you mean --data-dir {classes[0].path}?" if _has_subfolders(classes[0]) else table_hint
         raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
     check_class_names([entry.name for entry in classes], f"in {root}, the folder")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}

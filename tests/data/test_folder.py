@@ -216,11 +216,11 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: (root / "test").rename(root / "eval"),
-            r"has train/ but no test/<class>/… .* If eval/ has the test images",
+            r"has train/ but no test/<class>/….* If eval/ has the test images",
         ),
         (
             lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
-            "differ: train/ alone has dog and val/ alone has emu;",
+            "differ: only train/ has dog and only val/ has emu;",
         ),
         (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
         (

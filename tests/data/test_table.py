@@ -163,7 +163,7 @@ HEAD = "path,label,split,group"
         ("a.csv", [HEAD, "cat/0.png,cat,train", "cat/0.png,cat,test"], "row 3: cat/0.png has the split 'test', and 'train'"),
         ("a.csv", [HEAD, "cat/0.png,cat,train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
         ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,test"], "no training images of class dog"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,train"], "has no val or test rows: without a split column"),
+        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,train"], "has no val or test rows: add some"),
         ("a.csv", [HEAD, "cat/0.png,cat,test", "dog/3.png,dog,test"], "has no train rows"),
         ("a.csv", [HEAD, "cat/0.png,cat", "dog/3.png,dog"], "every class of .*a.csv has only one image or group"),
         ("a.csv", [HEAD, "cat/0.png,cat,,1", "cat/1.png,cat,,1", "dog/3.png,dog,,1", "dog/4.png,dog,,1"], "only one image or group"),
