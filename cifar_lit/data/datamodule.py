@@ -57,7 +57,7 @@ class ImageData(pl.LightningDataModule):
             (degrees), perspective (0 … 1), policy (trivial, or randaugment with operations and magnitude), brightness,
             contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
         placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
-            auto (device if the images fit into half of its free memory).
+            auto. auto means device if the images fit into half of its free memory.
         workers: number of worker processes that prefetch.
         mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
         std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
@@ -323,8 +323,8 @@ class ImageData(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, in batches, and the batch size.
 
-        Lightning does not restore a loader that it set up before it read the checkpoint, which happens if a schedule
-        needs the length of the fit.
+        If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
+        does not restore them.
         """
         loader = self._train_loader
         if loader is None:

@@ -59,8 +59,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     Args:
         settings: `root` is the folder or table. Without train/ and test/, a fraction `test_size` of each class is drawn
-            for testing, as a function of `split_seed`, the paths below ROOT, groups and near-duplicates. None draws no
-            test images.
+            for testing. The draw depends on `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
+            no test images.
         train: whether to return the training images.
 
     Raises:

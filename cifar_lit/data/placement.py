@@ -20,8 +20,8 @@ class Placement:
 
     Args:
         parts: the images.
-        kind: device (the memory of the training device), host (their file or host memory), or auto (device if the
-            images fit into half of its free memory).
+        kind: device (the memory of the training device), host (their file or host memory), or auto. auto means device
+            if the images fit into half of its free memory.
     """
 
     def __init__(self, parts: SplitImages, kind: str = "auto") -> None:

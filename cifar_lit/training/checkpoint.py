@@ -1,7 +1,7 @@
 """Write checkpoints atomically; read untrusted or damaged checkpoints safely.
 
 `torch.load(weights_only=True)` executes no foreign code, but it verifies no checksum and does not limit memory. A zip
-entry may unpack to gigabytes, a tensor with one stored number may have 10¹² elements by its strides, and nested shared
+entry may unpack to gigabytes. A tensor with one stored number may have 10¹² elements by its strides. Nested shared
 lists may have 10⁹ values. `checkpoint_pickle` has further checks.
 """
 
