@@ -71,7 +71,7 @@ class Index(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Images of the readable files, uint8 (N, H, W, C); reasons of the unreadable ones by path; near-duplicates."""
+    """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates."""
 
     images: np.ndarray
     bad: dict[str, str]
@@ -95,7 +95,7 @@ def decoded(
         root: the folder that the files' paths are relative to, or a table in that folder.
         files: the files, in row order if there are no near-duplicates.
         arrange: function that returns the files in row order, given the near-duplicates.
-        size: (H, W) of the images. None keeps a size that all images share, up to 64, and else resizes to 32×32.
+        size: (H, W) of the images. If None, a common size of up to 64 pixels is kept; else images become 32×32.
         channels: 1 or 3.
         resize: one of `decode.RESIZES`.
         cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.

@@ -72,7 +72,7 @@ class DeviceAugmentation:
         saturation: like brightness.
         hue: largest shift, as a share of the colour wheel, 0 … 0.5.
         blur: largest standard deviation of a Gaussian in pixels. Each image draws from 0 to this value.
-        erasing: probability of painting a random box with the mean colour, which also fills areas outside the image.
+        erasing: probability of painting a random box with the mean colour. Warps fill areas outside the image with it.
         mixup: alpha of the Beta distribution of the blending weights (Zhang et al., 2017).
         cutmix: alpha of the Beta distribution of the areas of pasted boxes (Yun et al., 2019). With both, each image
             draws one of them.
@@ -99,7 +99,7 @@ class DeviceAugmentation:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> DeviceAugmentation:
-        """Return the augmentation for the values by name in `data.augment`."""
+        """Return the augmentation for the settings by name in `data.augment`."""
         names = [field.name for field in fields(cls)]
         for name in settings:
             if name not in names:

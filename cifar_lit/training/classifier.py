@@ -30,8 +30,7 @@ from cifar_lit.training.resume import check_restored_state, check_resumable, ove
 
 DEFAULT_SHAPE = (3, 32, 32)
 
-# Function of the losses (B,) of a training batch and the batch that returns the losses to train on. Optional features
-# add hooks during a fit.
+# Function of (losses (B,), training batch) that returns the losses to train on. Optional features add hooks to a fit.
 LossHook = Callable[[Tensor, Any], Tensor]
 
 
@@ -93,7 +92,7 @@ class ImageClassifier(pl.LightningModule):
         weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.
         head_views: number of views of each training image on which the last layer of a pretrained net is first fitted.
             The first view is plain, the others are augmented. 0 skips this fit.
-        unfreeze: train the whole pretrained net after its last layer is fitted. With false, training ends there.
+        unfreeze: train the pretrained net after its last layer is fitted. With false, only the last layer is fitted.
         frozen: share of the pretrained net's parameters, starting at the input, that stay fixed.
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
