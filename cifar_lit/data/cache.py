@@ -41,8 +41,8 @@ from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
 FORMAT = 3  # incremented when files of the cache or pixels of the decoder change
-MAX_OWN_SIZE = 64  # pixels; without a set size, images keep their own if it is the same for all and at most this
-COMMON_SIZE = 32  # pixels; side of all other images without a set size
+MAX_OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
+COMMON_SIZE = 32  # pixels; side of all other images if no size is set
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
 CHUNK = 64  # files that a decoding process takes at a time
 SAVE_EVERY = 30.0  # seconds; a killed process loses this much work at most

@@ -192,7 +192,7 @@ def scan(root: Path) -> Listing:
     folders = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
     others = [name for name in folders if name not in ("train", "test")]
     parts_here = [name for name in ("train", "test") if name in folders]
-    if others:  # classes may be called train and test
+    if others:  # train and test may be classes too
         parts_here = [name for name in parts_here if _has_subfolders(folders[name])]
     if parts_here:
         val = [name for name in ("val", "valid", "validation") if name in others][:1]
