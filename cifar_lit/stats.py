@@ -106,7 +106,7 @@ def mcnemar(first: int, second: int) -> McNemar:
     if not count:
         return McNemar(0, 0, 1.0, 1.0)
     log_ways = math.lgamma(count + 1) - math.lgamma(smaller + 1) - math.lgamma(count - smaller + 1)
-    probability = math.exp(log_ways - count * math.log(2))  # of this split
+    probability = math.exp(log_ways - count * math.log(2))
     term = total = 1.0  # probabilities of splits at least as uneven, relative to this split's
     for right in range(smaller, 0, -1):
         term *= right / (count - right + 1)

@@ -185,11 +185,11 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
         ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "not a UTF-8 text"),
-        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text: .* or has a NUL"),
+        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text file: .* or has a NUL"),
         (
             "a.csv",
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
-            "not a text: a line is longer than 1,048,576 characters",
+            "not a text file: a line is longer than 1,048,576 characters",
         ),
         ("a.csv", b"a," * 400_000, "no column called path"),
         (
