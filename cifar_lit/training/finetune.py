@@ -290,9 +290,8 @@ def fit_head(
     generator = torch.Generator().manual_seed(0)
     fold = torch.empty_like(labels)
     for label in range(num_classes):
-        rows_of_class = (labels == label).nonzero().flatten()
-        order = torch.randperm(len(rows_of_class), generator=generator)
-        fold[rows_of_class[order]] = torch.arange(len(order)) % FOLDS
+        class_rows = (labels == label).nonzero().flatten()
+        fold[class_rows[torch.randperm(len(class_rows), generator=generator)]] = torch.arange(len(class_rows)) % FOLDS
     fold = fold.repeat(views)
     if len(targets) > MAX_FITTED:
         subset = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values

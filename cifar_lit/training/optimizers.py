@@ -41,9 +41,8 @@ def parameter_groups(
     """Return the trainable parameters of `net` in non-empty groups, each with its `role`, rate and settings.
 
     All optimizers except muon have two groups: "weights" with two or more dimensions, and "biases" (also of norms).
-    Biases do not decay, which would cost accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr`, each
-    group is split by depth. Rates then rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018,
-    section 3.2).
+    Decay of biases costs accuracy, so it is 0 (He et al., Bag of Tricks, 2019, 3.1). With `input_lr`, each group is
+    split by depth. Rates rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018, 3.2).
 
     muon follows airbench94_muon (K. Jordan, 2024). Default rates are `lr`. Rates apply to the mean loss of a batch.
     airbench uses the sum, so its rate of 0.053 for biases at batch size 2,000 is 106 here. The groups:
