@@ -133,7 +133,9 @@ def test_a_name_is_turned_into_torchs_or_answered_with_the_devices_there_are(
         with pytest.raises(UsageError) as refusal:
             resolve_device(name, machine)
         assert str(refusal.value).startswith(f"this machine has no device {name!r}: it has {devices}.")
-    with pytest.raises(UsageError, match=r"no device 'cuba': it has .*\. Did you mean cuda\? auto takes the fastest\."):
+    with pytest.raises(
+        UsageError, match=r"no device 'cuba': it has .*\. Did you mean cuda\? auto selects the fastest\."
+    ):
         resolve_device("cuba", machine)
 
 

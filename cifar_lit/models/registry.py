@@ -127,7 +127,7 @@ def net_spec(name: str) -> NetSpec:
 
 
 def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments of a builder beyond those that every net gets; None if it takes any."""
+    """Return the names of a builder's own options; None if it accepts any."""
     parameters = inspect.signature(build).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

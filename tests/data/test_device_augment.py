@@ -194,7 +194,7 @@ def test_each_image_is_mixed_with_one_other_determined_by_the_rows() -> None:
         ),
         ({"scale": [0.5, 1.5]}, r"data\.augment\.scale must be two rising shares"),
         ({"ratio": [2, 1]}, r"data\.augment\.ratio must be two rising numbers above 0"),
-        ({"ratio": [1, 2]}, r"data\.augment\.ratio is of the random crop: set data\.augment\.scale too"),
+        ({"ratio": [1, 2]}, r"data\.augment\.ratio needs a random crop: set data\.augment\.scale too"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], line: str) -> None:

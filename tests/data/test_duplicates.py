@@ -165,5 +165,5 @@ def test_near_duplicates_across_a_given_split_are_only_reported(root: Path, caps
     train, test = (open_set(root, part, image_size=32) for part in (True, False))
     assert (len(train), len(test), train.groups) == (7, 6, None)
     lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
-    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too good"
+    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too high"
     assert lines == [f"1 held-out images below {root} are {KIND} of training images, {example}"]

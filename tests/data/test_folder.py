@@ -43,7 +43,7 @@ def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pyt
     assert values(root) == [0, 1, 2, 9, 3, 4] and train.labels.tolist() == [0, 0, 0, 0, 1, 1]
     assert values(root, train=False) == [5, 6] and test.labels.tolist() == [0, 1]
     assert [line for line in capsys.readouterr().err.splitlines() if "ignored" in line] == [
-        f"{root}: 3 files that are no JPEG, PNG, WebP, BMP or GIF are ignored: "
+        f"{root}: 3 files are not JPEG, PNG, WebP, BMP or GIF and are ignored: "
         "train/cat/notes.txt, train/dog/pipe.png, test/dog/device.png"
     ]
 
@@ -193,12 +193,15 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: replace_root(root, "pets-v2/train/cat/0.png", "pets-v2/test/cat/0.png"),
-            r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?",
+            r"one class only \(pets-v2\), .* Did you mean --data-dir .*pets/pets-v2\?",
         ),
-        (lambda root: (root / "test").rename(root / "eval"), r"has train/ but no test/<class>/… .* Is eval/ meant\?"),
+        (
+            lambda root: (root / "test").rename(root / "eval"),
+            r"has train/ but no test/<class>/….* If eval/ has the test images",
+        ),
         (
             lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
-            "differ: train/ alone has dog and val/ alone has emu;",
+            "differ: only train/ has dog and only val/ has emu;",
         ),
         (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
         (
@@ -207,14 +210,14 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
-            r"one class only \(images\), .* Is --data-dir .*pets/labels.csv meant\?",
+            r"one class only \(images\), .* Did you mean --data-dir .*pets/labels.csv\?",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
             r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
-        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
+        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has only one image or group"),
     ],
 )
 def test_an_invalid_folder_is_refused_in_one_line(root: Path, spoil: Callable[[Path], object], text: str) -> None:

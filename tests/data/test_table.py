@@ -146,10 +146,10 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
         ("a.csv", [HEAD, f"{CAT},train", f"{CAT},test"], "row 3: cat/0.png has the split 'test', and 'train'"),
         ("a.csv", [HEAD, f"{CAT},train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},test"], "no training images of class dog"),
-        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},train"], "has no val or test rows: without a split column"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},train"], "has no val or test rows: add some"),
         ("a.csv", [HEAD, f"{CAT},test", f"{DOG},test"], "has no train rows"),
-        ("a.csv", [HEAD, CAT, DOG], "every class of .*a.csv has one image only"),
-        ("a.csv", [HEAD, f"{CAT},,1", "cat/1.png,cat,,1", f"{DOG},,1", "dog/4.png,dog,,1"], "or one group of them"),
+        ("a.csv", [HEAD, CAT, DOG], "every class of .*a.csv has only one image or group"),
+        ("a.csv", [HEAD, f"{CAT},,1", "cat/1.png,cat,,1", f"{DOG},,1", "dog/4.png,dog,,1"], "only one image or group"),
         ("a.csv", [HEAD, "cat/0.png,c\tt", DOG], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
         ("a.csv", [HEAD, f"cat/0.png,{'9' * 5000}", "dog/3.png,1"], "has to be renamed"),
     ],
@@ -168,11 +168,11 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
         ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "not a UTF-8 text"),
-        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text: .* or has a NUL"),
+        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text file: .* or has a NUL"),
         (
             "a.csv",
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
-            "not a text: a line is longer than 1,048,576 characters",
+            "not a text file: a line is longer than 1,048,576 characters",
         ),
         ("a.csv", b"a," * 400_000, "no column called path"),
         (
@@ -250,7 +250,7 @@ def test_the_group_column_is_named_group_or_by_the_setting(pets: Path) -> None:
         UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
     ):
         list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is no table"):
+    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is not a table"):
         open_set(pets, group="patient")
     write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES])
     assert list_table(table, None, False).groups == {}

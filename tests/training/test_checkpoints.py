@@ -131,7 +131,7 @@ def test_a_file_of_another_type_is_refused_without_a_warning_about_code(tmp_path
         assert line in refusal(path) and "execute code" not in refusal(path)
     for stored in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3)):
         torch.save(stored, path)
-        assert "no Lightning checkpoint" in refusal(path)
+        assert "not a Lightning checkpoint" in refusal(path)
 
 
 def test_a_run_folder_or_model_file_is_refused_with_the_checkpoint_to_use(checkpoint: Path) -> None:
