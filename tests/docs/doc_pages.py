@@ -86,8 +86,8 @@ def _blocks(text: str) -> Iterator[Block]:
 
 
 def command_lines(text: str) -> list[list[str]]:
-    """The words of each line that is to be run, without comments."""
-    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    """Return the words of each command, without comments; a backslash continues a line."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
     return [words for words in lines if words and words[0] != STAYS_OPEN]
 
 

@@ -1,4 +1,4 @@
-"""docs/from-a-hand-written-loop.md: its statements and commands run in their order, on a few images in place of CIFAR-10."""
+"""Run the statements and commands of docs/from-a-hand-written-loop.md in order, on a few images instead of CIFAR-10."""
 
 from pathlib import Path
 from typing import Any
