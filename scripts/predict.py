@@ -1,8 +1,9 @@
-"""Name what is on pictures with a run's net: python scripts/predict.py lightning_logs/NAME PICTURES."""
+"""Former name of classify.py. It will be removed in the next version."""
 
+import runpy
 import sys
-
-from cifar_lit.cli import main
+from pathlib import Path
 
 if __name__ == "__main__":
-    raise SystemExit(main(["classify", *sys.argv[1:]]))
+    print("scripts/predict.py is now scripts/classify.py: use the new name", file=sys.stderr)
+    runpy.run_path(str(Path(__file__).with_name("classify.py")), run_name="__main__")

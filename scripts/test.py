@@ -1,4 +1,4 @@
-"""Score a checkpoint on the test images: python scripts/test.py --ckpt_path RUN/checkpoints/best.ckpt."""
+"""Test a checkpoint: python scripts/test.py --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt."""
 
 from cifar_lit.cli import main
 

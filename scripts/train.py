@@ -1,4 +1,4 @@
-"""Train on a recipe, then test the best weights once: python scripts/train.py --recipe quickstart --devices 2."""
+"""Train a recipe and test the best checkpoint once: python scripts/train.py --recipe quickstart --devices 2."""
 
 from cifar_lit.cli import main
 

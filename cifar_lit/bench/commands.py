@@ -1,6 +1,7 @@
 """`cifar-lit bench NAME`: each measurement is a module of this folder, imported on demand.
 
-A module has `WHAT` (the description), `add_arguments(parser)` and `run(settings)`. When interrupted, it shows the results so far.
+A module has `WHAT` (the description), `add_arguments(parser)` and `run(settings)`. When interrupted, it prints the
+results so far.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import say
 
 BENCHES = {
-    "recipe": "seeds of recipes: accuracy with its interval, warm and cold time, memory",
-    "devices": "one recipe on the CPU and each GPU, or on 1, 2, … devices: time, speed-up, accuracy",
+    "recipe": "train recipes with several seeds: accuracy, time and memory",
+    "devices": "train one recipe on the CPU and each GPU, or on 1, 2, … devices: time, speed-up, accuracy",
 }
 
 
@@ -24,7 +25,7 @@ def bench(argv: list[str]) -> None:
     """Run the measurement named first in `argv`; raise UsageError for an unknown name or invalid flags."""
     if not argv or argv[0] in ("-h", "--help"):
         say("usage: cifar-lit bench NAME [flags]", "", *(f"  {name:<10} {what}" for name, what in BENCHES.items()), "")
-        say("Each prints a table; --json FILE also writes its figures. `cifar-lit bench NAME --help` lists its flags.")
+        say("Prints a table; --json FILE also writes the results. `cifar-lit bench NAME --help` lists all flags.")
         return
     name, *rest = argv
     if name not in BENCHES:
@@ -44,13 +45,10 @@ class BenchParser(argparse.ArgumentParser):
 
 
 def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
-    """Parse the flags of a measurement and run it.
-
-    Unknown flags go to its trainings as `settings.flags`, if the module sets a default for these.
-    """
+    """Parse the flags of a measurement and run it. If it has `settings.flags`, these get the unknown flags."""
     help_format = argparse.ArgumentDefaultsHelpFormatter
     parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=help_format)
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     module.add_arguments(parser)
     settings, rest = parser.parse_known_args(argv)
     settings.line = argv

@@ -17,9 +17,9 @@ from cifar_lit.text import counted, note
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Train one recipe on the CPU and on each GPU or, with --devices 1,2, on one and on two devices with the same global batch. "
-    "Every training runs in a new process. The table has seconds, images/s, speed-up over the first row and test accuracy. "
-    "Unlisted flags go to the trainings: --recipe (quickstart if not given), --batch-size 512, --model.width 4, --epochs 1."
+    "Train one recipe on the CPU and on each GPU, or with --devices 1,2 on one and two devices with the same global "
+    "batch size. Every training runs in a new process. The table has seconds, images/s, speed-up over the first row, "
+    "test accuracy. Other flags are passed to the trainings, such as --recipe (default: quickstart) or --epochs 1."
 )
 EPOCH = re.compile(r"epoch +(\d+)/(\d+) ")  # the line printed after each epoch
 Metrics = dict[str, Any]  # metrics.json of a run
@@ -28,10 +28,8 @@ Metrics = dict[str, Any]  # metrics.json of a run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument(
-        "--devices", metavar="1,2", help="numbers of devices to compare; the CPU and each GPU if not given"
-    )
-    parser.add_argument("--runs", type=int, default=1, help="trainings of each row")
+    parser.add_argument("--devices", metavar="1,2", help="compare these numbers of devices, not the CPU and each GPU")
+    parser.add_argument("--runs", type=int, default=1, help="trainings per row")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run; each further run adds one")
 
 
@@ -46,7 +44,7 @@ def each_device(machine: Machine) -> dict[str, list[str]]:
 
 
 def each_count(text: str) -> dict[str, list[str]]:
-    """Return the flags that select each number of devices in `text`, such as "1,2"; raise UsageError for anything else."""
+    """Return the flags that select each number of devices in `text`, such as "1,2"; raise UsageError if invalid."""
     counts = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
     if min(counts) < 1 or len(set(counts)) < len(counts):
         raise UsageError(f"--devices {text}: give different numbers of devices, such as --devices 1,2")
@@ -88,9 +86,7 @@ def run(settings: argparse.Namespace) -> None:
     count, epochs = len(next(iter(runs.values()))), shared["epochs"]
     lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
     if last["accelerator"] == "cpu" and last["devices"] > 1:
-        lines.append(
-            f"All processes share the {machine.threads} cores that one process already uses: expect no speed-up."
-        )
+        lines.append(f"All processes share the {machine.threads} cores that one process already uses: no speed-up.")
     elif len(places) == 1:
         lines.append("This machine has no GPU.")
     publish(

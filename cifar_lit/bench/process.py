@@ -1,4 +1,4 @@
-"""A training in a process of its own, as a user starts it, with the moments at which it printed."""
+"""Run trainings in processes of their own, as a user starts them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
-PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # flags that say where files lie, not what was measured
+PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths: no part of what is measured
 
 
 class FinishedTraining(NamedTuple):
-    """lines: what it printed, each with the seconds since the start of its process."""
+    """Result of a training. lines: printed lines, each with the seconds since the start of the process."""
 
     metrics: dict[str, Any]
     seconds: float
@@ -30,7 +30,7 @@ class FinishedTraining(NamedTuple):
 
 @contextmanager
 def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, which Ctrl-C does not reach: it is killed, with all it started, when the block fails."""
+    """Start a process in its own group, which Ctrl-C does not reach. The group is killed if the block fails."""
     settings = {"text": True, "env": child_environment(), "stdin": subprocess.DEVNULL, "process_group": 0, **settings}
     with subprocess.Popen(command, **settings) as process:
         try:
@@ -42,12 +42,13 @@ def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
 
 
 def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: None) -> FinishedTraining:
-    """Runs `cifar-lit train` in a process and a folder of its own; raises its UsageError or Failure, with its last line.
+    """Run `cifar-lit train` in a process and a temporary folder; raise its UsageError or Failure.
 
-    on_line: is told each line as it is printed.
+    Args:
+        on_line: callback for each printed line.
     """
     if any(word.partition("=")[0] == "--logs" for word in argv):
-        raise UsageError("the runs are only measured, in a folder that is gone afterwards: leave --logs out")
+        raise UsageError("run folders are deleted after the measurement: leave --logs out")
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:
         before = time.perf_counter()
         lines = []
@@ -63,26 +64,24 @@ def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: Non
             raise as_error(process.returncode, errors.read(), "the training")
         metrics = [*Path(logs).glob("*/metrics.json")]
         if len(metrics) != 1:
-            raise Failure(
-                f"the training left {len(metrics)} results in place of one: take out --folds, and flags that cut it short"
-            )
+            raise Failure(f"the training left {len(metrics)} results, not 1: leave out flags that shorten or repeat it")
         return FinishedTraining(json.loads(metrics[0].read_text()), seconds, lines)
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
-    """The error of a command of ours that ended with an exit code, with the last line that it printed."""
+    """Return the error of one of our commands that failed. Its text is the last line of stderr."""
     line = (stderr.strip().splitlines() or [f"{what} ended with exit code {code}"])[-1]
     return (UsageError if code == 2 else Failure)(line.removeprefix("cifar-lit: "))
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that can import this package, also from a checkout that is not installed, and prints at once."""
+    """Return an environment in which this package can be imported, even if not installed. Output is not buffered."""
     root = str(Path(cifar_lit.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def without_places(argv: Sequence[str]) -> list[str]:
-    """The flags without those that only say where files lie."""
-    values = {place + 1 for place, word in enumerate(argv) if word in PLACES}
-    return [word for place, word in enumerate(argv) if place not in values and word.partition("=")[0] not in PLACES]
+    """Return the flags without those that are paths."""
+    values = {index + 1 for index, word in enumerate(argv) if word in PLACES}
+    return [word for index, word in enumerate(argv) if index not in values and word.partition("=")[0] not in PLACES]

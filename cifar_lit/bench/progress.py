@@ -1,4 +1,4 @@
-"""What a measurement says of its time while it runs, the same on a terminal and in a pipe, and how it is stopped."""
+"""Progress and interruption of measurements."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 
 class Progress:
-    """Says on stderr how long a measurement takes, and every ten seconds how far it is.
+    """Print the progress and the estimated time of a measurement to stderr, every ten seconds.
 
-    total: how many parts there are. what: one of them, such as "round".
+    Args:
+        total: number of parts.
+        what: name of a part, such as "round".
     """
 
     def __init__(self, total: int, what: str) -> None:
         self.total, self._what = total, what
-        self._started, self._said = time.monotonic(), float("-inf")
+        self._started = time.monotonic()
+        self._printed = float("-inf")
 
     def announce(self, seconds: float, plan: str) -> None:
-        """Says how long it takes where that is known before the first part."""
-        self._started = self._said = time.monotonic()
+        """Print the duration if it is known before the first part."""
+        self._started = self._printed = time.monotonic()
         note(f"this takes about {duration_text(seconds)}: {plan}")
 
     def advance(self, done: float, detail: str = "") -> None:
-        """So many parts are done, whole ones and a part of the next; what has taken their time tells how long all take."""
+        """Report the number of parts done, with a fraction of the current one. The estimate extrapolates their time."""
         now = time.monotonic()
-        if now - self._said >= SECONDS_BETWEEN_LINES and 0 < done < self.total:
-            self._said = now
+        if now - self._printed >= SECONDS_BETWEEN_LINES and 0 < done < self.total:
+            self._printed = now
             seconds = now - self._started
             part = f"{self._what} {int(done) + 1} of {self.total}" + (f", {detail}" if detail else "")
             note(f"{part} · {duration_text(seconds)} of about {duration_text(seconds * self.total / done)}")
 
 
 class StepProgress(Callback):
-    """Tells a measurement of whole trainings how far the current one is. before: trainings that are done."""
+    """Report the progress of the current training. before: number of finished trainings."""
 
     def __init__(self, progress: Progress, before: int) -> None:
         self._progress, self._before = progress, before
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learns how many steps there are."""
+        """Estimate the number of steps."""
         self._steps = trainer.estimated_stepping_batches
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """After each step; estimates of a schedule with growing images rise as it goes on."""
+        """Report each step. If images grow during the training, so does the estimated time."""
         part = min(0.999, trainer.global_step / self._steps)
         self._progress.advance(self._before + part, f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
 
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Within, Ctrl-C, SIGTERM and the terminal's end raise `Interrupted` wherever the program is, amid a training too.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also within a training: it needs no checkpoint.
 
-    What is only measured needs no checkpoint. An interruption that was held back, so that what is measured by then is shown, is
-    raised at the end.
+    An interruption that the measurement has caught to print its results is raised at the end.
     """
     catch_signals()
     Interrupted.latest = None
@@ -69,7 +71,7 @@ def ends_at_once() -> Iterator[None]:
     try:
         yield
     except Exception:
-        if Interrupted.latest:  # compiled code raises errors of its own in its place
+        if Interrupted.latest:  # compiled code replaces it by an error of its own
             raise Interrupted.latest from None
         raise
     finally:

@@ -1,4 +1,4 @@
-"""`cifar-lit bench recipe`: recipes trained and tested with many seeds, as means with their intervals, times and memory."""
+"""`cifar-lit bench recipe`: train recipes with several seeds, and report accuracy, time and memory."""
 
 from __future__ import annotations
 
@@ -36,41 +36,31 @@ from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
-    "Seeds of recipes: test accuracy with its interval, warm and cold time, memory. With --json, a measurement that was stopped "
-    "goes on when the same line is typed again. What is not listed here goes to the training."
+    "Train recipes with several seeds: test accuracy with its interval, time and memory. With --json, a stopped "
+    "measurement resumes if the same line is typed again. Other flags are passed to the trainings."
 )
-NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path")  # flags of training
-CODE = (
-    "data/**/*.py",
-    "models/**/*.py",
-    "training/**/*.py",
-    "cli/fit.py",
-    "hardware.py",
-    "train.py",
-)  # what results depend on
+NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds")  # flags of trainings
+# Results depend on these files.
+CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")
 LEGEND = (
-    f"± is the standard deviation over n seeds; behind n, from n = {FEW} on, the 95 % interval of the mean (Student's t)",
-    "training is the whole fit with its validations: median and quartiles, of n < 4 the range, warm if any is",
-    "start to end is from the process's start to the tested net; peak memory is of the process, with all runs before",
-    "The runs share one process, and the images, which are decoded and held once; each draws all that is random from its seed.",
+    f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
+    "training: the fit with validation, without the first run of each process; median and quartiles, range if n < 4",
+    "start to end: from process start to the test result; peak memory: of the process, including earlier runs",
+    "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
 )
-Runs = dict[int, dict[str, Any]]  # of a recipe, as `run_once` returns them, by seed
+Runs = dict[int, dict[str, Any]]  # results of `run_once` by seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this measurement."""
+    """Add the flags of this measurement."""
     parser.set_defaults(flags=[])
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="recipes, or YAML files of your own; first on the line"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=3, help="seeds of each recipe; those that the --json FILE holds are kept"
-    )
-    parser.add_argument("--seed0", type=int, default=0, help="the first of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes or YAML files, before all flags")
+    parser.add_argument("--runs", type=int, default=3, help="number of seeds; runs in the --json file count")
+    parser.add_argument("--seed0", type=int, default=0, help="the first seed")
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measures and reports; what is finished is in the --json file, also when it is stopped."""
+    """Measure and report. Finished runs are in the --json file even if the measurement is stopped."""
     recipes = check(settings)
     # Each data set is decoded once, for all runs of this process.
     SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in SOURCES.items()})
@@ -83,35 +73,34 @@ def run(settings: argparse.Namespace) -> None:
     for name, done in runs.items():
         if done:
             left = len(missing[name])
-            say(f"{name}: {len(done)} runs are done already (in {display_path(Path(settings.json))}); {left} to go")
+            say(f"{name}: {len(done)} runs are in {display_path(Path(settings.json))}, {left} to go")
     total = sum(map(len, missing.values()))
     progress = Progress(total, "training")
-    say(f"{total} trainings, one after the other: how long they take is said after the first's first steps")
+    say(f"{total} trainings, one after the other; the remaining time is shown after the first steps")
     trained = 0
     try:
         for name, seed in [(recipe, seed) for recipe in recipes for seed in missing[recipe]]:
             done = runs[name]
-            run = run_once(
-                str(recipes[name]), settings.flags, seed, command.logs, not trained, StepProgress(progress, trained)
-            )
+            callback = StepProgress(progress, trained)
+            run = run_once(str(recipes[name]), settings.flags, seed, command.logs, not trained, callback)
             done[seed] = run | {"first": seed == missing[name][0]}
             trained += 1
             if file:
                 entries = {
-                    name: {
-                        "settings": conditions[name],
+                    recipe: {
+                        "settings": conditions[recipe],
                         "accuracy": accuracy_of(same),
-                        "runs": [same[seed] for seed in sorted(same)],
+                        "runs": [same[each] for each in sorted(same)],
                     }
-                    for name, same in runs.items()
+                    for recipe, same in runs.items()
                     if same
                 }
                 write_figures(file, figures_of("recipe", {"flags": without_places(command.flags)}, recipes=entries))
-            accuracy, seconds, speed = (run[figure] for figure in ("accuracy", "seconds", "images_per_second"))
-            of = len(done) + len([one for one in missing[name] if one not in done])
-            line = f"{name} seed {seed} ({len(done)} of {of}): {percent(accuracy)} · mean {percent(accuracy_of(done)['mean'])}"
-            line += f" · {seconds:.2f} s · {speed or 0:,.0f} images/s"
-            say(line + " · the first here: not in the warm times" * done[seed]["first"])
+            goal = len(done.keys() | missing[name])
+            mean = f"mean {100 * accuracy_of(done)['mean']:.2f} %"
+            line = f"{name} seed {seed} ({len(done)} of {goal}): {100 * run['accuracy']:.2f} % · {mean}"
+            line += f" · {run['seconds']:.2f} s · {run['images_per_second'] or 0:,.0f} images/s"
+            say(line + " · first run: not in the times" * done[seed]["first"])
     except Interrupted as interruption:
         if file:
             interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
@@ -123,42 +112,40 @@ def run(settings: argparse.Namespace) -> None:
     say("")
     print_table(environment(), "test accuracy and time", ["recipe", *columns], table, *LEGEND)
     if file:
-        say(f"written: {display_path(file)}")
+        say(f"wrote {display_path(file)}")
 
 
 def check(settings: argparse.Namespace) -> dict[str, Path]:
-    """The recipes' files by name; raises UsageError for what cannot be meant."""
-    known = ["runs", "seed0", "json", *SHORT, *OWN]
+    """Return the recipe files by name; raise UsageError for invalid settings."""
+    valid = ["runs", "seed0", "json", *SHORT, *OWN]
     for word in (word for word in settings.flags if word.startswith("--")):
         flag = word.removeprefix("--").partition("=")[0]
-        if flag == "folds":
-            raise UsageError("bench recipe takes no --folds: it measures one training for each seed")
         if flag in NOT_TAKEN:
-            advice = "recipes stand first on the line, and each run starts anew, from the seeds that --seed0 and --runs choose"
+            advice = "name recipes before all flags; each seed of --seed0 and --runs is one new training"
             raise UsageError(f"bench recipe takes no --{flag}: {advice}")
-        if "." not in flag and flag not in known:  # training does not know the nearest of ours
-            raise UsageError(f"there is no flag --{flag}.{nearest(flag, known).replace('mean ', 'mean --')}")
+        if "." not in flag and flag not in valid:  # the training would not suggest our flags
+            raise UsageError(f"there is no flag --{flag}.{nearest(flag, valid).replace('mean ', 'mean --')}")
     if not settings.names:
-        raise UsageError("which recipe? Name one or more first, as in `cifar-lit bench recipe quickstart --runs 3`")
+        raise UsageError("bench recipe needs a recipe, as in `cifar-lit bench recipe quickstart --runs 3`")
     paths = [recipe_path(name) for name in settings.names]
     recipes = {path.stem: path for path in paths}
     if len(recipes) < len(paths):
-        raise UsageError(f"two of the recipes are called alike: {', '.join(path.stem for path in paths)}")
+        raise UsageError(f"two recipes have the same name: {', '.join(path.stem for path in paths)}")
     if settings.runs < 1 or settings.seed0 < 0:
         raise UsageError(f"--runs must be at least 1 and --seed0 at least 0, not {settings.runs} and {settings.seed0}")
     devices = parse("train", list(settings.flags)).value("trainer.devices")
     check_one_device(devices, "bench recipe measures")
-    if devices is None:  # further processes would each start a measurement of their own
+    if devices is None:  # each process of several would start its own measurement
         settings.flags += ["--devices", "1"]
     return recipes
 
 
 def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
-    """What runs must have in common to count as one measurement: a digest for each kind of thing."""
+    """Return digests of everything that the runs of one measurement must have in common."""
     command, where = parse("train", list(flags)), environment()
     code = [path for pattern in CODE for path in sorted(Path(cifar_lit.__file__).parent.glob(pattern))]
     parts = {
-        "recipe": [repr(recipe_settings(recipe))],  # not its header, which these very figures are written into
+        "recipe": [repr(recipe_settings(recipe))],  # without its header, which contains the results
         "flags": [*command.flags, *(Path(path).expanduser().read_text() for path in command.configs)],
         "versions": [str(where["versions"])],
         "code": [path.read_text() for path in code],
@@ -168,7 +155,7 @@ def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
 
 
 def read_runs(file: Path | None, conditions: Mapping[str, Mapping[str, str]]) -> dict[str, Runs]:
-    """The finished runs that a file holds, by recipe; raises UsageError when they are of something else."""
+    """Return the finished runs in a file by recipe; raise UsageError if they belong to another measurement."""
     if not file or not file.exists():
         return {}
     place = display_path(file)
@@ -177,38 +164,34 @@ def read_runs(file: Path | None, conditions: Mapping[str, Mapping[str, str]]) ->
     except (OSError, ValueError):
         figures = None
     if not isinstance(figures, dict) or figures.get("bench") != "recipe":
-        raise UsageError(f"{place} is there already and holds no figures of `bench recipe`: name another --json")
+        raise UsageError(f"{place} exists and has no results of `bench recipe`: name another --json file")
+    remedy = "name another --json file, or delete this one"
     for name, entry in figures["recipes"].items():
         if name not in conditions:
-            raise UsageError(
-                f"{place} holds runs of {name}, which is not measured now: name another --json, or delete {place}"
-            )
-        if differing := " and ".join(
-            part for part, own in conditions[name].items() if entry["settings"].get(part) != own
-        ):
-            raise UsageError(
-                f"{place} holds runs of {name} with other {differing}: name another --json, or delete {place}"
-            )
+            raise UsageError(f"{place} has runs of {name}, which is not measured now: {remedy}")
+        differing = [part for part, digest in conditions[name].items() if entry["settings"].get(part) != digest]
+        if differing:
+            raise UsageError(f"{place} has runs of {name} with other {' and '.join(differing)}: {remedy}")
     return {name: {run["seed"]: run for run in entry["runs"]} for name, entry in figures["recipes"].items()}
 
 
 def run_once(
     recipe: str, flags: Sequence[str], seed: int, logs: str | None, cold: bool, *callbacks: Callback
 ) -> dict[str, Any]:
-    """Trains and tests a recipe with one seed, as `train` does in this process; what it prints is not shown.
+    """Train and test a recipe with one seed in this process, without its output.
 
     Args:
-        flags: further ones of training.
-        logs: folder for run folders, None for one that is deleted.
-        cold: whether this is the process's first run, of which the time since the process started is of interest.
-        callbacks: of the Trainer, beside the run's own.
+        flags: further flags of `train`.
+        logs: folder for run folders, None for a temporary one.
+        cold: whether to measure the time since the start of this process.
+        callbacks: added to the callbacks of the run.
 
     Returns:
-        What `metrics.json` says of it, by plain names, and seconds from the process's start to the tested net (None if not
-        cold), and peak memory of the process and of the GPU (None without) in MB.
+        Values of metrics.json. `cold_seconds`: seconds from process start to the test result, None if not `cold`.
+        `memory_mb`, `device_memory_mb`: peak memory of the process and of the GPU (None without one).
 
     Raises:
-        What the command raises, and Failure when there was no test.
+        Failure: there was no test.
     """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -216,18 +199,17 @@ def run_once(
         folder = Path(name).expanduser()
         before = set(folder.glob("*"))
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-            TrainingCLI(
-                parse("train", ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]), *callbacks
-            )
+            argv = ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]
+            TrainingCLI(parse("train", argv), *callbacks)
         age = process_age() if cold else None
-        every = map(read_metrics, set(folder.glob("*")) - before)
-        metrics = next(
-            (one for one in every if one.get("seed") == seed and one.get("test") and one.get("train_seconds")), None
-        )
+        new_runs = map(read_metrics, set(folder.glob("*")) - before)
+        trained = (run for run in new_runs if run.get("seed") == seed and run.get("test") and run.get("train_seconds"))
+        metrics = next(trained, None)
     if metrics is None:
-        raise Failure(f"{recipe} with seed {seed} ended without a test: leave flags out that cut a run short")
-    gc.collect()  # net and Trainer refer to each other, and would keep the device's memory until the next collection
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # else in KiB
+        raise Failure(f"{recipe} with seed {seed} ended without a test: leave out flags that shorten a run")
+    gc.collect()  # net and Trainer refer to each other and would keep device memory
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     on_gpu = torch.cuda.is_available() and metrics["accelerator"] == "gpu"
     return {
         "seed": seed,
@@ -243,9 +225,9 @@ def run_once(
 
 
 def process_age() -> float | None:
-    """Seconds since this process started, to a hundredth; None where the system does not tell (Linux does, in /proc)."""
+    """Return the seconds since the start of this process, None on systems other than Linux."""
     try:
-        # the 22nd field of proc(5)'s stat, in clock ticks since boot; the second may hold spaces and ends with a bracket
+        # Field 22 of proc(5)'s stat: clock ticks since boot. Field 2 may contain spaces and ends with a bracket.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
@@ -253,38 +235,33 @@ def process_age() -> float | None:
 
 
 def accuracy_of(runs: Runs) -> dict[str, Any]:
-    """Mean, deviation and interval of the accuracy over seeds."""
+    """Return mean, standard deviation and interval of the accuracy over seeds."""
     return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)])
 
 
-def percent(value: float) -> str:
-    """A fraction as 94.05 %."""
-    return f"{100 * value:.2f} %"
-
-
 def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What a recipe's runs came to, by the names of their columns; – for what there is not.
+    """Return the results of a recipe's runs by column, – where there are none.
 
-    Accuracy is over all runs. Times are over the warm ones: not over those that were their process's first of this recipe, in
-    which code is loaded and kernels are compiled or captured, unless there are no others.
+    The accuracy is over all runs. Times leave out the first run in each process if there are others: it loads code and
+    compiles or captures kernels.
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]
     cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
     device = max(run["device_memory_mb"] or 0 for run in runs)
+    memory = f"{max(run['memory_mb'] for run in runs):,} MB"
     return {
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
         "with views": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
         "training": spread_text(spread(run["seconds"] for run in warm), "s"),
         "start to end": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
-        "peak memory": f"{max(run['memory_mb'] for run in runs):,} MB"
-        + (f" + {device:,} MB on the device" if device else ""),
+        "peak memory": memory + (f" + {device:,} MB on the device" if device else ""),
     }
 
 
 def mean_text(fractions: Sequence[float]) -> str:
-    """A mean with its standard deviation, n and from FEW values on its interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
+    """Return the mean with standard deviation, n and interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
     mean = mean_interval(fractions)
     deviation = "" if mean["std"] is None else f" ± {100 * mean['std']:.2f}"
     interval = f"; {100 * mean['low']:.2f} … {100 * mean['high']:.2f}" if mean["n"] >= FEW else ""

@@ -1,4 +1,4 @@
-"""What every measurement says in the same way: how its values spread, where it was made, a table, and a JSON file of it all."""
+"""Common report of measurements: spread of values, environment, table and JSON file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cifar_lit.hardware import detect_machine
 from cifar_lit.runs.results import versions
 from cifar_lit.text import counted
 
-FEW = 4  # under so many values a spread is their range, and a mean has no interval
+FEW = 4  # values; with fewer, a spread is the range and a mean has no interval
 
 
 class Spread(TypedDict):
-    """What several values come to: how many, their median, and their quartiles, or of fewer than four their least and largest."""
+    """Number, median and quartiles of values; minimum and maximum if there are fewer than FEW."""
 
     n: int
     median: float
@@ -31,37 +31,26 @@ class Spread(TypedDict):
     high: float
 
 
-Row = tuple[str, float | Spread, str]  # what was measured, its value, the unit
-NOT_FIGURES = (
-    "json",
-    "plot",
-    "root",
-    "threads",
-    "names",
-    "line",
-)  # settings that say where files lie, or are told elsewhere
+Row = tuple[str, float | Spread, str]  # label, value, unit
+NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # paths, and settings recorded elsewhere
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of at least one value. Digits that no measurement supports are left out."""
+    """Return the spread of at least one value, with five significant digits."""
     listed = sorted(values)
     quartiles = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) >= FEW else None
     low, median, high = quartiles or (listed[0], statistics.median(listed), listed[-1])
-    return {
-        "n": len(listed),
-        "median": float(f"{median:.5g}"),
-        "low": float(f"{low:.5g}"),
-        "high": float(f"{high:.5g}"),
-    }
+    median, low, high = (float(f"{value:.5g}") for value in (median, low, high))
+    return {"n": len(listed), "median": median, "low": low, "high": high}
 
 
 def number_text(value: float) -> str:
-    """Four digits, and none of them lost before the point."""
+    """Return a number with at least four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def spread_text(value: float | Spread, unit: str = "") -> str:
-    """A median with its spread, as in `4,335 images/s (4,301 … 4,370, n = 9)`; a number that is none of several by itself."""
+    """Return a median with its spread, as in `4,335 images/s (4,301 … 4,370, n = 9)`, or a single number."""
     if not isinstance(value, dict):
         return f"{number_text(value)} {unit}".strip()
     around = f"{number_text(value['low'])} … {number_text(value['high'])}, " if value["n"] > 1 else ""
@@ -69,7 +58,7 @@ def spread_text(value: float | Spread, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Where and when: date, cpu, bf16 (if in its hardware), threads (of torch), gpu (None if none), versions of what matters."""
+    """Return date, cpu, bf16 (hardware support), threads (of torch), gpu (None without) and versions."""
     machine = detect_machine()
     names = sorted({name for name, _ in machine.gpus})
     gpu = ", ".join(names) if names else "Apple GPU" if machine.mps else None
@@ -84,16 +73,16 @@ def environment() -> dict[str, Any]:
 
 
 def machine_text(environment: Mapping[str, Any], accelerator: str | None = None) -> str:
-    """The GPU where there is one, unless `accelerator` is the CPU; else the CPU with torch's threads."""
+    """Return the GPU, or the CPU with its threads if there is no GPU or `accelerator` is "cpu"."""
     if environment.get("gpu") and accelerator != "cpu":
         return str(environment["gpu"])
     threads = environment["threads"]
-    bf16 = " with bf16" if environment.get("bf16") else ""  # without it a training takes several times as long
+    bf16 = " with bf16" if environment.get("bf16") else ""  # several times as fast as without
     return f"{environment['cpu']}{bf16}, {counted(threads, 'thread')}"
 
 
 def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:
-    """What a measurement's file holds: its name, flags with what they left open, environment, values and units by label."""
+    """Return the contents of a measurement's JSON file: name, settings, environment, values and units by label."""
     rows = list(rows)
     return {
         "bench": bench,
@@ -108,21 +97,20 @@ def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = ()
 def publish(
     bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any
 ) -> dict[str, Any]:
-    """Prints rows as a table with lines under it, and writes the figures, which it returns, to the file that --json names."""
+    """Print rows as a table with lines below it, and write the figures to the --json file; return them."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
     table = [(label, spread_text(value, unit)) for label, value, unit in rows]
-    print_table(
-        figures["environment"], f"{bench} · {title}", ["", "median (quartiles, of n < 4 the range)"], table, *lines
-    )
+    columns = ["", "median (quartiles; range if n < 4)"]
+    print_table(figures["environment"], f"{bench} · {title}", columns, table, *lines)
     return figures
 
 
 def print_table(
     environment: Mapping[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
 ) -> None:
-    """Prints a table with a title, and under it lines and the environment."""
+    """Print a table with a title, and below it lines and the environment."""
     first, *others = columns
     table = Table(first, *(Column(name, justify="right") for name in others))
     for row in rows:
@@ -135,14 +123,14 @@ def print_table(
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Writes the figures as JSON, whole or not at all; raises Failure where there can be no such file."""
+    """Write the figures as JSON, completely or not at all; raise Failure if the file cannot be written."""
     text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     make_parent(path)
     write_text(path, text)
 
 
 def make_parent(path: Path) -> None:
-    """Makes the folder that a file is to be written to; raises Failure where that cannot be done."""
+    """Create the parent folder of a file; raise Failure if this is impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 LIMIT = 90.0  # seconds for a device, most of them for imports
 STEPS, BATCH = 5, 128
-# Largest relative error of a loss. A CPU has 1e-7 in float32 and 2e-5 in bfloat16; GPUs round differently.
+# Largest relative error of a loss. On a CPU it is 1e-7 in float32 and 2e-5 in bfloat16.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def train(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
-    """Train a small convolution net for a few steps; return the loss of each step and images/s without the first step."""
+    """Train a small net for a few steps; return the loss of each step and images/s without the first step."""
     import torch
     from torch import nn
 
@@ -67,16 +67,10 @@ def try_device(device: str) -> str:
 
 
 def run_probe(word: str) -> str:
-    """Run this module in a process, with a device or "machine"; return its last line, and raise Failure if it has none."""
+    """Run this module in a process for a device or "machine"; return its last line, or raise Failure."""
     command = [sys.executable, "-m", "cifar_lit.cli.check", word]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
+    none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, child_environment()
+    process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""`cifar-lit compare`: runs beside each other."""
+"""`cifar-lit compare`: compare the settings and results of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -15,52 +15,44 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
+from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.stats import McNemar
 from cifar_lit.text import csv_cell, say
 
-if TYPE_CHECKING:
-    from cifar_lit.runs.compare import RunRecord
-    from cifar_lit.stats import McNemar
-
 DESCRIPTION = (
-    "Runs beside each other: the settings that differ, accuracy with its 95 % interval (Wilson), time and size; McNemar's test "
-    "of runs on the same test images; several seeds of one recipe and settings as mean ± standard deviation."
+    "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "
+    "images are compared with McNemar's test. Several seeds are reported as mean ± standard deviation."
 )
-# Columns of the console: name, title, format. Other figures follow as they are, except for HIDDEN ones.
+# Columns of the console: name, title, format. Further values follow with four digits, except for HIDDEN ones.
 COLUMNS = (
     ("accuracy", "accuracy", ".2%"), ("interval", "95 % interval", ""), ("balanced_accuracy", "balanced", ".2%"),
     ("macro_f1", "F1", ".2%"), ("top5", "top 5", ".2%"), ("loss", "loss", ".4f"), ("val_accuracy", "val", ".2%"),
     ("train_seconds", "train s", ",.1f"), ("size", "params", ""),
 )  # fmt: skip
 UNEQUAL = ("balanced_accuracy", "macro_f1")  # shown if the classes have different numbers of images
-# Only in --csv and --json, so that a table fits 100 columns.
+# Only in --csv and --json: the table has to fit 100 columns.
 HIDDEN = (
     "low", "high", "parameters", "images_per_second", "epochs", "val_balanced_accuracy", "val_macro_f1", "val_top5",
 )  # fmt: skip
-Pairs = list[tuple[str, str, "McNemar"]]
+Pairs = list[tuple[str, str, McNemar]]
 
 
 def compare(words: list[str]) -> None:
-    """Compares runs; raises UsageError where there is none, Failure where a file cannot be written."""
+    """Compare runs; raise UsageError if there are none."""
     parser = command_parser("compare", DESCRIPTION)
-    parser.add_argument(
-        "runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of logs"
-    )
-    parser.add_argument("--plot", type=str | None, default=None, help="draw the curves of all into this PNG")
-    parser.add_argument(
-        "--csv", type=str | None, default=None, help="write a row for each run to this file; - for stdout"
-    )
-    parser.add_argument("--json", type=str | None, default=None, help="write everything to this file; - for stdout")
+    add = parser.add_argument
+    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of runs")
+    add("--plot", type=str | None, default=None, help="draw the learning curves of all runs into this PNG file")
+    add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
+    add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
     settings = parsed(parser, words)
     if settings.csv == settings.json == "-":
-        raise UsageError("--csv - and --json - would be mixed on stdout: give one of them a file")
-
-    from cifar_lit.runs.compare import differing, find_runs, groups, pairs, read_run
+        raise UsageError("--csv - and --json - cannot both go to standard output: name a file for one of them")
 
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
-        named = " ".join(settings.runs)
-        raise UsageError(f"there is no run in {named}: name run folders, a pattern of them, or a folder of logs")
+        raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
     differences, grouped, (tests, reasons) = differing(runs), groups(runs), pairs(runs)
     several = any(group["accuracy"]["n"] > 1 for group in grouped)
     if settings.plot:
@@ -84,24 +76,18 @@ def compare(words: list[str]) -> None:
     for first, second, test in tests:
         say(*pair_lines(first, second, test))
     if tests:
-        say("p: the probability of a split at least as uneven if both runs were equally good (McNemar's mid-p).")
+        say("p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p).")
     if len(tests) > 1:
         say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
-    say(*reasons)
-    say(
-        *(
-            f"wrote {display_path(Path(name).expanduser())}"
-            for name in (settings.plot, settings.csv, settings.json)
-            if name
-        )
-    )
+    files = filter(None, (settings.plot, settings.csv, settings.json))
+    say(*reasons, *(f"wrote {display_path(Path(file).expanduser())}" for file in files))
 
 
-# ---- on the console
+# ---- console
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Prints a table, its first columns to the left."""
+    """Print a table. left: number of left-aligned columns."""
     table = Table(title=title, title_justify="left", title_style="")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left or column == "note" else "right", overflow="fold")
@@ -112,29 +98,24 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
     figures = [run.figures | {"interval": _interval(run.figures), "size": _size(run.figures)} for run in runs]
-    known = {*(name for name, _, _ in COLUMNS), *HIDDEN}
-    further = dict.fromkeys(name for row in figures for name in row if name not in known)
-    unequal = any(
-        abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in figures if row["low"]
-    )
+    own = {*(name for name, _, _ in COLUMNS), *HIDDEN}
+    further = dict.fromkeys(name for row in figures for name in row if name not in own)
+    scored = [row for row in figures if row["low"]]
+    unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in scored)
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
     for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):
-        values = [
-            f"{row[name]:{form}}" if isinstance(row.get(name), int | float if form else str) else "" for row in figures
-        ]
+        kind = int | float if form else str
+        values = [f"{row[name]:{form}}" if isinstance(row.get(name), kind) else "" for row in figures]
         if name == "accuracy" or (any(values) and (unequal or name not in UNEQUAL)):
             cells[title] = values
     if any(run.note for run in runs):
         cells["note"] = [run.note for run in runs]
-    _table(
-        "results on the test images; val: accuracy on the validation images",
-        list(cells),
-        list(zip(*cells.values(), strict=True)),
-    )
+    title = "results on the test images; val: accuracy on the validation images"
+    _table(title, list(cells), list(zip(*cells.values(), strict=True)))
 
 
 def _size(figures: dict[str, Any]) -> str:
-    """Return a net's number of parameters in thousands or millions."""
+    """Return the number of parameters in thousands or millions."""
     count = figures["parameters"]
     if not count:
         return ""
@@ -152,16 +133,15 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
         accuracy, seconds = group["accuracy"], group["train_seconds"]
         deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
         figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy)]
-        rows.append(
-            [group["recipe"], *group["settings"].values(), *figures, f"{seconds['mean']:,.1f}" if seconds else ""]
-        )
+        time = f"{seconds['mean']:,.1f}" if seconds else ""
+        rows.append([group["recipe"], *group["settings"].values(), *figures, time])
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
     title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
     _table(title, columns, rows, 1 + len(names))
 
 
 def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
-    """Return what McNemar's test says of two runs, in words."""
+    """Return the result of McNemar's test of two runs in words."""
     p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
     better, worse = (first, second) if test.first >= test.second else (second, first)
     counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
@@ -171,13 +151,11 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     return f"{better} is better than {worse} ({p}, {verdict}):", counts
 
 
-# ---- in files
+# ---- files
 
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
-    """Draws the curves; the runs of a group share one label, its recipe and settings."""
-    from cifar_lit.runs.compare import plot_curves
-
+    """Draw the learning curves. The runs of a group share one label, its recipe and settings."""
     labels = {run.name: run.name for run in runs}
     for group in grouped:
         settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
@@ -191,7 +169,7 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
 
 
 def _write(flag: str, name: str, text: str) -> None:
-    """Writes a file, or to stdout for -."""
+    """Write text to a file, or to standard output (-)."""
     if name == "-":
         say(*text.splitlines())
         return
@@ -201,8 +179,8 @@ def _write(flag: str, name: str, text: str) -> None:
 
 def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:
     rows = []
-    for place, run in enumerate(runs):
-        settings = {name: values[place] for name, values in differences.items()}
+    for index, run in enumerate(runs):
+        settings = {name: values[index] for name, values in differences.items()}
         rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
     names = [*dict.fromkeys(name for row in rows for name in row if name != "note"), "note"]
     table: list[list[object]] = [list(names), *([row.get(name) for name in names] for row in rows)]
@@ -214,16 +192,14 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
 def _as_json(
     runs: Sequence[RunRecord], differences: dict[str, list[str]], grouped: Sequence[dict[str, Any]], tests: Pairs
 ) -> str:
-    content = {
-        "runs": [
-            {
-                "run": run.name, "recipe": run.recipe, "seed": run.seed,
-                "settings": {name: run.settings.get(name) for name in differences}, **run.figures, "note": run.note,
-            }
-            for run in runs
-        ],
-        "groups": grouped,
-        "pairs": [{"first": first, "second": second, "only_first_right": test.first, "only_second_right": test.second,
-                   "p_exact": test.exact, "p_mid": test.mid} for first, second, test in tests],
-    }  # fmt: skip
+    rows = []
+    for run in runs:
+        settings = {name: run.settings.get(name) for name in differences}
+        names = {"run": run.name, "recipe": run.recipe, "seed": run.seed, "settings": settings}
+        rows.append(names | run.figures | {"note": run.note})
+    compared = []
+    for first, second, test in tests:
+        counts = {"only_first_right": test.first, "only_second_right": test.second}
+        compared.append({"first": first, "second": second, **counts, "p_exact": test.exact, "p_mid": test.mid})
+    content = {"runs": rows, "groups": grouped, "pairs": compared}
     return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

@@ -12,13 +12,13 @@ from cifar_lit.text import printable
 
 
 class TextConsole(Console):
-    """rich's, but a text is no markup there, has no emoji by name, and nothing that a terminal obeys."""
+    """Console that prints text as it is: no markup, no emoji names, no control characters."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """What becomes of every text that is printed, and of each in a table."""
+        """Render a text, also of a table cell."""
         return super().render_str(printable(text), **{**settings, "markup": False, "emoji": False})
 
 
 def for_tables() -> Console:
-    """As wide as the terminal; elsewhere so wide that no row is folded, which rich would do at 80 columns."""
+    """Return a console as wide as the terminal. Without one it is 200 columns wide: rich would wrap rows at 80."""
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)

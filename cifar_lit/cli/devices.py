@@ -14,23 +14,20 @@ from cifar_lit.errors import UsageError
 
 def list_devices(argv: list[str]) -> None:
     """List the devices with their flags; with --net, the parameters of a net; with --check, train on each device."""
-    parser = ArgumentParser(
-        prog="cifar-lit devices",
-        description="List the devices of this machine with the flags that select them. With --net, list the parameters of a net. "
-        "With --check, train a small net on each device.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--net", type=str | None, default=None, help="list the parameters of this net instead")
-    parser.add_argument("--width", type=float, default=1.0, help="width multiplier of the net")
-    parser.add_argument("--channels", type=int, default=3, help="channels of its images")
-    parser.add_argument("--image_size", type=int, default=32, help="height and width of its images")
-    parser.add_argument("--num_classes", type=int, default=10, help="number of classes")
-    parser.add_argument("--accelerator", type=str, default="auto", help="with --net or --check: auto, cpu, gpu or mps")
-    parser.add_argument("--check", action="store_true", help="train a small net on each device")
+    description = "List the devices of this machine with the flags that select them, or the parameters of a net."
+    prog = "cifar-lit devices"
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--net", type=str | None, default=None, help="list the parameters of this net")
+    add("--width", type=float, default=1.0, help="width multiplier of the net")
+    add("--channels", type=int, default=3, help="channels of its images")
+    add("--image_size", type=int, default=32, help="height and width of its images")
+    add("--num_classes", type=int, default=10, help="number of classes")
+    add("--accelerator", type=str, default="auto", help="with --check: auto, cpu, gpu or mps")
+    add("--check", action="store_true", help="train a small net on each device")
     settings = parsed(parser, argv)
     if settings.check and settings.net:
-        raise UsageError("--check tries devices, --net lists a net's parameters: leave one of them out")
+        raise UsageError("--check trains on devices, --net lists parameters: leave one of them out")
     if settings.check:
         from cifar_lit.cli.check import check
 
@@ -46,47 +43,40 @@ def _list_machine() -> None:
     from cifar_lit.runs.results import versions
 
     machine = detect_machine()
-    table = Table("accelerator", "what", "memory", "precision by default", "flags")
+    table = Table("accelerator", "device", "memory", "precision", "flags")
     for number, (name, memory) in enumerate(machine.gpus):
         precision = choose_precision(machine, "gpu")[0]
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
-    ram = (
-        f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB" if hasattr(os, "sysconf") else ""
-    )
-    what = f"{machine.cpu}, {machine.threads} threads, {'computes in bf16' if machine.bf16 else 'no bf16 in hardware'}"
-    table.add_row("cpu", what, ram, choose_precision(machine, "cpu")[0], "--accelerator cpu")
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
+    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choose_precision(machine, "cpu")[0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
-    console.print("--devices 2 takes two of them: GPUs, or processes on the CPU (DDP)")
+    console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
     if not machine.gpus:
-        reason = "none is visible to it" if machine.cuda_build else "this torch is a build for CPUs only"
-        console.print(f"torch finds no GPU: {reason}. CUDA_VISIBLE_DEVICES hides GPUs when set to others.")
+        reason = (
+            "none is visible (CUDA_VISIBLE_DEVICES can hide them)" if machine.cuda_build else "this build is CPU-only"
+        )
+        console.print(f"torch finds no GPU: {reason}")
     console.print(" · ".join(f"{name} {number}" for name, number in versions().items()))
-    console.print("Try each of them: cifar-lit devices --check")
+    console.print("test them: cifar-lit devices --check")
 
 
 def _list_parameters(settings: Namespace) -> None:
-    from cifar_lit.cli.quiet import quieten
-
-    quieten()
-    from lightning.fabric import Fabric
-
-    from cifar_lit.hardware import choose_devices, detect_machine
     from cifar_lit.models.registry import build_net
     from cifar_lit.plugins import allow_imports
 
-    allow_imports([settings.net])  # which was typed
-    accelerator, _ = choose_devices(detect_machine(), settings.accelerator, 1)
-    shape = {name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
-    net = Fabric(accelerator=accelerator, devices=1).to_device(build_net(settings.net, **shape))
-    table = Table("parameter", "shape", "dtype", Column("count", justify="right"), "device")
+    allow_imports([settings.net])  # typed by the user, not read from a file
+    net = build_net(
+        settings.net, **{name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
+    )
+    table = Table("parameter", "shape", "dtype", Column("count", justify="right"))
     for name, parameter in net.named_parameters():
-        size, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
-        table.add_row(name, size, dtype, f"{parameter.numel():,}", str(parameter.device))
+        shape, dtype = "×".join(map(str, parameter.shape)), str(parameter.dtype).removeprefix("torch.")
+        table.add_row(name, shape, dtype, f"{parameter.numel():,}")
     total = sum(parameter.numel() for parameter in net.parameters())
     console = for_tables()
     console.print(table)
-    size = f"{total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32"
-    console.print(f"{settings.net}: {size}; the Trainer moves it and its images to one device")
+    console.print(f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32")

@@ -1,4 +1,4 @@
-"""What went wrong as one line and an exit code: known failures, and jsonargparse's errors with the nearest right name."""
+"""Explain errors in one line with an exit code. Errors of jsonargparse name the nearest valid name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.files import DISK_FULL, find_os_error
 from cifar_lit.text import printable
 
-# of torch's allocators, CUDA itself, cuBLAS and cuDNN; that cuDNN finds no engine means that none got its workspace
+# Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
 LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
 
 
 def explain_error(error: BaseException) -> tuple[str, int]:
-    """What to print (nothing when empty) and the exit code for anything that ended a command."""
+    """Return the text to print (may be empty) and the exit code for an exception that ended a command."""
     line, code = _explain(error)
-    if isinstance(error, Exception):  # the others have two lines, of our own
+    if isinstance(error, Exception):  # the text of an interruption is our own and has two lines
         line = printable(line)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank != "0" and line:
@@ -39,31 +39,32 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"cifar-lit: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "\ncifar-lit: stopped", 130
-    if not isinstance(error, Exception):  # Interrupted, and the like
+    if not isinstance(error, Exception):  # such as Interrupted
         hint = getattr(error, "resume", None)
-        return "cifar-lit: stopped" + (f". Go on with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
+        return "cifar-lit: stopped" + (f". Resume with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
-        reached = "a checkpoint" if "weight" in text else "the weights"
-        text += f"; stopped before it reached {reached}. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
+        target = "a checkpoint" if "weight" in text else "the weights"
+        text += f"; stopped before it reached {target}. Checkpoints are intact: lower --lr, or try --precision 32-true"
     elif is_out_of_memory(error):
-        text = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
-        text += ", or choose a smaller --net"
+        text = (
+            "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
+        )
     elif (full := find_os_error(error)) and full.errno in DISK_FULL:
-        after = "resume with --resume" if getattr(error, "resume", None) else "start again"
-        text = f"the disk is full ({full.filename or 'while writing'}): free some space, then {after}"
+        remedy = "resume with --resume" if getattr(error, "resume", None) else "start again"
+        text = f"the disk is full ({full.filename or 'while writing'}): free some space, then {remedy}"
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return "cifar-lit: a name is longer than names of files can be: type it anew", 2
+        return "cifar-lit: a file name is too long for the file system: check the path", 2
     elif isinstance(error, PermissionError):
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
-    elif text.startswith("Could not determine home directory"):  # pathlib's, of ~name where nobody is called so
-        return "cifar-lit: a path begins with a home that is not on this machine: write the path out", 2
-    elif text.startswith("Symlink loop"):  # pathlib's too
-        return "cifar-lit: a path leads through a link that leads to itself: name what it stands for", 2
+    elif text.startswith("Could not determine home directory"):  # pathlib, for ~name with an unknown user
+        return "cifar-lit: a path begins with an unknown home folder: write the path out", 2
+    elif text.startswith("Symlink loop"):  # pathlib
+        return "cifar-lit: a path leads through a symbolic link to itself: give the real path", 2
     elif is_lost_peer(error):
-        hint = "torchrun starts them all again" if starts_again(os.environ) else "Go on with --resume"
-        text = f"another process of this run ended early; what it printed says why. {hint}."
+        remedy = "torchrun restarts all processes" if starts_again(os.environ) else "Resume with --resume"
+        text = f"another process of this run ended early; its message gives the reason. {remedy}."
     elif kind != "MisconfigurationException" and _while_restoring(error):
-        text = f"the checkpoint does not fit this run, or is damaged ({kind}: {text}): use another one"
+        text = f"the checkpoint is damaged or does not fit this run ({kind}: {text}): use another one"
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     else:
@@ -72,55 +73,45 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch had no memory, on whatever device."""
+    """Return whether torch could not allocate memory, on any device."""
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error is what the loss of another process of the run leads to."""
+    """Return whether the error follows from the loss of another process of the run."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
 
 
 def _while_restoring(error: BaseException) -> bool:
-    """Whether Lightning was putting a checkpoint's values in their places, which may be of any kind."""
-    return any(
-        frame.f_code.co_filename.endswith("checkpoint_connector.py") for frame, _ in walk_tb(error.__traceback__)
-    )
+    """Return whether Lightning was restoring a checkpoint when the error was raised."""
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    return any(file.endswith("checkpoint_connector.py") for file in files)
 
 
-# ---- the parser's errors
+# ---- errors of the parser
 
-UNTRUSTED = "a configuration file names {}, whose code would run: leave it out, or give --trust if you know where the file comes from"
-_PRECISIONS = {  # names of other programs
+UNTRUSTED = "a configuration file names {}, whose code would run: leave it out, or give --trust if you trust the file"
+_PRECISIONS = {  # names used by other programs
     **dict.fromkeys(("fp16", "float16", "half", "amp", "mixed", "mixed16", "mixed_float16"), "16-mixed"),
     **dict.fromkeys(("bfloat16", "mixed_bfloat16"), "bf16-mixed"),
     **dict.fromkeys(("fp32", "float32", "float", "full", "single"), "32-true"),
     **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
 }
-_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "dict": "settings by name",
-}
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "a mapping"}
 
 
 def command_parser(name: str, description: str) -> ArgumentParser:
-    """The parser of a command of ours on runs: it raises its errors, and takes no abbreviations."""
+    """Return the parser of a command on runs. It raises its errors and accepts no abbreviations."""
     parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
-    text = (
-        "let a run name a net or a data set of any package, whose code then runs, and places to fetch data from or to"
+    # `main` handles --trust.
+    parser.add_argument(
+        "--trust", action="store_true", help="let the run name any class and any path: its code can run"
     )
-    parser.add_argument("--trust", action="store_true", help=text)  # which `main` looks for
     return parser
 
 
 def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ()) -> Namespace:
-    """What a parser reads from a command line; raises UsageError with one line.
-
-    further: flags that can be typed beside the parser's, for the nearest right name.
-    """
+    """Parse a command line; raise UsageError with one line. further: valid flags that the parser does not have."""
     try:
         return parser.parse_args(argv)
     except ArgumentError as error:
@@ -128,13 +119,13 @@ def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ())
 
 
 def long_flags(parser: ArgumentParser) -> list[str]:
-    """Every long flag of a parser, without its dashes."""
+    """Return every long flag of a parser, without dashes."""
     options = (option for action in parser._actions for option in action.option_strings)
     return [option.removeprefix("--") for option in options if option.startswith("--")]
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
-    """Return one line for the parser's message, often a screen of alternatives. keys: all valid flags, without dashes."""
+    """Return one line for the parser's message, which may be long. keys: all valid flags, without dashes."""
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return UNTRUSTED.format(match[1])
     if match := re.match(r"unrecognized arguments: (\S+)", message):
@@ -149,12 +140,11 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
         return f"no setting is called {match[1]}.{_setting_hint(match[1], keys)}"
     if match := re.match(r'Parser key "(data|model|trainer)":\s*Unable to load config \'(.*)\'', message):
-        what = f"--{match[1]} takes a YAML file of settings, and there is no file {match[2]}."
-        hint = _flag_hint(match[1], keys) if match[1] in SYNONYMS else ""
-        return what + hint.replace("?", f" {match[2]}?")
+        hint = _flag_hint(match[1], keys).replace("?", f" {match[2]}?") if match[1] in SYNONYMS else ""
+        return f"--{match[1]} takes a YAML file, and there is no file {match[2]}.{hint}"
     if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
         source = "--seed" if match[1] == "data.seed" else "the data"
-        return f"{match[1] or match[2]} follows from {source}: leave it out"
+        return f"{match[1] or match[2]} is set from {source}: leave it out"
     if match := re.match(r"argument (--[^\s/:]+).*expected (?:one|at least one) argument", message):
         return f"{match[1]} needs a value"
     if match := re.match(r'Parser key "(.+?)":', message):
@@ -163,19 +153,19 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
 
 
 def _flag_hint(flag: str, keys: Iterable[str]) -> str:
-    """Return `" Did you mean --X?"` for an unknown flag, or an empty string. Flags of other programs have a table."""
+    """Return `" Did you mean --X?"` for an unknown flag, which may be one of another program, or an empty string."""
     flags = set(keys)
     word = flag.lstrip("-")
     setting, _, value = SYNONYMS.get(_dashed(word.rpartition(".")[2]), "").partition(" ")
     short = next((name for name, long in SHORT.items() if long == setting), setting)
     if name := next((name for name in (short, setting) if name in flags or name.rpartition(".")[0] in flags), None):
         return f" Did you mean --{name}{value and f' {value}'}?"
-    # compared without the dashes, which would make any two flags look alike; a letter is like no word
+    # Compared without dashes, because these would make any two flags similar.
     return nearest(word, flags).replace("mean ", "mean --") if len(word) > 1 else ""
 
 
 def _setting_hint(key: str, keys: Iterable[str]) -> str:
-    """Return `" Did you mean X?"` for an unknown key of a YAML file, which has no short names, or an empty string."""
+    """Return `" Did you mean X?"` for an unknown key of a YAML file, or an empty string. Short flags are no keys."""
     settings = [name for name in keys if name in ("recipe", "logs") or name not in (*SHORT, *OWN)]
     last = _dashed(key.rpartition(".")[2])
     setting = SHORT.get(last) or SYNONYMS.get(last, "").partition(" ")[0]
@@ -186,21 +176,16 @@ def _dashed(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def _lightning_classes() -> set[str]:
-    modules = (
-        sys.modules.get(f"lightning.pytorch.{group}") for group in ("callbacks", "loggers", "profilers", "strategies")
-    )
-    return {name for module in modules for name in getattr(module, "__all__", ())}
-
-
 def _wrong_value(key: str, message: str) -> str:
     short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
     name = f"{short} ({key})" if short else key
     typed = re.search(r"(?:Given value|Got value): (.*)", message)
     value = typed[1].strip() if typed else "that"
     if match := re.search(r"dot import path string: (\S+)", message):
-        remedy = "give its full path, or the name of one of Lightning's"
-        return f"{name}: no class is called {match[1]}; {remedy}.{nearest(match[1], _lightning_classes())}"
+        groups = ("callbacks", "loggers", "profilers", "strategies")
+        modules = (sys.modules.get(f"lightning.pytorch.{group}") for group in groups)
+        names = {word for module in modules for word in getattr(module, "__all__", ())}
+        return f"{name}: no class is called {match[1]}; give its import path.{nearest(match[1], names)}"
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{name}: {match[1]} has no {match[2]!r}.{nearest(match[2], dir(sys.modules.get(match[1])))}"
     if match := re.search(r"class_path '(\S+?)':\s+Option '(.+?)' is not accepted", message):

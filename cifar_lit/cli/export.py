@@ -1,4 +1,4 @@
-"""`cifar-lit export`: a run's net as a file for other programs, checked against the net after writing."""
+"""`cifar-lit export`: write the net of a run for other programs, and check the file against the net."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
 DESCRIPTION = (
-    "Writes a run's net as ONNX, torch-export or safetensors: any number of uint8 images in, normalised inside, probabilities "
-    "out, class names in the metadata. Runs the file on test images and keeps it only if it answers as the net does."
+    "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, any number, normalised inside. "
+    "Output: probabilities. The metadata has the class names. The file is kept only if it reproduces the net's "
+    "predictions on test images."
 )
-CHECKED = 1000
-USAGE = {  # how a file of each format is used
+USAGE = {  # example for each format
     "onnx": (
         "  session = onnxruntime.InferenceSession(FILE)",
-        '  session.run(None, {"images": images})  # uint8 (batch, C, H, W); session.get_modelmeta().custom_metadata_map',
+        '  session.run(None, {"images": images})  # uint8 (batch, C, H, W)',
+        "  session.get_modelmeta().custom_metadata_map  # class names",
     ),
     "torch-export": ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
-    "safetensors": ("  cifar-lit classify FILE PICTURE",),
+    "safetensors": ("  cifar-lit classify FILE IMAGES",),
 }
 
 
 def export(argv: list[str]) -> None:
-    """Exports a net and prints how the file compares with it; raises UsageError or Failure where it is not kept."""
+    """Export a net and print how the file compares with it."""
     parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
-    add("run", type=str, help="a run folder, or its model.safetensors")
+    add("run", type=str, help="run folder, or its model.safetensors")
     add("--to", type=str, required=True, help="onnx, torch-export or safetensors")
-    add("--out", type=str | None, default=None, help="the file; beside the run's model.safetensors if not given")
+    add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
-    add("--data-dir", type=str | None, default=None, help="where the run's images are, if no longer where they were")
-    add("--images", type=int, default=CHECKED, help="test images to check on, evenly spread; 0 for all")
+    add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
+    add("--images", type=int, default=1000, help="number of test images for the check; 0 for all")
     settings = parsed(parser, argv)
     if settings.images < 0:
-        raise UsageError("--images is a number of test images, or 0 for all")
+        raise UsageError(f"--images must be at least 0, not {settings.images}")
 
     from cifar_lit.inference.export import CALIBRATION_IMAGES, check_request, default_path
     from cifar_lit.inference.export import export as export_net
@@ -53,10 +54,10 @@ def export(argv: list[str]) -> None:
     model = weights_file(settings.run)
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        place = "a folder" if path.is_dir() else "in no folder that exists"
-        raise UsageError(f"--out {path} is {place}: name a file in an existing one")
+        reason = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise UsageError(f"--out {path} {reason}: name a file in an existing folder")
     if path.exists() and path.samefile(model):
-        raise UsageError(f"--out {path} is the file that the net comes from: name another")
+        raise UsageError(f"--out {path} is the file of the net itself: name another")
     data = RunData(model, net.card, settings.data_dir)
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     sample = data.load_or_draw(settings.images)
@@ -72,15 +73,13 @@ def export(argv: list[str]) -> None:
         table.add_row(f"batch of {batch}", *(f"{1e3 * time:.2f} ms" for time in times))
     for_tables().print(table)
     file = display_path(path)
+    quoted = shlex.quote(file) if settings.to == "safetensors" else repr(file)
     say(
-        f"decisions agree on {result.agreeing:,} of {result.images:,} · "
+        f"predicted classes agree on {result.agreeing:,} of {result.images:,} images · "
         f"largest difference of a probability {result.difference:.1e}",
         *([f"calibrated on {calibration.what}"] if calibration else []),
         f"wrote {file}",
         "",
         "use it:",
-        *(
-            line.replace("FILE", shlex.quote(file) if settings.to == "safetensors" else repr(file))
-            for line in USAGE[settings.to]
-        ),
+        *(line.replace("FILE", quoted) for line in USAGE[settings.to]),
     )

@@ -1,4 +1,4 @@
-"""fit, train, validate, test and predict: LightningCLI reads the settings and builds data, model and Trainer from them."""
+"""fit, train, validate, test and predict: LightningCLI builds data, model and Trainer from the settings."""
 
 from __future__ import annotations
 
@@ -51,66 +51,64 @@ from cifar_lit.training.finetune import load_into
 from cifar_lit.training.orderly_stop import Interrupted
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
-RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # tells further processes of a run which checkpoint the first one chose
-# torch's own limit of 30 minutes also counts while a scheduler or a virtual machine has stopped all ranks, which then go on
+RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
+# torch's limit of 30 minutes would also count the time for which a scheduler suspends all ranks.
 WATCHED_TIMEOUT = timedelta(days=7)
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 10,
     "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
-    "enable_model_summary": False,  # the start card says what matters
-    "use_distributed_sampler": False,  # our loaders share images out exactly; the sampler would count some twice
+    "enable_model_summary": False,  # replaced by the start card
+    "use_distributed_sampler": False,  # it would repeat images; our loaders split batches exactly
     "precision": None,
 }
 
-# Settings that are words. jsonargparse would read a file of the same name in the working folder.
+# Settings that are words: jsonargparse would read a file of the same name in the working folder.
 WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler", "model.net")
 
 
 class RankProgress(Callback):
-    """Tells the watch how far this rank is, so that one that hangs is told from those that wait for it.
+    """Report the position of this rank, so that the watch can name the rank that hangs while others wait for it.
 
-    All go through the same positions: fits and evaluations, epoch, step, part.
+    All ranks go through the same positions: stage (fit or evaluation), epoch, step, part of the step.
     """
 
     def __init__(self, watch: RankWatch) -> None:
         self._watch = watch
-        self._stages = self._step = 0
+        self._stage = 0
 
-    def _move(self, trainer: pl.Trainer, part: int) -> None:
-        self._watch.position = [self._stages, trainer.current_epoch, self._step, part]
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Begin a stage."""
+        self._stage += 1
+        self._watch.position = [self._stage, trainer.current_epoch, 0, 0]
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """A fit, or an evaluation of its own, begins."""
-        self._stages, self._step = self._stages + 1, 0
-        self._move(trainer, 0)
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step, which averages the gradients of the ranks."""
+        self._watch.position = [self._stage, trainer.current_epoch, batch_idx + 1, 0]
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """A step begins, in which the ranks share their gradients."""
-        self._step = batch_idx + 1
-        self._move(trainer, 0)
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin an evaluation: each rank computes its own images."""
+        self._watch.position = [*self._watch.position[:3], 1]
 
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Each rank looks at its own images."""
-        self._move(trainer, 1)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The ranks' predictions are put together."""
-        self._move(trainer, 2)
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin to gather the predictions of the ranks."""
+        self._watch.position = [*self._watch.position[:3], 2]
 
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI with one sub-command, our arguments and our run around the Trainer; making one runs the command."""
+    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command.
+
+    Args:
+        further: callbacks that config.yaml does not name.
+    """
 
     model: ImageClassifier
     datamodule: ImageData
 
     def __init__(self, command: Command, *further: Callback) -> None:
-        self.command, self.further = command, further  # callbacks that config.yaml does not name
+        self.command, self.further = command, further
         set_save_dir(command)
         self.name = "fit" if command.name == "train" else command.name
         self.first = is_first_process(os.environ)
@@ -133,27 +131,25 @@ class TrainingCLI(LightningCLI):
     # ---- where settings come from
 
     def _resumed_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, the same in every process of the run; nothing is read of it yet."""
+        """Return the checkpoint to resume, the same in every process of the run. It is not read yet."""
         command = self.command
         if command.resume is None:
             return None
         if self.name != "fit":
-            raise UsageError(f"--resume goes on with a training; `{self.name}` takes --ckpt_path PATH")
-        chosen = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
+            raise UsageError(f"--resume is for trainings; `{self.name}` takes --ckpt_path PATH")
+        selected = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
         needs_test = command.name == "train"
         resume = command.resume or None
-        checkpoint = Path(chosen) if chosen else find_resumable(logs_of(command), resume, needs_test, self.first)
+        checkpoint = Path(selected) if selected else find_resumable(logs_of(command), resume, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
-            raise UsageError(
-                f"{checkpoint} lies in no run folder: --resume takes a run, or a checkpoint in its checkpoints/"
-            )
+            raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
         check_unfinished(run, needs_test)
-        # a line may be repeated from the history: the run's own recipe, and searches that it has made, are said again
+        # A command repeated from the shell history names the run's recipe and searches again.
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
             if recipe_path(command.recipe).stem != settings.get("recipe"):
-                raise UsageError(f"--resume goes on with the recipe of {display_path(run)}: leave --recipe out")
+                raise UsageError(f"{display_path(run)} has another recipe: leave --recipe out to resume it")
             command.recipe = None
         for name, flags in (("batch", ["data.batch_size"]), ("lr", [f"model.{rate}" for rate in RATES])):
             for flag in flags if name in command.auto else ():
@@ -162,109 +158,100 @@ class TrainingCLI(LightningCLI):
         return checkpoint
 
     def _base_settings(self) -> Path | None:
-        """The weakest settings: of the run that is resumed or tested, else of a recipe."""
+        """Return the settings with the lowest precedence: of the run to resume or to score, otherwise of a recipe."""
         command = self.command
         if self.checkpoint:
             return self.checkpoint.resolve().parent.parent / "config.yaml"
         if command.recipe:
             return recipe_path(command.recipe)
-        tested = command.value("ckpt_path")
-        if tested and not command.configs and (run := run_of(Path(tested).expanduser())):
+        scored = command.value("ckpt_path")
+        if scored and not command.configs and (run := run_of(Path(scored).expanduser())):
             return run / "config.yaml"
         if command.configs or command.asks_only:
             return None
-        accelerator = command.value("trainer.accelerator") or "auto"
-        command.recipe = DEFAULT_RECIPES["gpu" if accelerator != "cpu" and hardware.detect_machine().gpus else "cpu"]
+        on_gpu = command.value("trainer.accelerator") != "cpu" and hardware.detect_machine().gpus
+        command.recipe = DEFAULT_RECIPES["gpu" if on_gpu else "cpu"]
         return recipe_path(command.recipe)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the one that runs, as each costs a parser."""
+        """Return only the subcommand that runs: building a parser is slow."""
         return {self.name: super().subcommands()[self.name]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our own settings, and derive the model's shape from the data."""
+        """Add our own settings, and link the model's shape to the data."""
         for action in parser._actions:
             if action.dest in WORDS:
-                action._enable_path = False  # type: ignore[attr-defined]  # "auto" is no file of the working folder
-        parser.add_argument(
-            "--recipe", type=str | None, default=None, help="name of the recipe, used to name the run folder"
-        )
+                action._enable_path = False  # type: ignore[attr-defined]
+        text = "name of the recipe, used to name the run folder"
+        parser.add_argument("--recipe", type=str | None, default=None, help=text)
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
-        text = (
-            "also write checkpoints within epochs: every 500 steps, or every 10m (a checkpoint ends each epoch anyway)"
-        )
+        text = "also write checkpoints within epochs: every 500 (steps) or 10m (one is always written at the end)"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
-        text = "end the run if one of several processes sends no heartbeat for this many seconds"
+        text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
         parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses our line; the usage screen that argparse prints with an error is left out."""
+        """Parse our command line, without argparse's usage text on errors."""
         self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
         check_choices(self.settings.as_dict())
 
     def _parse_ckpt_path(self) -> None:
-        """Does nothing: a checkpoint's settings must not override flags."""
+        """Do nothing: settings of a checkpoint must not override flags."""
 
     @property
     def settings(self) -> Any:
-        """The sub-command's part of the configuration."""
+        """Return the settings of the subcommand."""
         return self.config[self.name]
 
     # ---- building
 
     def before_instantiate_classes(self) -> None:
-        """Checks the machine, the settings and what is to be tested before data are touched."""
+        """Check the checkpoint, the machine and the settings before data are loaded."""
         if self.name != "fit":
-            tested = self.settings.ckpt_path
-            if tested is None:
-                raise UsageError(
-                    "which weights? Name a checkpoint: --ckpt_path lightning_logs/NAME/checkpoints/best.ckpt"
-                )
-            check_checkpoint_path(Path(tested).expanduser())
-        trainer, self.machine = self.settings.trainer, hardware.detect_machine()
-        trainer.accelerator, trainer.devices = hardware.choose_devices(
-            self.machine, trainer.accelerator, trainer.devices
-        )
+            if self.settings.ckpt_path is None:
+                path = "lightning_logs/NAME/checkpoints/best.ckpt"
+                raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
+            check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
+        trainer = self.settings.trainer
+        self.machine = hardware.detect_machine()
+        accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        trainer.accelerator = accelerator
         if self.name == "predict" and trainer.devices == "auto":
             trainer.devices = 1
-        devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices)
+        devices = hardware.count_devices(self.machine, accelerator, trainer.devices)
         if self.name == "predict" and devices > 1:
-            raise UsageError("predict runs on one device: leave --devices out, or name one")
-        if trainer.sync_batchnorm and trainer.accelerator == "cpu" and devices * trainer.num_nodes > 1:
-            raise UsageError(
-                "--trainer.sync_batchnorm true works on GPUs only, as torch's SyncBatchNorm does: leave it out"
-            )
+            raise UsageError("predict runs on one device: leave --devices out, or give one")
+        if trainer.sync_batchnorm and accelerator == "cpu" and devices * trainer.num_nodes > 1:
+            raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         if trainer.precision is None:
-            trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, trainer.accelerator)
+            trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """The Trainer with our callbacks and loggers beside the configured ones."""
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it, as Lightning advises; nothing elsewhere
+        """Return the Trainer with our callbacks and loggers beside the configured ones."""
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
-            load_into(self.model)  # before a run folder exists
+            load_into(self.model)  # a failure leaves no run folder
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
-            raise UsageError(
-                f"model.monitor {monitor} is of validation images, and there are none: set --data.val_size 0.1"
-            )
+            raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
         configured = self.config_init[self.name].trainer
-        callbacks, loggers = (
-            each if isinstance(each, list) else [each] for each in (configured.callbacks or [], configured.logger)
-        )
+        callbacks = configured.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        loggers = configured.logger if isinstance(configured.logger, list) else [configured.logger]
         if self.name == "fit":
             evaluated = [f"val/{name}" for name in self.model.evaluation.names] if validates else []
             check_monitors(callbacks, [*evaluated, "train/loss", "train/accuracy"])
         if auto and self.name != "fit":
-            flag = next(flag for flag, what in AUTO.items() if what in auto)
-            raise UsageError(f"--{flag} is for new trainings: leave it out")
+            flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
+            raise UsageError(f"leave {flags} out: only a new training takes it")
         if auto:
             device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
             search(auto, self.model, self.datamodule, device, str(trainer.precision))
@@ -287,12 +274,12 @@ class TrainingCLI(LightningCLI):
             **({} if validates else {"limit_val_batches": 0}),
             **kwargs,
         )
-        if self.watch and isinstance(configured.strategy, str):  # the watch names a lost rank, and far sooner
+        if self.watch and isinstance(configured.strategy, str):  # the watch finds a lost rank sooner
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
 
     def _make_run(self) -> tuple[Run, int | None]:
-        """The run, its folder claimed where it is resumed, and the step that it goes on from."""
+        """Return the run and the step it resumes at, None for a new run. The folder of a resumed run is claimed."""
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         run_dir = run_of(self.checkpoint) if self.checkpoint else None
         folder = RunFolder(logs, recipe, run_dir, self.first, self.command.job)
@@ -313,7 +300,7 @@ class TrainingCLI(LightningCLI):
     # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the sub-command. Attach the command that resumes the run to what ended it, and release the folder."""
+        """Run the subcommand and release the folder. An error gets the command that resumes the run."""
         Interrupted.latest = None
         try:
             act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
@@ -331,10 +318,10 @@ class TrainingCLI(LightningCLI):
         finally:
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-                torch.distributed.destroy_process_group()  # its threads, left to the interpreter's end, can abort it there
+                torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit
 
     def _print(self, result: Results | int | None) -> None:
-        """Print what a command has returned."""
+        """Print the result of a command."""
         if isinstance(result, Results):
             print_results(self.run, result, self.datamodule)
         elif result:
@@ -343,7 +330,7 @@ class TrainingCLI(LightningCLI):
             print_dev_run(self.trainer)
 
     def _resume_line(self) -> str | None:
-        """What to type to go on with this run, None when it has no checkpoint yet."""
+        """Return the command that resumes this run, None before its first checkpoint."""
         if not self.run.trains or not self.run.folder.resumable:
             return None
         return f"{program(sys.argv[0], self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
@@ -369,8 +356,8 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        known = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
-        if monitor is None or monitor in known or (logs_rates and monitor.startswith("lr")):
+        logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
+        if monitor is None or monitor in logged or (logs_rates and monitor.startswith("lr")):
             continue
         if getattr(callback, "strict", True):
             line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
@@ -378,21 +365,17 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
 
 
 def check_settings(settings: Any) -> None:
-    """Raises UsageError for what no type refuses and no training can be made with, before data are touched."""
+    """Raise UsageError for settings that have the right types but are invalid, before data are loaded."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
     if (recipe := settings.recipe) is not None and (not is_name(recipe) or Path(recipe).name != recipe):
-        raise UsageError(
-            f"recipe: {recipe!r} cannot name the run's folder: leave slashes, tabs, line breaks and the like out"
-        )
+        raise UsageError(f"recipe: {recipe!r} cannot name a folder: leave out slashes and control characters")
     strategy = str(settings.trainer.strategy)
     if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
-        reason = "shares tensors out, which checkpoints and Muon need whole: use --trainer.strategy ddp"
+        reason = "shards tensors, but checkpoints and Muon need them whole: use --trainer.strategy ddp"
         raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
-        raise UsageError(
-            f"--trainer.strategy {strategy} is for scripts and notebooks that start processes themselves: use ddp"
-        )
+        raise UsageError(f"--trainer.strategy {strategy} is for notebooks: use --trainer.strategy ddp")
     epochs, data = settings.trainer.max_epochs, settings.data
     numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
     for flag, number in numbers.items():
@@ -401,18 +384,18 @@ def check_settings(settings: Any) -> None:
     check_model(settings.model.as_dict())
     if settings.model.class_weights != "none" and data.sampling != "none":
         both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
-        raise UsageError(f"{both} would make up for unequal classes twice: set one of them to none")
+        raise UsageError(f"{both} would balance the classes twice: set one of them to none")
     if data.resolutions and not net_spec(settings.model.net).any_size:
         raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
 
 
 def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
-    """Sets what `data`'s settings leave open of mean, std and own images' size to what the pretrained net was trained with."""
+    """Set mean, std and image size to those of a pretrained net, where the settings `data` leave them open."""
     if not weights or not (pretraining := preprocessing(net)):
         return
     source = SOURCES.get(data.dataset)
     grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
-    for name in ("mean", "std"):  # rather than this data's
+    for name in ("mean", "std"):
         if getattr(data, name) is None:
             channels = getattr(pretraining, name)
             setattr(data, name, [sum(channels) / len(channels)] if grey else channels)
@@ -421,7 +404,7 @@ def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
 
 
 def program(script: str, command: str) -> str:
-    """How this program was started, as one would type it again: by its script, console script or module."""
+    """Return how this program was started: by a script, the console script or `python -m`."""
     path = Path(script)
     if path.suffix == ".py" and path.name != "__main__.py":
         return f"python {shlex.quote(script)}"
@@ -429,18 +412,18 @@ def program(script: str, command: str) -> str:
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
-    """The checkpoint to go on from, and its step: `checkpoint` or, if it was not named itself and is damaged, another.
+    """Return the checkpoint to resume and its step. If `checkpoint` is damaged and was not typed, use an older one.
 
-    To be called when the run's lock is held: until then another process may have written there, or come to its end.
+    Call this while holding the run's lock: before that, another process may write checkpoints or finish the run.
     """
     check_unfinished(checkpoint.resolve().parent.parent, needs_test=command.name == "train")
-    named = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()
-    if named or (not first and RESUMED_CHECKPOINT in os.environ):
+    is_typed = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()
+    if is_typed or (not first and RESUMED_CHECKPOINT in os.environ):
         contents, damaged = read_checkpoint(checkpoint), None
     else:
         checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
     step = int(contents["global_step"])
     if damaged and first:
-        note(f"{damaged}: going on from {display_path(checkpoint)} of step {step}")
+        note(f"{damaged}: resuming {display_path(checkpoint)} of step {step}")
     os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
     return checkpoint, step

@@ -1,6 +1,6 @@
-"""The command line as typed, turned into what LightningCLI takes: short flags, recipe first, then configs, then flags.
+"""Translate the typed command line for LightningCLI: recipe first, then --config files, then flags.
 
-Pure functions of the arguments, without torch, so that a typing error is answered at once.
+This module does not import torch, so that a typing error is answered at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.runs.config_file import plain_values
 
-# Short flags: the long one that LightningCLI knows, and a value for the example that a missing one is answered with.
+# Short flags: LightningCLI's long flag, and an example of a value for the error message.
 _SHORT = {
     "devices": ("trainer.devices", "2"),
     "accelerator": ("trainer.accelerator", "gpu"),
@@ -34,8 +34,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
-# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 that look unlike ours, by the setting that they stand
-# for, with its value if the name implies one. Spelled with dashes, in lower case.
+# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 by our setting, with a value if the name implies one.
+# They are spelled with dashes, in lower case.
 _SYNONYMS = {
     "trainer.accelerator": "device",
     "trainer.accelerator cpu": "cpu no-cuda",
@@ -78,17 +78,17 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 @dataclass
 class Command:
-    """A training command: its name, and the pieces that LightningCLI's line is built from.
+    """A training command with its arguments.
 
     Args:
         name: one of TRAINING.
         recipe: a packaged recipe, or the path of a YAML file.
-        configs: files of further settings, the strongest last.
-        resume: "" for the newest run, a path, or None when nothing is to be resumed.
-        auto: which of "batch" and "lr" to search for before the training.
-        flags: all others, as LightningCLI takes them, each one word with its value.
-        folds: as typed, in how many parts the images are cut, of which each is tested on once; None for no cross-validation.
-        job: what a new run's folder records of the scheduler's job that it belongs to.
+        configs: further YAML files; later ones take precedence.
+        resume: "" for the newest run, a path, or None to start a new run.
+        auto: values to search for before the training: "batch", "lr".
+        flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
+        folds: the value of --folds as typed, None without cross-validation.
+        job: record of the scheduler's job, for the folder of a new run.
     """
 
     name: str
@@ -104,37 +104,43 @@ class Command:
 
     @property
     def asks_only(self) -> bool:
-        """Whether nothing is to be run: help or a printed configuration is wanted."""
+        """Return whether the command only prints help or a configuration."""
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
+    @property
+    def is_one_training(self) -> bool:
+        """Return whether the command trains in one run folder. A cross-validation does not."""
+        return self.name in ("fit", "train") and self.folds is None and not self.asks_only
+
     def without(self, flag: str) -> list[str]:
-        """The flags but for one long one."""
+        """Return all flags except one long flag."""
         return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]
 
     def values(self, flag: str) -> list[str]:
-        """All values given for a long flag, in order."""
+        """Return all values of a long flag, in order."""
         return [word.partition("=")[2] for word in self.flags if word.startswith(f"--{flag}=")]
 
     def value(self, flag: str) -> str | None:
-        """The last value given for a long flag, which is the one that counts; None when it is not on the line."""
+        """Return the value of a long flag, None if it is not given. The last one counts."""
         return next(reversed(self.values(flag)), None)
 
 
 def recipe_names() -> list[str]:
-    """The packaged recipes, in alphabetical order."""
+    """Return the names of the packaged recipes in alphabetical order."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
-    """Return the YAML file of a packaged recipe, or of a user's own if `name` is a path; raise UsageError if there is none."""
-    path = _expand_home(name)
+    """Return the YAML file of a packaged recipe, or `name` as a path; raise UsageError if there is none."""
+    path = Path(name).expanduser()
     if (path / "config.yaml").is_file():
         raise UsageError(f"--recipe {name} is a run folder: repeat the run with --config {path / 'config.yaml'}")
     if path.suffix not in (".yaml", ".yml"):
         return packaged_recipe(name)
     if not path.is_file():
-        hint = nearest(path.stem, recipe_names()) or " Check the path; `cifar-lit recipes` lists the packaged ones."
-        raise UsageError(f"there is no recipe file {name}.{hint.replace('mean ', 'mean --recipe ')}")
+        hint = nearest(path.stem, recipe_names()).replace("mean ", "mean --recipe ")
+        hint = hint or " Check the path; `cifar-lit recipes` lists the packaged ones."
+        raise UsageError(f"there is no recipe file {name}.{hint}")
     return path
 
 
@@ -146,17 +152,11 @@ def packaged_recipe(name: str) -> Path:
     return RECIPES / f"{name}.yaml"
 
 
-def _expand_home(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{path} begins with a home that is not on this machine: write the path out") from None
-
-
 def parse(name: str, argv: list[str]) -> Command:
-    """Return the training command `name` with its arguments; of a repeated flag other than --config the last counts.
+    """Parse the arguments of the training command `name`. The last of a repeated flag counts, except for --config.
 
-    Raises UsageError for a flag without its value, a word that belongs to no flag, or a missing --config file.
+    Raises:
+        UsageError: a flag lacks its value, a word belongs to no flag, or a --config file does not exist.
     """
     command = Command(name)
     rest = deque(argv)
@@ -169,7 +169,7 @@ def parse(name: str, argv: list[str]) -> Command:
         key = "config" if flag == "-c" else flag.removeprefix("--")
         value_follows = not equals and bool(rest) and not _is_flag(rest[0])
         if key == "debug":
-            pass  # `main` looks for it
+            pass  # handled by `main`
         elif key == "trust" and not equals:
             command.trust = True
         elif key in AUTO and not equals:
@@ -192,19 +192,18 @@ def parse(name: str, argv: list[str]) -> Command:
 
 
 def _config_file(name: str) -> str:
-    """Return `name` if it is a file; raise UsageError with the likely remedy otherwise."""
-    path = _expand_home(name)
+    """Return `name`; raise UsageError if it is not a file."""
+    path = Path(name).expanduser()
     if path.is_file():
         return name
     if (path / "config.yaml").is_file():
         raise UsageError(f"--config {name} is a folder: name its file, {path / 'config.yaml'}")
-    if name in recipe_names():
-        raise UsageError(f"there is no configuration file {name}. Did you mean --recipe {name}?")
-    raise UsageError(f"there is no configuration file {name}: check the path")
+    remedy = f". Did you mean --recipe {name}?" if name in recipe_names() else ": check the path"
+    raise UsageError(f"there is no configuration file {name}{remedy}")
 
 
 def _stray_word_hint(command: str, word: str, before: str) -> str:
-    """Return the remedy for a word that follows no flag, as a sentence. before: the preceding word of the line, or ''."""
+    """Return the remedy for a word that belongs to no flag, as a sentence. before: the preceding word, or ''."""
     if _is_flag(before) and before.endswith("="):
         return f" Leave out the space after {before}"
     if word.startswith(("–", "—", "−")):  # typographic dashes, as copied from a formatted page
@@ -217,31 +216,28 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
         return f" Did you mean --recipe {word}?"
     if "=" in word:
         return f" Did you mean --{word}?"
-    joined, path = f"{before.rpartition('=')[2]} {word}", _expand_home(word)
-    if before and _expand_home(joined).exists():
+    joined, path = f"{before.rpartition('=')[2]} {word}", Path(word).expanduser()
+    if before and Path(joined).expanduser().exists():
         return f' Put a path with spaces into quotes: "{joined}"'
     if path.suffix in (".yaml", ".yml"):
         return f" Did you mean --config {word}?"
     if path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
         checkpoint = path if path.suffix == ".ckpt" else path / "checkpoints" / "best.ckpt"
-        return (
-            f" Did you mean --resume {word}?"
-            if command in ("fit", "train")
-            else f" Did you mean --ckpt_path {checkpoint}?"
-        )
+        flag = f"--resume {word}" if command in ("fit", "train") else f"--ckpt_path {checkpoint}"
+        return f" Did you mean {flag}?"
     if path.is_dir():
         return f" Did you mean --dataset folder --data-dir {word}?"
     return " Flags begin with --, see --help."
 
 
 def check_one_device(devices: str | None, what: str) -> None:
-    """Raises UsageError unless the value of --devices, if there is one, is of one device, on which `what` ("bench measures")."""
+    """Raise UsageError if the value of --devices selects more than one. what: for the message, such as "bench runs"."""
     if devices is not None and not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
-        raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or name one as [0]")
+        raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word begins as flags do, and is no negative number."""
+    """Return whether a word begins with a dash and is not a negative number."""
     try:
         float(word)
     except ValueError:
@@ -250,15 +246,16 @@ def _is_flag(word: str) -> bool:
 
 
 def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:
-    """The line for LightningCLI: its sub-command, base configuration, configs, flags.
+    """Return LightningCLI's command line: subcommand, base, --config files, flags.
 
-    base: the weakest settings, a recipe's or a run's; None when only the configs and the defaults count.
+    Args:
+        base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
     """
     line = [subcommand]
     if base:
         line += ["--config", str(base)]
         if not command.recipe:
-            line.append(f"--logs={LOGS}")  # a run's configuration names the folder of that time
+            line.append(f"--logs={LOGS}")  # overrides the folder recorded in the run's configuration
     for config in command.configs:
         line += ["--config", config]
     if command.recipe:
@@ -267,5 +264,5 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
 
 
 def recipe_settings(path: Path) -> dict[str, object]:
-    """The settings of a recipe as nested plain values."""
+    """Return the settings of a recipe as nested plain values."""
     return plain_values(path) or {}

@@ -1,4 +1,4 @@
-"""`train --folds 5`: a cross-validation, in which every image is tested on once, by a net that was not trained on it."""
+"""`train --folds 5`: cross-validation, which tests every image once with a net that was not trained on it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, check_one_device
 from cifar_lit.cli.launch import logs_of
+from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import atomic_write, write_text
@@ -32,26 +33,24 @@ FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
 def train_folds(command: Command) -> None:
-    """Trains once for each fold, then writes what all say together into a folder of its own; raises UsageError, Failure."""
+    """Train once per fold, and write the combined results to a folder of their own."""
     folds = check_folds(command)
     runs: list[tuple[str, dict[str, Any]]] = []
     parts: list[Mapping[str, Tensor]] = []
     for fold in range(folds):
-        say(
-            "" if fold else f"{folds} trainings, each tested on a part that it was not trained on",
-            f"fold {fold + 1} of {folds}",
-        )
-        one = replace(command, folds=None, flags=[*command.flags, f"--data.folds={folds}", f"--data.fold={fold}"])
-        cli = TrainingCLI(one)
+        headline = "" if fold else f"{folds} trainings, each tested on the images that it leaves out"
+        say(headline, f"fold {fold + 1} of {folds}")
+        flags = [*command.flags, f"--data.folds={folds}", f"--data.fold={fold}"]
+        cli = TrainingCLI(replace(command, folds=None, flags=flags))
         data, predictions = cli.datamodule, cli.model.predictions
         if predictions is None:
-            raise Failure("a training of a cross-validation ended without a test: leave flags out that cut it short")
+            raise Failure("a fold ended without a test: leave out flags that shorten the training")
         path = cli.run.folder.path
         parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         runs.append((display_path(path), read_metrics(path)["test"]))
         recipe, images = cli.run.settings["recipe"] or "custom", data.train_images
         del cli, data
-        gc.collect()  # net and Trainer refer to each other, and would keep the device's memory
+        gc.collect()  # net and Trainer refer to each other and would keep device memory
     folder = RunFolder(logs_of(command), f"{recipe}-folds", None, True)
     try:
         finish(folder.path, runs, parts, images)
@@ -60,23 +59,19 @@ def train_folds(command: Command) -> None:
 
 
 def check_folds(command: Command) -> int:
-    """How many folds are asked for; raises UsageError for what a cross-validation cannot be made of."""
+    """Return the number of folds; raise UsageError for flags that do not go with a cross-validation."""
     text = command.folds or ""
     if command.name != "train":
-        raise UsageError(
-            f"--folds trains and tests, so it goes with `train` or scripts/train.py, not with `{command.name}`"
-        )
+        raise UsageError(f"--folds trains and tests: use it with `train` or scripts/train.py, not `{command.name}`")
     if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) < 2:
-        raise UsageError(f"--folds is a number of parts from 2 on, such as 5, not {text!r}")
+        raise UsageError(f"--folds must be a number of at least 2, such as 5, not {text!r}")
     if command.resume is not None:
-        raise UsageError(
-            "--folds starts new trainings: leave --resume out, or go on with one of its runs without --folds"
-        )
+        raise UsageError("--folds starts new trainings: leave --resume out, or resume one of its runs without --folds")
     if command.value("trainer.num_nodes") not in (None, "1"):
         raise UsageError("--folds trains on one machine: leave --nodes out")
     devices = command.value("trainer.devices")
     check_one_device(devices, "--folds trains")
-    if devices is None:  # further processes would each start a cross-validation of their own
+    if devices is None:  # each process of several would start its own cross-validation
         command.flags.append("--trainer.devices=1")
     return int(text)
 
@@ -84,11 +79,11 @@ def check_folds(command: Command) -> int:
 def finish(
     folder: Path, runs: Sequence[tuple[str, dict[str, Any]]], parts: Sequence[Mapping[str, Tensor]], images: ImageSet
 ) -> None:
-    """Writes folds.json, predictions.csv and label_errors.csv, and prints the table.
+    """Write folds.json, predictions.csv and label_errors.csv, and print the results.
 
     Args:
-        runs: the folder and the test's metrics of each fold.
-        parts: `indices` (rows of `images`), `labels` and `probabilities` of each fold's test images.
+        runs: run folder and test metrics of each fold.
+        parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
     count = write_predictions(folder / "predictions.csv", images.classes, parts, images.names)
     indices, labels, probabilities = (
@@ -102,28 +97,28 @@ def finish(
     metrics = {"folds": [path for path, _ in runs], "test": together, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
-    columns = (Column(name.replace("_", " "), justify="right") for name in (*FIGURES, "images"))
-    table = Table("fold", *columns, title="test figures of each fold", title_justify="left", title_style="")
+    columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
+    table = Table("fold", *columns, title="test results of each fold", title_justify="left", title_style="")
     for path, test in runs:
         table.add_row(path, *(f"{test[name]:.4f}" for name in FIGURES), str(test["images"]))
     for name in ("mean", "std"):
         table.add_row(name, *(f"{values[figure][name]:.4f}" for figure in FIGURES), "")
     for_tables().print(table)
     say(
-        f"{suspects} of {count} labels are to be looked at: {display_path(folder)}/label_errors.csv",
-        f"accuracy {right / count:.4f} ({low:.4f} … {high:.4f}) · {count} images, each tested on by a net that has not seen it",
-        f"all of them {display_path(folder)}",
+        f"{suspects} of {count} labels may be wrong: {display_path(folder)}/label_errors.csv",
+        f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
+        f"accuracy over all folds {right / count:.4f} · {count} images",
+        f"results {display_path(folder)}",
     )
 
 
 def write_label_errors(path: Path, images: ImageSet, indices: Tensor, labels: Tensor, probabilities: Tensor) -> int:
-    """The labels that the nets reject, the worst first, as a table; how many there are. See `label_errors.suspect_labels`."""
+    """Write suspected label errors, the likeliest first; return their number. See `label_errors.rank_suspects`."""
     ranking = rank_suspects(labels, probabilities.float())
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            ["index", "path", "label", "probability_of_label", "suggested", "probability_of_suggested", "confident"]
-        )
+        columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,confident"
+        writer.writerow(columns.split(","))
         for row, confident in zip(ranking.rows.tolist(), ranking.confident.tolist(), strict=True):
             index = int(indices[row])
             names = [images.names[index] if images.names else "", images.classes[labels[row]]]

@@ -1,4 +1,4 @@
-"""What a training's line becomes when torchrun or SLURM has started it, or a scheduler starts its job again."""
+"""Apply what torchrun, SLURM or a restarted job imply for the command of a training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_finished, run_of
 
+# torchrun's names of a rank's variables, and SLURM's
+RANK_VARIABLES = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "NODE_RANK": "SLURM_NODEID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+}
+
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
-    """Takes devices and nodes from torchrun or SLURM, which has started the processes already; raises UsageError for others.
+    """Set devices and nodes to what torchrun or SLURM has started; raise UsageError if the flags contradict it.
 
-    One task of SLURM is one device. Its ranks become known by the names that torchrun gives them too, and the variables that
-    Lightning compares with are made those of this step: a step may have fewer tasks than the job.
+    One SLURM task is one device. SLURM's ranks are also set under torchrun's names. Lightning compares its settings
+    with variables of the job: they are set to the values of this step, which may have fewer tasks.
     """
     if by_torchrun(environment):
         here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -35,82 +43,75 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
     per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
     if len(per_node) > 1:
-        raise UsageError(
-            f"SLURM started {counts} tasks on its nodes, which must be as many on each: use --ntasks-per-node"
-        )
+        raise UsageError(f"SLURM started {counts} tasks on the nodes: start as many on each, with --ntasks-per-node")
     here = min(per_node.pop(), tasks)
     _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
-    environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"] = str(here), str(tasks // here)
-    ranks = {
-        "RANK": "SLURM_PROCID",
-        "LOCAL_RANK": "SLURM_LOCALID",
-        "NODE_RANK": "SLURM_NODEID",
-        "WORLD_SIZE": "SLURM_NTASKS",
-    }
-    environment.update({name: environment[slurm_name] for name, slurm_name in ranks.items()})
+    environment["SLURM_NTASKS_PER_NODE"] = str(here)
+    environment["SLURM_NNODES"] = str(tasks // here)
+    environment.update({name: environment[slurm_name] for name, slurm_name in RANK_VARIABLES.items()})
 
 
-def _set_devices(command: Command, launcher: str, here: int, per_node: str, nodes: int, of_nodes: str) -> None:
-    for flag, number, option in (("trainer.devices", here, per_node), ("trainer.num_nodes", nodes, of_nodes)):
-        value = command.value(flag)
-        if value is not None and value not in ("auto", "-1", str(number)):
-            short = next(name for name, long in SHORT.items() if long == flag)
+def _set_devices(
+    command: Command, launcher: str, devices: int, devices_option: str, nodes: int, nodes_option: str
+) -> None:
+    settings = (("devices", devices, devices_option), ("nodes", nodes, nodes_option))
+    for flag, number, option in settings:
+        value = command.value(SHORT[flag])
+        if value not in (None, "auto", "-1", str(number)):
             reason = f"contradicts {launcher}, which started {number} ({option})"
-            raise UsageError(f"--{short} {value} {reason}: leave --{short} out or make them agree")
-        command.flags.append(f"--{flag}={number}")
+            raise UsageError(f"--{flag} {value} {reason}: leave --{flag} out or make them agree")
+        command.flags.append(f"--{SHORT[flag]}={number}")
 
 
 def continue_job(command: Command, argv: list[str], environment: Mapping[str, str]) -> None:
-    """Makes a training's command go on with the run of its job, as `--resume RUN` would, where there is one.
+    """Resume the run of a restarted job, as `--resume RUN` would. A new run's folder records its job.
 
-    Else its new run's folder will record the job. A line with a --resume of its own is left alone. argv: as it was typed.
-    Raises SystemExit of code 0, with a line that says so, when the run is finished.
+    A line with its own --resume is not changed. If the run is finished, say so and exit with code 0.
+
+    Args:
+        argv: the arguments as typed.
     """
-    # a cross-validation is started anew: which of its runs are done is not known here
-    trains = command.name in ("fit", "train") and command.folds is None and not command.asks_only
-    job = job_of(environment) if trains else None
+    job = job_of(environment) if command.is_one_training else None
     if job is None:
         return
-    first, run, note = is_first_process(environment), None, ""
+    is_first, run, note = is_first_process(environment), None, ""
     if command.resume is not None:
         run = run_of(find_resumable(logs_of(command), command.resume or None)) if job.again else None
     else:
-        logs, line = logs_of(command), sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
+        logs = logs_of(command)
+        line = sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
         command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
         run = run_of_job(logs, job, line, environment) if job.again or job.named else None
         if run is not None:
-            note = f"going on with {display_path(run)}: {job.title} {'was started again' if job.again else 'has a run'}"
+            note = f"resuming {display_path(run)}: {job.title} {'was restarted' if job.again else 'has a run'}"
             _resume(command, run, job, line)
         elif job.again:
-            note = f"{job.title} was started again, but has no checkpoint in {display_path(logs)} yet: starting anew"
+            note = f"{job.title} was restarted, but has no checkpoint in {display_path(logs)} yet: starting a new run"
     if run is not None and is_finished(run, needs_test=command.name == "train"):
-        if first:
-            results = display_path(run / "metrics.json")
-            text.say(
-                f"{display_path(run)} is finished: its results are in {results}, and {job.title} has nothing left to do"
-            )
+        if is_first:
+            results = f"its results are in {display_path(run / 'metrics.json')}"
+            text.say(f"{display_path(run)} is finished: {results}. {job.title} has nothing left to do.")
         raise SystemExit(0)
-    if note and first:
+    if note and is_first:
         text.note(note)
 
 
 def _resume(command: Command, run: Path, job: Job, line: str) -> None:
-    """Turns a line into one that resumes a run; raises UsageError for another recipe than that of the job's first line."""
+    """Change a command into one that resumes a run; raise UsageError if the job began with another recipe."""
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
-        recipe = record.get("recipe") or "that fits this machine"
-        raise UsageError(
-            f"{display_path(run)} of {job.title} began with the recipe {recipe}: keep to it, or give {NAME} another value"
+        started = f"{display_path(run)} of {job.title} began with the recipe " + (
+            record.get("recipe") or "for this machine"
         )
+        raise UsageError(f"{started}: use this recipe, or give {NAME} another value")
     if record.get("line") == line:
         command.configs = []
     command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
 
 
 def logs_of(command: Command) -> Path:
-    """The folder of runs that a new training of this line would use."""
+    """Return the folder for run folders that a new training would use."""
     files = [*map(Path, reversed(command.configs)), *([recipe_path(command.recipe)] if command.recipe else [])]
-    configs = (plain_values(file.expanduser()) or {} for file in files)
-    return Path(
-        command.logs or next((str(values["logs"]) for values in configs if values.get("logs")), LOGS)
-    ).expanduser()
+    settings = (plain_values(file.expanduser()) or {} for file in files)
+    configured = command.logs or next((str(values["logs"]) for values in settings if values.get("logs")), LOGS)
+    return Path(configured).expanduser()

@@ -1,4 +1,4 @@
-"""From a command line to the command, and from its failure to one line and an exit code."""
+"""Dispatch a command line to its command, and turn a failure into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
 commands
   fit        train and validate (the default)
-  train      fit, then one test of the best weights; the same as python scripts/train.py
+  train      fit, then test the best checkpoint once; python scripts/train.py is the same
   validate   score a checkpoint on the validation images
   test       score a checkpoint on the test images
   predict    write a checkpoint's predictions for the test images
-  recipes    what each recipe is, reaches and takes; `recipes NAME` prints its settings
-  devices    devices of this machine; `--check` trains on each, `--net NAME` lists a net's parameters
-  preview    a sheet of one's own images, as a recipe's augmentation would show them in training
-  classify   name what is on pictures, with a run's net; scripts/predict.py is the same
-  report     a page about a run: curves, confusion matrix, mistakes, suspected label errors
-  compare    runs beside each other: the settings that differ, accuracies, a test of their difference
-  export     a run's net as ONNX, torch-export or safetensors, checked after writing
-  serve      a run's net as an HTTP service with a page for trying it
-  bench      measure recipes over seeds, or the devices of this machine
+  recipes    list recipes with accuracy and training time; `recipes NAME` prints the settings
+  devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
+  preview    show a contact sheet of augmented training images
+  classify   predict the classes of image files; python scripts/classify.py is the same
+  report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
+  compare    compare the settings and accuracies of runs, with a significance test
+  export     export a net to ONNX, torch-export or safetensors, and check the file
+  serve      serve a net over HTTP, with a web page to try it
+  bench      measure recipes over several seeds, or compare devices
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
-  --config FILE      further settings over the recipe's; may be given several times
+  --config FILE      more settings, which override the recipe's; may be repeated
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH    where archives are kept, or the folder of own images
-  --net NAME         such as resnet18; --lr X, --batch-size N (over all devices together)
-  --auto-batch       find the largest batch that fits first; --auto-lr finds a learning rate
+  --data-dir PATH    folder for downloaded archives, or the folder of your own images
+  --net NAME         net, such as resnet18; --lr X, --batch-size N (over all devices together)
+  --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
-  --devices N        or ids 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
-  --rank-timeout 60  of several processes, one that gives no sign for so many seconds ends the run
+  --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
+  --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
   --logs DIR         folder for run folders (lightning_logs)
-  --checkpoint-every 500 (steps) or 10m: checkpoints within epochs too; their ends have one anyway
-  --folds 5          of `train`: cross-validation, a training for each fifth of the images, which is tested on
+  --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
+  --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
-  --trust            let a --config file, or the config.yaml of a run, name classes of any package, whose code then runs, and
-                     any place; also for the runs of classify, report, export and serve
-  --debug            show the traceback of a failure
+  --trust            let configuration files and runs name any class and any path: their code can run;
+                     also for classify, report, export and serve
+  --debug            show tracebacks
 
-Every setting of Trainer, model and data is a flag too (--trainer.x, --model.x, --data.x):
+Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
 `cifar-lit fit --help` lists them, `cifar-lit fit --recipe NAME --print_config` prints them as YAML.
-Recipes are weaker than --config files, and these are weaker than flags.
+Precedence: recipe < --config files < flags.
 """
 
-# Commands that are not the Trainer's: the function that takes the arguments after the name, and may return an exit code.
+# Our own commands. Each function takes the arguments after the name, and may return an exit code.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
@@ -69,7 +69,6 @@ OWN = {
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
 }
-
 
 _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("run", "start", "training"), "train"),
@@ -83,14 +82,14 @@ _SYNONYMS = {  # commands of other programs
 
 
 def main(argv: list[str] | None = None, default: str = "fit") -> int:
-    """Runs a command line; what goes wrong is one line on stderr, with --debug after its traceback.
+    """Run a command line. A failure prints one line on stderr, with --debug after the traceback.
 
     Args:
-        argv: without the program's name; this process's own if not given.
-        default: the command when none is named.
+        argv: arguments without the program's name; those of this process if None.
+        default: the command if `argv` names none.
 
     Returns:
-        The exit code: 0, 2 for what was typed, 1 for what failed, 128 and the signal's number for an interruption.
+        Exit code: 0, 2 for invalid input, 1 for a failure, 128 + the signal's number for an interruption.
     """
     argv = sys.argv[1:] if argv is None else argv
     guard_child_processes()
@@ -117,9 +116,9 @@ def _run(argv: list[str], default: str) -> int:
         _train(flags.parse(name, rest), rest)
         return 0
     if name not in OWN:
-        known = [*flags.TRAINING, *OWN]
-        raise UsageError(f"no command is called {name!r}.{_command_hint(name, known)} There are {', '.join(known)}.")
-    trusted = "--trust" in rest and name != "bench"  # which hands its flags on
+        names = [*flags.TRAINING, *OWN]
+        raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
+    trusted = "--trust" in rest and name != "bench"  # bench passes its flags on
     _allow_runs(rest, trusted)
     module, _, function = OWN[name].partition(":")
     with all_imports_allowed() if trusted else nullcontext():
@@ -127,19 +126,16 @@ def _run(argv: list[str], default: str) -> int:
     return code or 0
 
 
-def _command_hint(name: str, known: list[str]) -> str:
+def _command_hint(name: str, commands: list[str]) -> str:
     """Return `" Did you mean X?"` for an unknown command, which may be a recipe or a command of another program."""
-    if name in flags.recipe_names():
-        return f" Did you mean train --recipe {name}?"
-    if synonym := _SYNONYMS.get(name.lower()):
-        return f" Did you mean {synonym}?"
-    return nearest(name, known)
+    suggestion = f"train --recipe {name}" if name in flags.recipe_names() else _SYNONYMS.get(name.lower())
+    return f" Did you mean {suggestion}?" if suggestion else nearest(name, commands)
 
 
 def _allow_runs(argv: list[str], trusted: bool) -> None:
-    """Lets the runs on a line name nets, data sets and places: those that this user has trained, or all that are trusted."""
+    """Let the runs in `argv` name nets, data sets and paths if this user trained them, or if `trusted`."""
     for word in argv:
-        with suppress(UsageError, OSError):  # a config.yaml that is none of ours, a word that can be no path
+        with suppress(UsageError, OSError):  # a config.yaml of another program, a word that is no valid path
             path = Path(word)
             config = (path if path.is_dir() else path.parent) / "config.yaml"
             if path.exists() and config.is_file():
@@ -149,12 +145,12 @@ def _allow_runs(argv: list[str], trusted: bool) -> None:
 
 
 def _train(command: flags.Command, argv: list[str]) -> None:
-    """Runs fit, train, validate, test or predict, as one of the processes that a launcher may have started."""
+    """Run fit, train, validate, test or predict. A launcher may have started several such processes."""
     from cifar_lit.cli.launch import apply_launcher, continue_job
     from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
-        flags.recipe_path(command.recipe)  # a typing error is answered before seconds of imports
+        flags.recipe_path(command.recipe)  # report a typing error before the slow imports
     apply_launcher(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
@@ -175,8 +171,8 @@ def _train(command: flags.Command, argv: list[str]) -> None:
 
 
 def _report(error: BaseException, debug: bool) -> int:
-    """Prints what went wrong and returns the exit code."""
-    for number in STOP_SIGNALS:  # nothing is left to save: a signal that arrives now ends the process quietly
+    """Print the error on stderr and return the exit code."""
+    for number in STOP_SIGNALS:  # nothing is left to save: another signal ends the process quietly
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):

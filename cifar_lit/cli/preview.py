@@ -1,8 +1,7 @@
-"""`cifar-lit preview PHOTOS`: a sheet of one's own images, as they are and as epochs of a training would show them."""
+"""`cifar-lit preview IMAGES`: a contact sheet of augmented training images."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,61 +30,60 @@ from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import counted, note, say
 
 DESCRIPTION = (
-    "Draws a contact sheet of your own images: a row for each, first the original, then the image as the first epochs of a "
-    "training augment it. Below each stands the name of its folder, which is its class. Takes the data settings of a recipe "
-    "and --data.x flags, such as --data.augment.brightness 0.4."
+    "Draw a contact sheet of your own images. Each row has the original and the image as augmented in the first "
+    "epochs, with the name of its folder (its class). Takes the data settings of a recipe and --data.x flags, such as "
+    "--data.augment.brightness 0.4."
 )
-ROWS, EPOCHS = 12, 7
-LEAST_SIDE = 96  # pixels of an image on the sheet; smaller ones are enlarged by a whole number
+ROWS = 12
+EPOCHS = 7
+MIN_SIDE = 96  # pixels on the sheet; smaller images are enlarged by a whole number
 
 
 def preview(argv: list[str]) -> None:
-    """Writes the sheet; raises UsageError for settings that cannot be meant, Failure for files that cannot be read or written."""
+    """Write the contact sheet."""
     settings = _settings(argv)
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
-        raise UsageError("there are no images among what is to be previewed")
-    chosen = files[:: -(-len(files) // ROWS)]
+        raise UsageError("no images found: give files, folders or patterns of your own images")
+    sample = files[:: -(-len(files) // ROWS)]
     out = Path(settings.out).expanduser()
     _check_target(out, files)
-    data = _data(settings.data.as_dict(), chosen)
-    count = len(chosen)
+    data = _data(settings.data.as_dict(), sample)
+    count = len(sample)
     plain = data.train_images.images.permute(0, 3, 1, 2)
-    columns = torch.stack([plain, *(augmented_sample(data, count, epoch) for epoch in range(EPOCHS))], dim=1).flatten(
-        0, 1
-    )
-    times = -(-LEAST_SIDE // min(plain.shape[2:]))
-    images = columns.repeat_interleave(times, 2).repeat_interleave(times, 3)
-    ways = ["original", *(f"augmented ({epoch})" for epoch in range(EPOCHS))]
-    captions = [(Path(file.path).absolute().parent.name, way) for file in chosen for way in ways]
+    columns = [plain, *(augmented_sample(data, count, epoch) for epoch in range(EPOCHS))]
+    scale = -(-MIN_SIDE // min(plain.shape[2:]))
+    images = torch.stack(columns, dim=1).flatten(0, 1).repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    headings = ["original", *(f"augmented ({epoch})" for epoch in range(EPOCHS))]
+    captions = [(Path(file.path).absolute().parent.name, heading) for file in sample for heading in headings]
     tiles = [captioned(image, lines) for image, lines in zip(images, captions, strict=True)]
-    sheet = make_grid(tiles, len(ways), padding=4, pad_value=255)
+    sheet = make_grid(tiles, len(headings), padding=4, pad_value=255)
     save_picture(Image.fromarray(sheet.permute(1, 2, 0).numpy()), out)
     if data.augmentation == Augmentation() and data.device_augmentation is None:
-        note("nothing is augmented by these settings: name a recipe, as in --recipe finetune, or set --data.augment.x")
-    of = f"{count} of {len(files):,} images" if count < len(files) else counted(count, "image")
-    say(f"{of}, as they are and in epochs 0 … {EPOCHS - 1}: {display_path(out)}")
+        note("these settings do not augment: choose a recipe, such as --recipe finetune, or set --data.augment.x")
+    drawn = f"{count} of {len(files):,} images" if count < len(files) else counted(count, "image")
+    say(f"{drawn}, original and in epochs 0 … {EPOCHS - 1}: {display_path(out)}")
 
 
 def _settings(argv: list[str]) -> Namespace:
-    """The flags, over the data settings of the recipe if one is named."""
+    """Return the flags, with the data settings of the recipe as defaults."""
     parser = command_parser("preview", DESCRIPTION)
     add = parser.add_argument
-    add("paths", type=str, nargs="*", metavar="PHOTOS", help="files, folders, patterns such as '*.jpg' or '**/*.png'")
-    add("--recipe", type=str | None, default=None, help="a packaged recipe, or a YAML file of your own")
-    add("--out", type=str, default="preview.png", metavar="FILE.png", help="where the sheet is written")
+    add("paths", type=str, nargs="*", metavar="IMAGES", help="files, folders, patterns such as '*.jpg' or '**/*.png'")
+    add("--recipe", type=str | None, default=None, help="packaged recipe, or a YAML file of your own")
+    add("--out", type=str, default="preview.png", metavar="FILE.png", help="file to write")
     parser.add_class_arguments(ImageData, "data")
     settings = parsed(parser, argv)
     if not settings.paths:
-        raise UsageError("preview what? Name files, folders or patterns of your own images.")
+        raise UsageError("preview needs images: give files, folders or patterns of your own images")
     model: dict[str, Any] = {}
     if settings.recipe:
-        whole: dict[str, Any] = plain_values(recipe_path(settings.recipe)) or {}
-        recipe, model = whole.get("data") or {}, whole.get("model") or {}
-        for name in recipe:
+        recipe: dict[str, Any] = plain_values(recipe_path(settings.recipe)) or {}
+        defaults, model = recipe.get("data") or {}, recipe.get("model") or {}
+        for name in defaults:
             if name not in settings.data:
                 raise UsageError(f"no setting is called data.{name}.{nearest(str(name), settings.data.keys())}")
-        parser.set_defaults({f"data.{name}": value for name, value in recipe.items()})
+        parser.set_defaults({f"data.{name}": value for name, value in defaults.items()})
         settings = parsed(parser, argv)
     settings.data.dataset = "folder"
     follow_pretraining(model.get("net", ""), model.get("weights"), settings.data)
@@ -93,22 +91,23 @@ def _settings(argv: list[str]) -> Namespace:
 
 
 def _check_target(out: Path, files: Sequence[ImageFile]) -> None:
-    """Refuses to write into what is no picture, or over one of the images."""
+    """Raise UsageError if `out` is not an image file, or is one of the images."""
     if not is_picture_name(out):
-        raise UsageError(f"--out {out}: name a picture, such as preview.png")
+        raise UsageError(f"--out {out}: give an image file, such as preview.png")
     if out.is_file() and any(Path(file.path).is_file() and out.samefile(file.path) for file in files):
-        raise UsageError(f"--out {out} is among the images: choose another file")
+        raise UsageError(f"--out {out} is one of the images: choose another file")
 
 
 def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
-    """The images of some files as a data set to train on, in their order and of the size that a training has them in."""
+    """Return the images of files as training data, in this order and in the size used for training."""
     for file in files:
-        if file.error or not os.path.exists(file.path):
+        if file.error or not Path(file.path).exists():
             raise UsageError(f"{file.path}: {file.error or 'there is no such file'}")
-    chosen, paths = settings["image_size"], [file.path for file in files]
-    sizes = {image_size(path) for path in paths} if chosen is None else {parse_image_size(chosen)}
+    paths = [file.path for file in files]
+    configured = settings["image_size"]
+    sizes = {image_size(path) for path in paths} if configured is None else {parse_image_size(configured)}
     size = sizes.pop()
-    if sizes or (chosen is None and max(size) > MAX_OWN_SIZE):  # as `folder` has it
+    if sizes or (configured is None and max(size) > MAX_OWN_SIZE):  # the data set `folder` does the same
         size = (COMMON_SIZE, COMMON_SIZE)
     data = ImageData(**{**settings, "shuffle": False, "sampling": "none", "placement": "device"})
     pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])

@@ -1,4 +1,4 @@
-"""Keeps library chatter off the console: tips, adverts, and warnings that a user can do nothing about."""
+"""Signal handlers, and a console without library noise: tips, adverts, and warnings that users cannot act on."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import os
 import signal
 import threading
 import warnings
+from importlib import import_module
 
 from cifar_lit.distributed.rank_info import by_slurm
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 
 
 def hold_signals() -> None:
-    """Keeps SLURM's signal to requeue, which would kill a process without a handler, until `catch_signals`.
+    """Block SLURM's requeue signal until `catch_signals`: it kills a process without a handler.
 
-    To be called before libraries are imported, which takes seconds; the signal can come at once where --time is short.
+    Call this before the slow imports: with a short --time, the signal arrives early.
     """
     if by_slurm(os.environ):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def catch_signals() -> None:
-    """Let Ctrl-C, SIGTERM, SIGHUP and SLURM's requeue signal raise `Interrupted`. A training stops after its step instead."""
+    """Raise `Interrupted` on Ctrl-C, SIGTERM, SIGHUP and SLURM's requeue signal. A fit stops after its step."""
     from cifar_lit.training.orderly_stop import Interrupted
 
     def stop(number: int, frame: object) -> None:
@@ -40,25 +41,24 @@ def catch_signals() -> None:
 def quieten() -> None:
     """Silence known noise of torch and Lightning. Call this before anything else imports Lightning."""
     os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of how torch looks up the names of other machines
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # what Lightning's command line calls
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of failed name lookups
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # raised by LightningCLI
     for message in (
-        ".*LeafSpec.*",  # torch's own deprecation inside Lightning's batch handling
-        ".*Total length of `list` across ranks is zero.*",  # data.val_size 0 is meant
+        ".*LeafSpec.*",  # torch's deprecation inside Lightning
+        ".*Total length of `list` across ranks is zero.*",  # data.val_size 0
         ".*but have no logger configured.*",  # `validate` prints its score
-        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
-        "Grad strides do not match bucket view strides",  # of 1×1 filters, whose two memory orders are one
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run
+        "Grad strides do not match bucket view strides",  # 1×1 filters: both memory formats are equal
     ):
         warnings.filterwarnings("ignore", message=message)
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if type(args.thread).__name__ != "_AsyncWriterThread":  # TensorBoard's, whose failure its next write raises
+        if type(args.thread).__name__ != "_AsyncWriterThread":  # TensorBoard raises this error again at its next write
             threading.__excepthook__(args)
 
     threading.excepthook = hook
 
-    import lightning.pytorch
-
+    import_module("lightning.pytorch")  # sets the levels of its loggers
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # a profiler's table is logged

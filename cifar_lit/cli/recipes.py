@@ -17,15 +17,15 @@ from cifar_lit.text import say
 def list_recipes(argv: list[str]) -> None:
     """Print a table of all recipes, or the files of the given ones."""
     if argv[:1] in (["-h"], ["--help"]):
-        say("usage: cifar-lit recipes [NAME]", "", "list the packaged recipes, or print the settings of one")
+        say("usage: cifar-lit recipes [NAME]", "", "List the packaged recipes, or print the settings of one.")
         return
     if unknown := next((word for word in argv if word.startswith("-")), None):
-        raise UsageError(f"recipes knows no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
+        raise UsageError(f"recipes has no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
     for path in [flags.packaged_recipe(name) for name in argv]:
         say(*path.read_text().splitlines())
     if argv:
         return
-    # Without lines between the columns, the table fits 100 columns, and nothing but the descriptions is folded at 80.
+    # Without column lines, the table fits 100 columns. At 80, only descriptions are wrapped.
     fixed = (Column(name, no_wrap=True) for name in ("accuracy", "data", "time", "measured on"))
     table = Table(Column("recipe", no_wrap=True), "what", *fixed, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in flags.recipe_names():
@@ -33,7 +33,7 @@ def list_recipes(argv: list[str]) -> None:
         what = header[0].removeprefix(f"{name} — ")
         table.add_row(name, what, *_measured(header))
     for_tables().print(table)
-    say("", "start one:  python scripts/train.py --recipe NAME", "about one:  cifar-lit recipes NAME")
+    say("", "train:    python scripts/train.py --recipe NAME", "details:  cifar-lit recipes NAME")
 
 
 def recipe_header(path: Path) -> list[str]:
@@ -43,7 +43,7 @@ def recipe_header(path: Path) -> list[str]:
 
 
 def _measured(header: list[str]) -> tuple[str, str, str, str]:
-    """Return accuracy, data set, training time and machine, as the header of a recipe has them."""
+    """Return accuracy, data set, training time and hardware from the header of a recipe."""
     fields = {name: value.strip() for name, colon, value in (line.partition(":") for line in header) if colon}
     score, _, details = fields["Score"].partition("; ")
     if score.startswith("not measured"):
@@ -54,9 +54,5 @@ def _measured(header: list[str]) -> tuple[str, str, str, str]:
     data = fields.get("Data", details).partition(",")[0]
     seconds = float(fields["Time"].partition(" s")[0])
     threads = re.search(r"(\d+) threads?", fields["Hardware"])
-    return (
-        accuracy,
-        data,
-        f"{seconds:.0f} s",
-        f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0],
-    )
+    hardware = f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0]
+    return accuracy, data, f"{seconds:.0f} s", hardware

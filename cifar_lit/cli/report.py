@@ -1,4 +1,4 @@
-"""`cifar-lit report`: the page about a run, with a look at its training images."""
+"""`cifar-lit report`: write the report of a run, with an inspection of its training images."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import say
 
 DESCRIPTION = (
-    "Writes report.html, a page about a run: results, curves, calibration, mistakes, and, from a pass over the "
-    "training images, suspected label errors and duplicates between train and test."
+    "Write report.html for a run: results, curves, calibration and mistakes. A pass over the training images adds "
+    "suspected label errors, and duplicates between training and test images."
 )
 
 
 def report(words: list[str]) -> None:
-    """Makes report.html in a run's folder; raises UsageError without a run or data, Failure for data of another net."""
+    """Write report.html."""
     parser = command_parser("report", DESCRIPTION)
     add = parser.add_argument
-    add("run", type=str, help="a run folder, or a model.safetensors by itself")
-    add("--open", action="store_true", help="show it in the browser")
-    add("--out", type=str | None, default=None, help="where to write it, if not beside the model")
-    add("--dataset", type=str | None, default=None, help="the data set, where there is no config.yaml")
-    add("--data-dir", type=str | None, default=None, help="where its images are, if not where they were")
-    add("--device", type=str, default="auto", help="where to compute: auto, cpu, gpu, cuda:1, mps")
+    add("run", type=str, help="run folder, or a model.safetensors file")
+    add("--open", action="store_true", help="open the report in the browser")
+    add("--out", type=str | None, default=None, help="file to write (default: report.html beside the model)")
+    add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
+    add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
+    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, words)
     device = resolve_device(settings.device)
     classifier = load(settings.run, device)
@@ -42,7 +42,7 @@ def report(words: list[str]) -> None:
     run = run if run.is_dir() else run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
-        raise UsageError(f"{out} cannot be written: name a file in a folder that can be, with --out")
+        raise UsageError(f"{out} cannot be written: name a file in another folder with --out")
     data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
     page = inspected_page(run, data, partial(logits_and_embeddings, classifier), device)
     with writing(out, "Choose another place with --out.") as part:

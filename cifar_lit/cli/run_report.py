@@ -24,40 +24,44 @@ from cifar_lit.training.metrics import Score
 
 
 class StartCard(Callback):
-    """Print the settings of the training that starts, as a box on a terminal and as plain lines elsewhere."""
+    """Print the settings at the start of a training, as a box on a terminal and as plain lines elsewhere."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the card."""
-        if trainer.is_global_zero:
-            print_start_card(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        if not trainer.is_global_zero:
+            return
+        rows = start_rows(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        if not sys.stdout.isatty():
+            say(*(f"{name:<12} {value}" for name, value in rows.items()))
+            return
+        grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
+        for row in rows.items():
+            grid.add_row(*row)
+        for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
-def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> None:
-    """Print the settings of the training that starts."""
+def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dict[str, str]:
+    """Return the rows of the start card by name."""
     train, val = (len(part) for part in data.split)
     channels, height, width = data.input_shape
     device = trainer.strategy.root_device.type
     in_memory = data.placed("train")[1] == "device"
-    read = (
-        f"in {'CPU' if device == 'cpu' else 'GPU'} memory"
-        if in_memory
-        else f"read by {counted(data.workers, 'worker')}"
-    )
+    memory = f"in {'CPU' if device == 'cpu' else 'GPU'} memory"
+    source = memory if in_memory else f"read by {counted(data.workers, 'worker')}"
     classes = f"{data.class_count} classes · {channels}×{height}×{width}"
     fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
-    resumed = "resume" in notes
     balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
     balanced = "".join(f" · {name} {value}" for name, value in balancing.items() if value != "none")
-    sizes = "".join(f"{side} px for {part:.0%}, " for side, part in data.resolutions.items())
-    skipped = f"the easiest {data.skip_easy:.0%} of the images from {data.skip_from:.0%} of the steps on"
+    sizes = "".join(f"{side} px for {part:.0%} of the epochs, " for side, part in data.resolutions.items())
+    skipped = f"the easiest {data.skip_easy:.0%} of the images after {data.skip_from:.0%} of the steps"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     precision = "float32" if trainer.precision == "32-true" else str(trainer.precision)
     rows = {
-        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {read}",
+        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {source}",
         "classes": f"{fewest:,} … {counted(int(most), 'training image')} each{balanced}" if balanced else "",
         "sizes": f"{sizes}then {height} px" if sizes else "",
         "skips": skipped if data.skip_easy else "",
@@ -68,19 +72,12 @@ def print_start_card(run: Run, trainer: pl.Trainer, model: Any, data: ImageData)
         "devices": f"{trainer.world_size} × {device}",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
         **_step_rows(trainer, h, data),
-        "resumes": f"{notes['resume']} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
-        if resumed
+        "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+        if "resume" in notes
         else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
-    rows = {name: value for name, value in rows.items() if value}
-    if not sys.stdout.isatty():
-        say(*(f"{name:<12} {value}" for name, value in rows.items()))
-        return
-    grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-    for row in rows.items():
-        grid.add_row(*row)
-    for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+    return {name: value for name, value in rows.items() if value}
 
 
 def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:
@@ -91,15 +88,15 @@ def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> di
     share = data.batch_size // trainer.world_size
     exact = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
-    epochs = counted(data.epochs, "epoch") if data.epochs else "no limit of epochs"
+    epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
     return {
-        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} an epoch",
+        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
         "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
     }
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
-    """The accuracy of each class; of more than 30 only the ten best and the ten worst."""
+    """Return a table of the accuracy of each class. If there are more than 30, only the ten best and ten worst."""
     columns = (Column(name, justify="right") for name in ("accuracy", "images"))
     table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
     classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
@@ -111,37 +108,38 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
-# Figures of metrics.json beside accuracy and loss, and their names on the console.
+# Values of metrics.json beside accuracy and loss, and their names on the console.
 FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
-MAX_HALF_WIDTH = 0.02  # of the accuracy's interval, above which a test set is called small
+MAX_HALF_WIDTH = 0.02  # accuracy; a test set with a wider interval is called small
 
 
-def accuracy_text(scores: Mapping[str, Any]) -> str:
-    """Return the accuracy with its 95 % interval. scores: the `test` or `val` part of metrics.json."""
-    interval = " (95 % interval {:.4f} … {:.4f})".format(*scores["interval"]) if scores["interval"] else ""
-    return f"accuracy {scores['accuracy']:.4f}{interval}"
+def score_lines(scores: Mapping[str, Any]) -> list[str]:
+    """Return lines with the values beside accuracy and loss. scores: the `test` or `val` part of metrics.json.
+
+    Balanced accuracy is left out if it equals the accuracy, as it does for classes of equal size.
+    """
+    values = {text: f"{scores[name]:.4f}" for name, text in FIGURES.items() if name in scores}
+    if values.get("balanced accuracy") == f"{scores['accuracy']:.4f}":
+        del values["balanced accuracy"]
+    lines = [" · ".join(f"{text} {value}" for text, value in values.items())]
+    if scores["interval"]:
+        lines.append("95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"]))
+    return lines
 
 
-def figures_text(scores: Mapping[str, Any]) -> str:
-    """Return the figures beside accuracy and loss, such as macro F1. scores: the `test` or `val` part of metrics.json."""
-    return " · ".join(f"{text} {scores[name]:.4f}" for name, text in FIGURES.items() if name in scores)
-
-
-def small_set_text(scores: Mapping[str, Any], is_fold: bool = False) -> str | None:
+def small_set_text(scores: Mapping[str, Any]) -> str | None:
     """Return a warning about differences that a small test set cannot show, None for a larger set.
 
-    The warning holds for runs tested on separate images. On the same images `compare` shows smaller differences.
+    The warning holds for runs tested on different images. On the same images, `compare` shows smaller differences.
 
     Args:
         scores: the `test` part of metrics.json.
-        is_fold: whether the run belongs to a cross-validation.
     """
     low, high = scores["interval"] or (0.0, 0.0)
     if (high - low) / 2 <= MAX_HALF_WIDTH:
         return None
     chance = newcombe_margin(scores["accuracy"], (low, high))
-    remedy = "" if is_fold else "; --folds 5 tests on every image"
-    return f"small test set: differences between runs below {chance:.3f} may be chance{remedy}"
+    return f"small test set: differences between runs below {chance:.3f} may be chance; --folds 5 tests on every image"
 
 
 def print_results(run: Run, results: Results, data: ImageData) -> None:
@@ -150,22 +148,21 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
     if test:
         scores = metrics["test"]
         for_tables().print(accuracy_table(test, data))
-        say(accuracy_text(scores), figures_text(scores))
-        if views := scores.get("tta"):
-            say(f"with {views['views']} test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
-        for name, value in test.further.items():
-            say(f"test {name} {value:.4f}")
-        if data.dataset != "shapes" and (warning := small_set_text(scores, data.parts.folds > 0)):
+        if data.dataset != "shapes" and (warning := small_set_text(scores)):
             say(warning)
+        if views := scores.get("tta"):
+            tta = f"with {views['views']} test-time augmentation"
+            say(f"{tta}: accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
+        say(*(f"test {name} {value:.4f}" for name, value in test.further.items()), *score_lines(scores))
         images = f"{test.images} image{'s' * (test.images != 1)}"  # plain digits: scripts read this line
         say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")
     elif val := metrics["val"]:
-        known = ("accuracy", "loss", "interval", *FIGURES)
-        own = "".join(f" · {name} {value:.4f}" for name, value in val.items() if name not in known)
-        say(f"validation {accuracy_text(val)} · loss {val['loss']:.4f}", figures_text(val) + own)
+        further = {name: value for name, value in val.items() if name not in ("accuracy", "loss", "interval", *FIGURES)}
+        say(*(f"validation {name} {value:.4f}" for name, value in further.items()), *score_lines(val))
+        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:
-        rate = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
-        say(f"trained in {metrics['train_seconds']:.1f} s{rate}")
+        speed = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
+        say(f"trained in {metrics['train_seconds']:.1f} s{speed}")
     folder = display_path(run.folder.path)
     say(f"run {folder}")
     if run.trains:
@@ -173,12 +170,10 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
         if test is None:
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
-        say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} PICTURES")
+        say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
-        code = (
-            f'"{code}"' if shlex.quote(folder) == folder else shlex.quote(code)
-        )  # a shell looks for commands between "
-        say(f"  python -c {code}")
+        is_plain = shlex.quote(folder) == folder  # otherwise a shell expands parts of it between double quotes
+        say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))
 
 
 def print_dev_run(trainer: pl.Trainer) -> None:

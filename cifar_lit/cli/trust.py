@@ -1,17 +1,18 @@
-"""What a configuration file may do: set plain values, name classes that are known to be harmless, and places that are near.
+"""Restrict what configuration files may do: set plain values, name harmless classes, and use nearby paths.
 
-A config.yaml travels with a run, so it may come from anyone. Naming a class imports its module, which runs its code; naming a
-place has it written to, fetched from, or cleared. Therefore
+A config.yaml travels with a run, so anyone may have written it. Naming a class imports its module, which runs its code.
+A path can be written to, downloaded from, or cleared. The rules:
 
-- what is typed on the command line is trusted: classes and places that its flags name may be named by files too;
-- of every file (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) only the classes in `SAFE` and those of
-  `SAFE_PACKAGE` are taken, unless `--trust` is given, or the file is word for word a config.yaml that a run of this user wrote.
-  jsonargparse asks before each import; files that such a file points to are not read;
-- so it is with nets, optimizers and data sets of one's own, whose names are paths to import and no plain words;
-- what else it may choose says `config_file.check_choices`, which looks at what the parser has made of all files and flags;
-- tags of YAML (`!!python/…`), files too large, too deep, or growing by aliases are refused, with `--trust` too.
+- The command line is trusted. Files may name the classes and paths that its flags name.
+- Files (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) may name only the classes in `SAFE` and
+  `SAFE_PACKAGE`. Exceptions: `--trust`, and a file identical to a config.yaml written by a run of this user.
+  jsonargparse asks before each import. Files that such a file points to are not read.
+- The same holds for the import paths of your own nets, optimizers and data sets.
+- `config_file.check_choices` restricts paths and other choices, after the parser has merged all files and flags.
+- YAML tags (`!!python/…`) and files that are too large, too deep or grow through aliases are refused even with
+  `--trust`.
 
-All other numbers and choices (seed, epochs, intervals, precision, …) are a file's to say.
+Files may set all other values (seed, epochs, intervals, precision, …).
 """
 
 from __future__ import annotations
@@ -34,34 +35,36 @@ from cifar_lit.errors import UsageError
 from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
 
-# Classes of Lightning's that take plain values only, run no command and send nothing over the network.
+# Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
     "callbacks": (
-        "DeviceStatsMonitor", "EMAWeightAveraging", "EarlyStopping", "GradientAccumulationScheduler", "LearningRateMonitor",
-        "ModelCheckpoint", "ModelSummary", "RichModelSummary", "RichProgressBar", "TQDMProgressBar", "Timer",
+        "DeviceStatsMonitor", "EMAWeightAveraging", "EarlyStopping", "GradientAccumulationScheduler",
+        "LearningRateMonitor", "ModelCheckpoint", "ModelSummary", "RichModelSummary", "RichProgressBar",
+        "TQDMProgressBar", "Timer",
     ),
     "loggers": ("CSVLogger", "TensorBoardLogger"),
     "profilers": ("AdvancedProfiler", "PassThroughProfiler", "SimpleProfiler"),
     "strategies": ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"),
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
-SAFE_PACKAGE = "torchmetrics.classification"  # all in it; jsonargparse asks for where a class is defined, too
-# Settings in which, or below which, a class can be named.
+SAFE_PACKAGE = "torchmetrics.classification"  # all of its classes
+# Settings that name a class, at any depth.
 CLASSES = {
     *(("trainer", name) for name in ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")),
     *(("model", name) for name in ("metrics", "net", "net_options", "optimizer")),
     ("data", "dataset"),
 }
-OWN = ("net", "optimizer", "dataset")  # that our registries import
-_PLAIN_NAME = re.compile(r"[\w-]+|timm/[\w.-]+")  # of what comes with the package, torchvision or timm
+OWN = ("net", "optimizer", "dataset")  # imported by our registries
+_PLAIN_NAME = re.compile(r"[\w-]+|timm/[\w.-]+")  # names in the package, torchvision or timm
 
 _allowed_before: set[str] = set()
 
 
 def guard(command: Command, base: Path | None) -> None:
-    """Checks every file that a command takes settings from, and sets what files may name from now on.
+    """Check every configuration file of a command and set what files may name; raise UsageError if one is refused.
 
-    base: the weakest settings, as for `arguments`. Raises UsageError for a file that is refused.
+    Args:
+        base: settings with the lowest precedence, as in `arguments`.
     """
     files = [("", base)] if base is not None and base.parent != RECIPES else []
     files += [("", Path(config).expanduser()) for config in command.configs]
@@ -75,34 +78,34 @@ def guard(command: Command, base: Path | None) -> None:
         elif untrusted := sorted(_own_names(settings) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
         elif further := next(_further_files(settings, file.parent), None):
-            line = f"a configuration file has settings in {further[:200]!r}, which is not read"
-            raise UsageError(f"{line}: name it with --config, or give --trust if you know where the file comes from")
+            line = f"a configuration file refers to settings in {further[:200]!r}, which is not read"
+            raise UsageError(f"{line}: name it with --config, or give --trust if you trust the file")
     allow(trusted)
 
 
 def _further_files(settings: Any, folder: Path) -> Iterator[str]:
-    """What a file in `folder` points to that the parser would read, whatever its size and kind."""
+    """Yield the files named in the settings of a file in `folder` that the parser would read."""
     for key, text in leaves(settings):
         if key == ("config",) or (key[:2] in CLASSES and key[1] not in (*OWN, "net_options")):
-            with suppress(OSError):  # a text that is too long for a path
+            with suppress(OSError):  # text too long for a path
                 yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
 
 
 def _typed(command: Command) -> list[dict[str, Any]]:
-    """The settings that a line's flags say."""
+    """Return the settings given by flags."""
     settings: list[dict[str, Any]] = [{"logs": command.logs or LOGS}]
     if command.recipe:
         settings.append({"recipe": recipe_path(command.recipe).stem})
     for word in command.flags:
         name, _, value = word.removeprefix("--").partition("=")
         settings.append({name: value})
-        with suppress(yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError):  # a text that is no YAML
+        with suppress(yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError):  # invalid YAML
             settings.append({name: yaml.safe_load(value)})
     return settings
 
 
 def allow_run(config: Path, trusted: bool) -> None:
-    """Lets a run's config.yaml name nets, data sets and places, if the user trusts it, or a run of this user wrote it."""
+    """Let a config.yaml name nets, data sets and paths if `trusted`, or if a run of this user wrote it."""
     if trusted or _mark(plain_text(config)).is_file():
         settings = plain_values(config)
         allow_imports(_own_names(settings))
@@ -110,54 +113,54 @@ def allow_run(config: Path, trusted: bool) -> None:
 
 
 def _own_names(settings: Any) -> set[str]:
-    """Nets, optimizers and data sets of one's own in nested settings."""
+    """Return the import paths of your own nets, optimizers and data sets in nested settings."""
     return {text for key, text in leaves(settings) if key and key[-1] in OWN and not _PLAIN_NAME.fullmatch(text)}
 
 
 def remember(text: str) -> None:
-    """Notes that a run of this user writes `text` to its config.yaml, where it names what files may not name."""
+    """Record that a run of this user writes `text` to its config.yaml, if it names what files may not name."""
     settings = yaml.safe_load(text)
     if "class_path" in text or _own_names(settings) or any(unsafe_choices(settings)):
-        with suppress(OSError):  # no home, or one that cannot be written: --trust will be asked for
+        with suppress(OSError):  # no writable home folder: the run will need --trust
             _mark(text).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _mark(text).touch()
 
 
 def _mark(text: str) -> Path:
-    """Where a configuration is noted: in the user's own cache, and not in $CIFAR_LIT_CACHE, which others may have filled."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    """Return the file that records a configuration. It is not in $CIFAR_LIT_CACHE, which other users may share."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.expanduser can raise)
     return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 
 def allow(settings: Any) -> None:
-    """Lets files name the classes in `SAFE` and choose what `settings` do; parsers of this process import no other classes."""
-    known = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
+    """Let files name the classes in `SAFE` and those in `settings`. Parsers of this process import no others."""
+    safe = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
     named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
     paths = {path for _, path in named}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
-    set_parsing_settings(import_path_allowlist=sorted(known | paths | {SAFE_PACKAGE}))
+    set_parsing_settings(import_path_allowlist=sorted(safe | paths | {SAFE_PACKAGE}))
     allow_imports(paths)
     allow_choices(settings)
-    _allowed_before.update(paths - known)
-    for key, path in named:  # those that the parser is to import, which does not look in the working folder
+    _allowed_before.update(paths - safe)
+    for key, path in named:  # imported here, because the parser does not search the working folder
         is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)
-        if is_class and key[-1] not in OWN and path not in known:
-            with suppress(UsageError):  # the parser says it
+        if is_class and key[-1] not in OWN and path not in safe:
+            with suppress(UsageError):  # the parser reports it
                 import_module_of(path)
 
 
 def class_names(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Import paths in nested settings, with the names that lead to each; of a class of Lightning's the name is enough."""
+    """Yield the keys and import paths of classes in nested settings. Lightning's classes may be plain names."""
     for key, text in leaves(settings):
         if key[:2] not in CLASSES or key[-1] in PLACES:
             continue
-        if is_import_path(text) and not Path(text).is_file():  # which the parser would read
+        if is_import_path(text) and not Path(text).is_file():  # the parser reads a file of this name
             yield key, text
         for group in SAFE if text.isidentifier() else ():
             yield from ((key, path) for path in _paths(group.partition(".")[0], text))
 
 
 def _paths(group: str, name: str) -> set[str]:
-    """The public and the full import path of Lightning's class `name`; none when the group has no such class."""
+    """Return the public and the full import path of Lightning's class `name`, an empty set if there is none."""
     value = getattr(import_module(f"lightning.pytorch.{group}"), name, None)
     return {f"lightning.pytorch.{group}.{name}", f"{value.__module__}.{name}"} if isinstance(value, type) else set()

@@ -150,10 +150,12 @@ def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor)
 
 
 class LiveBar(RichProgressBar):
-    """Lightning's rich bar on one line, with the loss and accuracy logged last: it never waits for the device."""
+    """Lightning's rich bar on one line, with the training loss and accuracy logged last. It never waits for the device.
 
-    WIDE = 110  # columns: room for the elapsed time, the speed and all metrics beside the bar
-    NARROW = 80  # columns: room for all metrics
+    The bar disappears at the end: the epoch lines above it stay.
+    """
+
+    WIDE = 110  # columns: room for the elapsed time, the speed and the metrics beside the bar
 
     def __init__(self) -> None:
         # Two updates a second: drawing more often costs a few percent of a small net's training.
@@ -169,7 +171,10 @@ class LiveBar(RichProgressBar):
     def _init_progress(self, trainer: pl.Trainer) -> None:
         """Let the bar absorb a lack of width: rich would wrap the metrics instead."""
         super()._init_progress(trainer)
-        for column in self.progress.columns if self.progress else ():
+        if self.progress is None:
+            return
+        self.progress.live.transient = True
+        for column in self.progress.columns:
             if not isinstance(column, BarColumn | str):
                 column._table_column = Column(no_wrap=True)
 
@@ -179,10 +184,8 @@ class LiveBar(RichProgressBar):
         return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
-        """Return the training loss and accuracy logged last, and the accuracy of the last validation."""
-        labels = {"train/loss": "loss", "train/accuracy": "accuracy", "val/accuracy": "val"}
-        if rich.get_console().width < self.NARROW:
-            del labels["train/accuracy"]
+        """Return the training loss and accuracy logged last. The epoch lines show the validation."""
+        labels = {"train/loss": "loss", "train/accuracy": "accuracy"}
         metrics = super().get_metrics(trainer, pl_module)
         return {label: metrics[name] for name, label in labels.items() if name in metrics}
 
@@ -227,11 +230,14 @@ class EpochLines(Callback):
         epochs = last_epoch(trainer) or "…"
         parts = [
             f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}",
-            f"train loss {loss:.4f} accuracy {accuracy:.4f}",
+            f"train loss {loss:.4f} acc {accuracy:.4f}",
         ]
         if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
-            names = dict.fromkeys(("loss", "accuracy", pl_module.hparams["monitor"]))
-            parts.append("val " + " ".join(f"{name} {float(metrics[f'val/{name}']):.4f}" for name in names))
+            names = {"loss": "loss", "accuracy": "acc"}
+            names.setdefault(pl_module.hparams["monitor"], pl_module.hparams["monitor"])
+            parts.append(
+                "val " + " ".join(f"{text} {float(metrics[f'val/{name}']):.4f}" for name, text in names.items())
+            )
         self._validated = False
         parts += [f"{seconds:.1f} s", f"{images / max(training, 1e-9):.0f} images/s"]
         console = rich.get_console()
@@ -240,13 +246,9 @@ class EpochLines(Callback):
 
 
 def fitting(parts: list[str], width: int) -> str:
-    """Join the parts of an epoch line. On a narrow terminal, abbreviate them and drop speed and seconds."""
-    line = " · ".join(parts)
-    if len(line) <= width:
-        return line
-    short = [part.replace("accuracy", "acc") for part in parts]
-    lines = (" · ".join(short[: len(short) - dropped]) for dropped in range(3))
-    return next((line for line in lines if len(line) <= width), " · ".join(short[:-2]))
+    """Join the parts of an epoch line. On a narrow terminal, drop the speed, then the seconds."""
+    lines = (" · ".join(parts[: len(parts) - dropped]) for dropped in range(3))
+    return next((line for line in lines if len(line) <= width), " · ".join(parts[:-2]))
 
 
 # ---- divergence

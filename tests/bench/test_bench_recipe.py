@@ -80,7 +80,7 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     assert str(stopped.value.resume).endswith("bench recipe small.yaml --runs 4 --json f.json")
     bench(argv)
     assert seeds == [0, 1, 2, 2, 3]
-    assert "2 runs are done already (in f.json); 2 to go" in capsys.readouterr().out
+    assert "2 runs are in f.json, 2 to go" in capsys.readouterr().out
     assert [(run["seed"], run["first"]) for run in runs_in("f.json")] == [(0, True), (1, False), (2, True), (3, False)]
     recipe_file = Path("small.yaml")
     recipe_file.write_text(f"# a header with these figures\n{recipe_file.read_text()}")
@@ -89,13 +89,13 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     before = Path("f.json").read_bytes()
     for others, differs in (
         (["small.yaml", "--epochs", "2"], "other flags"),
-        (["lenet"], "holds runs of small, which is not"),
+        (["lenet"], "has runs of small, which is not"),
     ):
         with pytest.raises(UsageError, match=differs):
             bench(["recipe", *others, "--json", "f.json"])
     assert Path("f.json").read_bytes() == before
     Path("f.json").write_text('{"bench": "step"}')
-    with pytest.raises(UsageError, match="holds no figures of `bench recipe`"):
+    with pytest.raises(UsageError, match="has no results of `bench recipe`"):
         bench(argv)
     assert Path("f.json").read_text() == '{"bench": "step"}'
 
@@ -107,7 +107,7 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
         ("quickstart --rusn 3", "Did you mean --runs"),
         ("quickstart --runs 0", "--runs must be at least 1"),
         ("quickstart --seed 1", "--seed0 and --runs"),
-        ("quickstart small.yaml ./small.yaml", "called alike"),
+        ("quickstart small.yaml ./small.yaml", "same name"),
         ("quickstart --devices 2", "one device"),
     ],
 )

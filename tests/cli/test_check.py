@@ -52,7 +52,7 @@ def test_a_device_that_fails_is_named_with_a_remedy_and_exit_code_1(monkeypatch:
 
 
 def test_check_with_a_net_is_refused() -> None:
-    assert_refused(run_command("devices", "--check", "--net", "lenet"), 2, "--check tries devices")
+    assert_refused(run_command("devices", "--check", "--net", "lenet"), 2, "--check trains on devices")
 
 
 @pytest.mark.parametrize(

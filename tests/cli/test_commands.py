@@ -43,13 +43,13 @@ def test_recipes_name_prints_a_header_of_one_form_and_the_settings(name: str) ->
     assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data"}
 
 
-def test_devices_with_a_net_lists_every_parameter_with_shape_count_and_device() -> None:
+def test_devices_with_a_net_lists_every_parameter_with_shape_and_count() -> None:
     name, shape = "lenet", {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
     net = build_net(name, **shape)  # type: ignore[arg-type]
     flags_of_shape = [f"--{setting}={value}" for setting, value in shape.items()]
-    answer = run_command("devices", "--net", name, "--accelerator", "cpu", *flags_of_shape)
+    answer = run_command("devices", "--net", name, *flags_of_shape)
     assert table_rows(answer.out) == [
-        [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}", "cpu"]
+        [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}"]
         for parameter, tensor in net.named_parameters()
     ]
     assert f"{name}: {sum(tensor.numel() for tensor in net.parameters()):,} parameters" in answer.out

@@ -92,8 +92,8 @@ def test_broken_runs_are_rows_and_nothing_but_broken_ones_an_error(logs: Path) -
     assert "a cross-validation: compare its runs" in run_command("compare", "logs/small-1", "logs/broken-1").out
     Path("logs/broken-1/folds.json").unlink()
     for line, code, part in (
-        ("logs/broken-1", 2, "there is no run in logs/broken-1: "),
-        ("logs --csv - --json -", 2, "--csv - and --json - would be mixed"),
+        ("logs/broken-1", 2, "no run in logs/broken-1: "),
+        ("logs --csv - --json -", 2, "--csv - and --json - cannot both go to standard output"),
         ("logs --csv no/where.csv", 1, "cannot write no/where.csv: "),
     ):
         assert_refused(run_command("compare", *line.split()), code, part)

@@ -16,7 +16,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.callbacks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
-OUT_OF_MEMORY = "out of memory: halve --batch-size, let --auto-batch find the largest, lower --data.eval_batch_size"
+OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch"
 ELSEWHERE = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -34,13 +34,11 @@ def hidden_in_a_runtime_error(number: int) -> RuntimeError:
     return error
 
 
-NO_HOME = "a path begins with a home that is not on this machine: write the path out"
+NO_HOME = "a path begins with an unknown home folder: write the path out"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
 RESUMABLE.resume = "python scripts/train.py --resume lightning_logs/small-1"
-NOT_FINITE = (
-    "stopped before it reached the weights. Checkpoints of before are intact: lower --lr, or try --precision 32-true"
-)
+NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: lower --lr, or try --precision 32-true"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ NOT_FINITE = (
         (RuntimeError("Could not determine home directory."), NO_HOME, 2),
         (KeyboardInterrupt(), "stopped", 130),
         (Interrupted(signal.SIGTERM), "stopped", 143),
-        (RESUMABLE, f"stopped. Go on with:\n  {RESUMABLE.resume}", 130),
+        (RESUMABLE, f"stopped. Resume with:\n  {RESUMABLE.resume}", 130),
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
         *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in ELSEWHERE),
@@ -71,7 +69,7 @@ NOT_FINITE = (
             r"no permission for /a\nb: choose another folder with --logs or --data-dir",
             1,
         ),
-        (LOST_PEER, "another process of this run ended early; what it printed says why. Go on with --resume.", 1),
+        (LOST_PEER, "another process of this run ended early; its message gives the reason. Resume with --resume.", 1),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # names out of files must not move a terminal's cursor
     ],
 )

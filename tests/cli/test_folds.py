@@ -44,9 +44,8 @@ def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it
     accuracies = [metrics_of(run)["test"]["accuracy"] for run in runs]
     assert told["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
     assert told["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
-    assert (
-        f"accuracy {right / 33:.4f} (" in answer.out and answer.lines[-1] == "all of them lightning_logs/small-folds-1"
-    )
+    assert f"accuracy over all folds {right / 33:.4f} · 33 images" in answer.lines
+    assert answer.lines[-1] == "results lightning_logs/small-folds-1"
 
     sample = RunData(
         runs[0] / "model.safetensors", load_model_file(runs[0]).card
@@ -89,8 +88,8 @@ def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> No
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("train", "--folds", "one"), "--folds is a number of parts from 2 on, such as 5, not 'one'"),
-        (("fit", "--folds", "5"), "--folds trains and tests, so it goes with `train`"),
+        (("train", "--folds", "one"), "--folds must be a number of at least 2, such as 5, not 'one'"),
+        (("fit", "--folds", "5"), "--folds trains and tests: use it with `train`"),
         (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
         (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
         (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 cannot be"),

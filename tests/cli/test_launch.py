@@ -79,7 +79,7 @@ def test_devices_and_nodes_come_from_torchrun() -> None:
         (
             "",
             {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"},
-            "SLURM started 3,1 tasks on its nodes, .* use --ntasks-per-node",
+            "SLURM started 3,1 tasks on the nodes: .* --ntasks-per-node",
         ),
         (
             "",
@@ -170,7 +170,7 @@ def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.
     leave(first, "small-3", checkpoint=False)
     command = start(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")
-    line = "SLURM's job 7 was started again, but has no checkpoint in lightning_logs yet: starting anew\n"
+    line = "SLURM's job 7 was restarted, but has no checkpoint in lightning_logs yet: starting a new run\n"
     assert capsys.readouterr().err == line
     run, newer = leave(first), leave(first, "small-2")
     os.utime(run / "config.yaml", (1, 1))
@@ -178,7 +178,7 @@ def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.
     command = start(LINE, AGAIN)
     assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
     assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
-    assert capsys.readouterr().err == "going on with lightning_logs/small-2: SLURM's job 7 was started again\n"
+    assert capsys.readouterr().err == "resuming lightning_logs/small-2: SLURM's job 7 was restarted\n"
 
 
 def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +188,9 @@ def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pyte
     with pytest.raises(SystemExit) as ended:
         start(first, AGAIN)
     assert ended.value.code == 0
-    line = "lightning_logs/small-1 is finished: its results are in lightning_logs/small-1/metrics.json, and SLURM's job 7 has "
-    assert capsys.readouterr().out == f"{line}nothing left to do\n"
+    results = "its results are in lightning_logs/small-1/metrics.json"
+    line = f"lightning_logs/small-1 is finished: {results}. SLURM's job 7 has nothing left to do.\n"
+    assert capsys.readouterr().out == line
     assert start(second, AGAIN).resume == str(run)
     assert start([*LINE, "--seed", "3"], AGAIN).resume is None
 
@@ -226,7 +227,7 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> N
     own = Path("lightning_logs/small-1")
     (own / "metrics.json").unlink()
     again = start_job(*SMALL)
-    assert (again.code, again.err) == (0, "going on with lightning_logs/small-1: job mine has a run\n")
+    assert (again.code, again.err) == (0, "resuming lightning_logs/small-1: job mine has a run\n")
     assert metrics_of(own)["test"] == metrics_of(run_dir)["test"]
     assert run_command("compare", "lightning_logs").code == 0  # which .job is not in the way of
     finished = start_job(*SMALL)

@@ -31,7 +31,7 @@ def tiles(path: str, side: int) -> np.ndarray:
 def test_each_image_is_shown_as_it_is_and_as_seven_epochs_have_it() -> None:
     answer = run_command("preview", "photos", "--data.augment.brightness", "0.5", "--data.augment.hue=0.1")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "2 images, as they are and in epochs 0 … 6: preview.png\n"
+    assert answer.out == "2 images, original and in epochs 0 … 6: preview.png\n"
     images = tiles("preview.png", 100)  # five times as large
     assert images.shape[:2] == (2, 8)
     for number, row in enumerate(images):
@@ -56,7 +56,7 @@ def test_a_recipes_settings_are_taken_and_flags_are_stronger() -> None:
     ]
     answer = run_command(*words)
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "1 image, as they are and in epochs 0 … 6: some/sheet.png\n"
+    assert answer.out == "1 image, original and in epochs 0 … 6: some/sheet.png\n"
     (row,) = tiles("some/sheet.png", 96)
     colour = np.array(Image.open("photos/some/1.png"))[0, 0]
     assert all(
@@ -81,15 +81,15 @@ def test_no_photo_is_written_over_also_beyond_those_that_are_shown_and_what_is_n
     draw_folder(Path("many"), {"some": 30}, size=20)
     for number in range(3):  # twelve of the thirty are shown
         answer = run_command("preview", "many", "--out", f"many/some/{number}.png")
-        assert_refused(answer, 2, "is among the images: choose another file")
+        assert_refused(answer, 2, "is one of the images: choose another file")
     Path("notes.png").write_text("no image")
     assert_refused(run_command("preview", "notes.png"), 1, "notes.png cannot be read as an image")
 
 
 def test_where_nothing_is_augmented_it_says_so_and_of_many_images_some_are_shown_evenly() -> None:
     answer = run_command("preview", draw_folder(Path("many"), {"a": 20, "b": 10}, size=8))
-    assert answer.code == 0 and "nothing is augmented by these settings" in answer.err
-    assert answer.out.startswith("10 of 30 images, as they are")
+    assert answer.code == 0 and "these settings do not augment" in answer.err
+    assert answer.out.startswith("10 of 30 images, original")
 
 
 def test_images_have_the_size_and_the_proportions_that_a_training_would_give_them() -> None:
@@ -106,8 +106,8 @@ def test_images_have_the_size_and_the_proportions_that_a_training_would_give_the
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("photos --out sheet.txt", ["--out sheet.txt: name a picture, such as preview.png"]),
-        ("photos/some/1.png --out photos/some/1.png", ["--out photos/some/1.png is among the images"]),
+        ("photos --out sheet.txt", ["--out sheet.txt: give an image file, such as preview.png"]),
+        ("photos/some/1.png --out photos/some/1.png", ["--out photos/some/1.png is one of the images"]),
         ("photos --recipe wrong.yaml", ["no setting is called data.flop. Did you mean flip?"]),
         ("photos --data.flop random", ["--data.flop", "Did you mean --data.flip?"]),
     ],

@@ -123,7 +123,7 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
         assert_refused(run_command("report", "bare", *words), code, line)
 
     refuse(2, "bare has no config.yaml that names the data: add --dataset, and --data-dir with its folder")
-    place = "nowhere/page.html cannot be written: name a file in a folder that can be, with --out"
+    place = "nowhere/page.html cannot be written: name a file in another folder with --out"
     refuse(2, place, "--dataset", "folder", "--data-dir", "others", "--out", "nowhere/page.html")
     line = "the data has other classes (2: a, c) than the net (2: a, b): give the folder of its own data with --data-dir"
     refuse(1, line, "--dataset", "folder", "--data-dir", "others")

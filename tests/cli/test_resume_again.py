@@ -36,7 +36,7 @@ def test_the_last_whole_checkpoint_takes_the_place_of_a_damaged_one(unfinished: 
     assert answer.code == 0
     (line,) = answer.error_lines
     assert line.startswith(f"{last} is cut short or damaged (")
-    assert f"): going on from {unfinished}/checkpoints/best.ckpt of step " in line
+    assert f"): resuming {unfinished}/checkpoints/best.ckpt of step " in line
     for part in ("val", "test"):
         assert metrics_of(unfinished)[part] == metrics_of(run_dir)[part]
     assert read_checkpoint(last)["global_step"] == read_checkpoint(run_dir / "checkpoints/last.ckpt")["global_step"]

@@ -62,10 +62,8 @@ def test_the_console_shows_card_epochs_the_interval_and_how_the_net_is_loaded(tr
     assert card["batch"].startswith("32 = 1 × 32 ")
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
-    assert (
-        f"accuracy {test['accuracy']:.4f} (95 % interval {test['interval'][0]:.4f} … {test['interval'][1]:.4f})"
-        in lines
-    )
+    assert "95 % interval of the accuracy {:.4f} … {:.4f}".format(*test["interval"]) in lines
+    assert "macro F1" in training.answer.out and "balanced accuracy" not in training.answer.out  # classes of equal size
     assert shlex.split(lines[-1]) == [
         "python",
         "-c",
@@ -79,7 +77,7 @@ def test_a_small_test_set_is_mentioned_for_photos_and_not_for_drawn_shapes(train
     answer = run_command(*ONE_EPOCH, *OWN_IMAGES, "--data-dir", "photos", "--data.val_size", "4")
     assert answer.code == 0, answer.err
     assert "small test set: differences between runs below " in answer.out
-    assert " · 1 epoch · " in answer.out and " · 1 step an epoch" in answer.out
+    assert " · 1 epoch · " in answer.out and " · 1 step per epoch" in answer.out
 
 
 def test_a_test_set_is_small_where_half_of_the_interval_is_more_than_two_points() -> None:
@@ -104,15 +102,15 @@ def test_unequal_classes_are_told_on_the_start_card_when_something_makes_up_for_
     answer = run_command(*ONE_EPOCH, "--data.sampling", "balanced", "--model.monitor", "macro_f1")
     assert answer.code == 0, answer.err
     assert re.search(r"^classes +\d+ … \d+ training images each · sampling balanced$", answer.out, re.MULTILINE)
-    assert re.search(r"val loss \S+ accuracy \S+ macro_f1 0\.\d{4} · ", answer.out)
+    assert re.search(r"val loss \S+ acc \S+ macro_f1 0\.\d{4} · ", answer.out)
 
 
 def test_the_start_card_counts_steps_of_the_optimizer_and_epochs_up_to_the_end() -> None:
     words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
     answer = run_command("fit", *SMALL, *words, "--data.skip_easy", "0.5")
     assert answer.code == 0
-    assert " · 3 steps an epoch" in answer.out and " · 3 epochs · " in answer.out
-    assert "the easiest 50% of the images from 60% of the steps on" in answer.out
+    assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
+    assert "the easiest 50% of the images after 60% of the steps" in answer.out
 
 
 def test_a_fast_dev_run_says_what_it_ran_and_saves_nothing(run_dir: Path) -> None:
@@ -274,7 +272,9 @@ def test_test_time_views_stand_beside_the_plain_score_and_out_of_validation(run_
         == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-5)
         != test["loss"]
     )
-    assert f"with full test-time views accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}" in answer.lines
+    assert (
+        f"with full test-time augmentation: accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}" in answer.lines
+    )
     assert run_command(*SMALL, "--model.tta", "mirror").code == 0
     metrics = metrics_of(Path("lightning_logs/small-2"))
     assert metrics["test"].pop("tta")["views"] == "mirror"

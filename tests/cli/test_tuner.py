@@ -83,7 +83,7 @@ def test_on_a_cpu_the_largest_batch_follows_from_the_memory_that_is_free(
     assert sizes[2] == 4096
     assert [largest_batch(some, [3, 16, 16], limit) for limit in (3, 63, 64)] == [16, 32, 64]
     monkeypatch.setattr(tuner, "free_memory", lambda device: 10**4)
-    with pytest.raises(Failure, match="not even 16 images fit into the memory of cpu: choose a smaller --net"):
+    with pytest.raises(Failure, match="16 images do not fit into cpu memory: choose a smaller --net"):
         largest_batch(some, [3, 16, 16], 10**6)
 
 
@@ -112,7 +112,7 @@ def test_groups_keep_the_ratio_of_their_rates(data: ImageData, images: tuple[Ten
 
 
 def test_where_no_rate_lowers_the_loss_it_is_said(data: ImageData, images: tuple[Tensor, Tensor]) -> None:
-    line = r"no learning rate from 1e\+27 to 1e\+32 lowers the loss clearly in 60 steps: choose --lr by hand"
+    line = r"no learning rate in 1e\+27 … 1e\+32 lowers the loss clearly in 60 steps: set --lr"
     with pytest.raises(Failure, match=line):
         learning_rate(trial(data, 1e30, net="lenet"), *images, 32, 1e30)
 
@@ -129,5 +129,5 @@ def test_a_search_looks_on_the_one_device_that_is_used() -> None:
     two = Machine("a processor", 2, False, (("a GPU", 10**9),) * 2)
     assert [str(device_of(two, *used, 1)) for used in (("cpu", 1), ("gpu", [1]))] == ["cpu", "cuda:1"]
     for accelerator, devices, nodes in (("auto", "auto", 1), ("cpu", 2, 1), ("auto", 1, 2)):
-        with pytest.raises(UsageError, match="find the values with --devices 1"):
+        with pytest.raises(UsageError, match="search with --devices 1"):
             device_of(two, accelerator, devices, nodes)

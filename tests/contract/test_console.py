@@ -30,7 +30,7 @@ def test_the_last_lines_are_a_table_of_classes_the_result_the_folder_and_the_nex
     assert all("lightning_logs/small-1" in command for command in commands.values())
 
     monkeypatch.chdir(training.run_dir.parents[1])
-    words = [str(Path(__file__).parent / "none.png") if word == "PICTURES" else word for word in commands["classify"]]
+    words = [str(Path(__file__).parent / "none.png") if word == "IMAGES" else word for word in commands["classify"]]
     answer = run_command(*words)
     assert answer.code == 1  # the run is taken, only the picture is none
     assert "none.png" in answer.out + answer.err

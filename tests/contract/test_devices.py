@@ -35,4 +35,4 @@ def test_devices_that_mean_nothing_are_refused_and_several_machines_need_an_addr
 
 def test_synchronised_batch_norm_is_refused_on_cpus_where_torch_has_none() -> None:
     answer = run_command(*SMALL, "--devices", "2", "--accelerator", "cpu", "--trainer.sync_batchnorm", "true")
-    assert_refused(answer, 2, "--trainer.sync_batchnorm true works on GPUs only", "leave it out")
+    assert_refused(answer, 2, "--trainer.sync_batchnorm true needs GPUs", "leave it out")

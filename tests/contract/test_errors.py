@@ -58,7 +58,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
     ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
     ("test --ckpt_path photos", ["photos is a folder: name a checkpoint of a run"]),
-    ("classify photos", ["classify needs a run before the pictures"]),
+    ("classify photos", ["classify needs a run before the images"]),
     ("export photos", ["--to must be given"]),
     # abbreviations
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),
@@ -81,7 +81,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.augment.brightnes 0.4", ["data.augment has no setting 'brightnes'", "Did you mean brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
-    ("preview", ["preview what?"]),
+    ("preview", ["preview needs images"]),
     ("preview nowhere.png", ["nowhere.png"]),
     (f"{S} --data.image_size 8x40", ["lenet", "8×40", "16×16"]),
     (f"{S} --data.image_size 96x", ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),
@@ -89,18 +89,18 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.resize letterbx", ["data.resize must be one of crop, letterbox, squash", "Did you mean letterbox?"]),
     (f"{S} --data.resize squash", ["shapes are drawn in the size", "leave data.resize out"]),
     (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
-    (f"{S} --data.seed 3", ["data.seed follows from --seed: leave it out"]),
+    (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
-    (f"{S} --data.sampling balanced --model.class_weights effective", ["unequal classes twice: set one of them to none"]),
+    (f"{S} --data.sampling balanced --model.class_weights effective", ["balance the classes twice: set one of them to none"]),
     # strategies
-    (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use ddp"]),
+    (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
     # files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
-    (f"{S} --config ~0", ["~0 begins with a home that is not on this machine"]),
-    (f"{S} --config {'x' * 400}", ["longer than names of files can be"]),
-    ("--resume loose.ckpt", ["loose.ckpt lies in no run folder"]),
+    (f"{S} --config ~0", ["begins with an unknown home folder"]),
+    (f"{S} --config {'x' * 400}", ["a file name is too long"]),
+    ("--resume loose.ckpt", ["loose.ckpt is not in a run folder"]),
 ]  # fmt: skip
 
 

@@ -132,11 +132,11 @@ def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_d
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-1"))
     assert config["model"]["lr"] != 0.05
-    assert f"--auto-lr: {config['model']['lr']:g} (0.05 was set)" in answer.out
+    assert f"--auto-lr: {config['model']['lr']:g} (configured: 0.05)" in answer.out
     batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
     assert config["data"]["batch_size"] == batch_size == 32  # 760 images make 20 steps of 32 and no 20 of 64
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
-    assert_refused(answer, 2, "--auto-lr", "new trainings")
+    assert_refused(answer, 2, "--auto-lr", "only a new training takes it")
 
 
 # ---- --trust, --debug

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/predict.py": "classify"}
+SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/classify.py": "classify"}
 TRAINING = ("fit", "train")
 STAYS_OPEN = "tensorboard"  # a program that is not run, as it has no end
 

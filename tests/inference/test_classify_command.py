@@ -76,7 +76,7 @@ def test_the_table_names_file_classes_and_reasons(novelty_run: Path, capsys: Cap
     Path("pictures/cut.jpg").write_bytes(Path("pictures/10.jpg").read_bytes()[:-300])
     code, out, err = classify(capsys, novelty_run, *["pictures"] * 20)  # more than one chunk
     lines = [line.rstrip() for line in out.splitlines()]
-    assert (code, err) == (1, "cifar-lit: 20 of 80 could not be classified; their rows say why\n")
+    assert (code, err) == (1, "cifar-lit: 20 of 80 could not be classified; their rows give the reason\n")
     assert len(lines) == 81 and set(lines[1::4]) == {lines[1]}
     assert lines[0].split() == ["file", "class", "second", "third"]
     top = cifar_lit.load(novelty_run).predict("pictures/2.png")[0].top
@@ -156,7 +156,7 @@ def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, 
     code, _, err = classify(
         capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv", "--sheet", "out/sheet.png"
     )
-    assert code == 1 and "4 files on out/sheet.png\n3 pictures in explained/" in err
+    assert code == 1 and "4 files in out/sheet.png\n3 images in explained/" in err
     sheet = Image.open("out/sheet.png")
     assert sheet.getpixel((40, 40)) == (255, 0, 0) and sheet.getpixel((12 + 156 + 40, 140))[2] > 250  # type: ignore[index]
     assert min(sheet.crop((12, 160, 156, 195)).convert("L").tobytes()) < 60  # there is writing
@@ -189,13 +189,13 @@ def test_nets_without_maps_and_weights_that_are_not_finite_are_refused(tmp_path:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ("", "classify what?"),
+        ("", "classify needs images"),
         ("pictures --top 0", "--top and --max-pixels must be at least 1"),
         ("pictures --csv --jsonl", "cannot both go to standard output"),
-        ("pictures --csv=pictures/10.jpg", "would write rows into a picture"),
-        ("pictures --sheet sheet.txt", "name a picture, such as sheet.png"),
-        ("pictures --sheet sheet.psd", "name a picture, such as sheet.png"),  # which Pillow only reads
-        ("pictures --sheet pictures/2.png", "is among the pictures to classify"),
+        ("pictures --csv=pictures/10.jpg", "has the name of an image"),
+        ("pictures --sheet sheet.txt", "give an image file, such as sheet.png"),
+        ("pictures --sheet sheet.psd", "give an image file, such as sheet.png"),  # which Pillow only reads
+        ("pictures --sheet pictures/2.png", "is one of the images to classify"),
         ("pictures --device tpu", "this machine has no device 'tpu': it has cpu"),
         ("pictures --topp 2", "there is no flag --topp. Did you mean --top?"),
     ],

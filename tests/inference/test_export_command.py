@@ -37,7 +37,7 @@ def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in cells] == ["file", "accuracy", "batch of 1", "batch of 64"]
     assert f"wrote {run}/model.int8.onnx" in lines and (run / "model.int8.onnx").is_file()
-    assert "decisions agree on " in out and "calibrated on 400 training images of" in out
+    assert "predicted classes agree on " in out and "calibrated on 400 training images of" in out
 
 
 def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(
@@ -83,9 +83,9 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
         ("RUN --to onnx --quantize int4", "--quantize knows int8 only"),
         ("RUN --to torch-export --quantize int8", "with --to onnx"),
         ("RUN --to safetensors", "name a place for its checked copy with --out FILE"),
-        ("RUN --to onnx --out no/where.onnx", "in no folder that exists"),
+        ("RUN --to onnx --out no/where.onnx", "is in a folder that does not exist"),
         ("RUN --to onnx --out RUN", "is a folder"),
-        ("RUN --to safetensors --out RUN/model.safetensors", "is the file that the net comes from"),
+        ("RUN --to safetensors --out RUN/model.safetensors", "is the file of the net itself"),
         ("RUN --to onnx --images -1", "--images"),
         ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
         ("runs/none --to onnx", "there is no runs/none"),

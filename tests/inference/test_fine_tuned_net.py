@@ -87,4 +87,4 @@ def test_it_is_exported_to_onnx_and_checked_on_its_photos(run: Path) -> None:
     answer = run_command("export", run, "--to", "onnx")
     assert answer.code == 0, answer.err
     assert answer.lines[0] == "checking on 8 test images of folder photos"
-    assert "decisions agree on 8 of 8" in answer.out
+    assert "predicted classes agree on 8 of 8" in answer.out

@@ -33,7 +33,7 @@ def test_it_says_what_it_serves_and_ctrl_c_or_a_closed_terminal_stops_it_when_it
     with running(served_run) as service:
         assert service.lines == [
             "serving lenet (3×16×16, 4 classes) on cpu",
-            f"page and POST /predict at http://127.0.0.1:{service.port} · Ctrl-C stops it",
+            f"web page and POST /predict at http://127.0.0.1:{service.port} · stop with Ctrl-C",
         ]
         processes = service.processes()
         assert len(processes) >= 4  # connections and net, queues, two for decoding
@@ -98,7 +98,7 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
     code, line = refused(capsys, damaged, "--port", 0)
     assert (code, f"{damaged} is damaged" in line) == (1, True), line
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    line = 'cifar-lit: serve needs uvicorn, not installed here: pip install "cifar-lit[serve]"'
+    line = 'cifar-lit: serve needs uvicorn, not installed: pip install "cifar-lit[serve]"'
     assert refused(capsys, served_run) == (1, line)
 
 
@@ -106,9 +106,9 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
     ("argv", "text"),
     [
         ("RUN --port 70000", "--port must be from 0 to 65535, not 70000"),
-        ("RUN --host no/such/name", "--host no/such/name is no address: use 127.0.0.1"),
+        ("RUN --host no/such/name", "--host no/such/name is not an address: use 127.0.0.1"),
         ("RUN --host 192.0.2.1", "--host 192.0.2.1 is not an address of this machine"),
-        ("RUN --max-mb 0", "--max-mb must be more than 0, not 0"),
+        ("RUN --max-mb 0", "--max-mb must be above 0, not 0"),
         ("RUN --decode-seconds nan", "decode_seconds must be a number, not nan"),
         ("RUN --prot 1", "there is no flag --prot. Did you mean --port?"),
         ("RUN --port 0 --accelerator abacus", "this machine has no device 'abacus': it has cpu"),

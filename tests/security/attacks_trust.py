@@ -203,7 +203,7 @@ def own_source(folder: Path) -> None:
 
 
 def pointing(prepare: Prepare) -> Attack:
-    return Attack(prepare, beside(), says="a configuration file has settings in 'part.yaml', which is not read")
+    return Attack(prepare, beside(), says="a configuration file refers to settings in 'part.yaml', which is not read")
 
 
 def imported(*words: str, key: str = "callbacks") -> Attack:

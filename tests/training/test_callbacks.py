@@ -116,10 +116,10 @@ def test_each_epoch_is_one_line_with_its_own_validation_and_the_bar_shows_what_w
 
     def note(trainer: pl.Trainer, model: Any) -> None:
         loss, accuracy = model.running.epoch_means()
-        expected.append(f"epoch {trainer.current_epoch + 1}/4 · train loss {loss:.4f} accuracy {accuracy:.4f}")
+        expected.append(f"epoch {trainer.current_epoch + 1}/4 · train loss {loss:.4f} acc {accuracy:.4f}")
         if trainer.current_epoch % 2:
             loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
-            expected[-1] += f" · val loss {loss:.4f} accuracy {accuracy:.4f}"
+            expected[-1] += f" · val loss {loss:.4f} acc {accuracy:.4f}"
 
     model, bar, clock = classifier(), LiveBar(), Clock()
     watchers = [bar, clock, EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
@@ -131,7 +131,7 @@ def test_each_epoch_is_one_line_with_its_own_validation_and_the_bar_shows_what_w
             line.startswith(start) and line.endswith(" images/s") and line.count("val loss") == start.count("val loss")
         )
     values = bar.get_metrics(done, model)
-    assert {"loss", "accuracy"} <= values.keys() and all(isinstance(value, float) for value in values.values())
+    assert values.keys() == {"loss", "accuracy"} and all(isinstance(value, float) for value in values.values())
 
 
 # ---- divergence

@@ -108,7 +108,7 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(
 ) -> None:
     folder, done = pair_run.result()
     assert done.code == 0, done.err
-    assert "8 = 2 × 4 · 13 steps an epoch" in done.out
+    assert "8 = 2 × 4 · 13 steps per epoch" in done.out
     assert done.out.count("test accuracy 0") == 1
     assert done.err == ""
     results = metrics(folder)
@@ -155,7 +155,7 @@ def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_pa
     checkpoint = read_checkpoint(last)
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, STOP_AT + 1)
     assert not (only_run(tmp_path) / "metrics.json").exists()
-    before, _, command = done.err.rpartition("Go on with:\n")
+    before, _, command = done.err.rpartition("Resume with:\n")
     assert before.endswith("cifar-lit: stopped. "), done.err
     words = shlex.split(command)[1:]
     assert words[:2] == ["train", "--resume"]
@@ -183,7 +183,7 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
         assert f"devices      {len(stage.codes)} × cpu" in printed[number][0]
         text = "".join(printed[number])
         assert "Traceback" not in text
-        assert text.count("Go on with:") == (stage.codes[0] in (129, 130, 143))
+        assert text.count("Resume with:") == (stage.codes[0] in (129, 130, 143))
         assert text.count("stopping after this step") == (2 if stage.codes[0] == 130 else 0)
     if name == "two nodes":
         assert "8 = 2 × 4" in printed[0][0] and printed[0][1] == ""
@@ -193,7 +193,7 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
         assert "at epoch 2, step 20" in printed[1][0]
     if name == "torchrun starts both again":
         assert printed[0][0].rstrip().endswith("The run was ended. torchrun restarts all ranks.")
-        assert printed[1][0].count("going on with lightning_logs/tudui-1: torchrun's job was started again") == 1
+        assert printed[1][0].count("resuming lightning_logs/tudui-1: torchrun's job was restarted") == 1
         assert "at epoch 2, step 13" in printed[1][0]
         assert (only_run(folder) / ".job").is_file()
     assert metrics(folder)["devices"] == len(case[-1].codes)

@@ -33,7 +33,7 @@ def test_slurms_signal_leaves_a_checkpoint_and_requeues_and_the_next_start_goes_
     assert asked[:2] == ["requeue", "7"] and "last.ckpt" in asked
     assert read_checkpoint(only_run(tmp_path) / "checkpoints/last.ckpt")["global_step"] == 3 * STEPS_PER_EPOCH
     again = here(WORDS, tmp_path, **SLURM, SLURM_RESTART_COUNT="1")
-    assert (again.code, again.err) == (0, "going on with lightning_logs/tudui-1: SLURM's job 7 was started again\n")
+    assert (again.code, again.err) == (0, "resuming lightning_logs/tudui-1: SLURM's job 7 was restarted\n")
     assert_same_run(tmp_path, alone)
 
 
@@ -50,7 +50,7 @@ def test_a_stop_counts_though_a_library_raises_an_error_of_its_own_in_its_place(
 
     monkeypatch.setattr("cifar_lit.train.write_report", draw)
     done = here([*WORDS, "--epochs", "1"], tmp_path)
-    assert done.code == 143 and "cifar-lit: stopped. Go on with:" in done.err and "Invalid" not in done.err
+    assert done.code == 143 and "cifar-lit: stopped. Resume with:" in done.err and "Invalid" not in done.err
     monkeypatch.undo()
     assert here(["train", "--resume"], tmp_path).code == 0
 
@@ -84,7 +84,7 @@ def test_sigterm_ends_the_command_with_the_checkpoint_that_there_is_and_requeues
     done = here(WORDS, tmp_path, **moment, PATH=path, AT_STEP_SIGNAL=TERM)
     assert done.code == 143
     assert done.err.startswith("cifar-lit: stopped")
-    assert ("Go on with:" in done.err) == (step is not None)
+    assert ("Resume with:" in done.err) == (step is not None)
     if step is not None:
         assert read_checkpoint(only_run(tmp_path) / "checkpoints/last.ckpt")["global_step"] == step
     assert not (tmp_path / "bin/asked").exists()

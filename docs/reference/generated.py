@@ -1,0 +1,210 @@
+"""Text of the reference that comes from the program: settings, commands, file formats and the Python API.
+
+A page asks for it with a comment, `<!-- generated: NAME ARGUMENTS -->`, where NAME is a key of GENERATORS.
+"""
+
+import dataclasses
+import inspect
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from docstring_parser import parse
+
+DOCS = Path(__file__).parent.parent
+COMMENT = re.compile(r"<!-- generated: (\w+) ?(.*?) -->")
+SECTION = re.compile(r"^## (.+)\n((?:(?!^## ).*\n?)*)", re.MULTILINE)
+ENTRY = re.compile(r"^- \[[^\]]*\]\((\S+?\.md)\)", re.MULTILINE)
+
+
+def filled_in(text: str) -> str:
+    """Return a page with the generated text in place of its comments."""
+    return COMMENT.sub(lambda comment: GENERATORS[comment[1]](*comment[2].split()), text)
+
+
+def sections(index: str) -> dict[str, list[str]]:
+    """Return the pages that each section of docs/index.md lists, relative to docs/."""
+    return {title: pages for title, body in SECTION.findall(index) if (pages := ENTRY.findall(body))}
+
+
+def settings(path: str, prefix: str) -> str:
+    """Return a table of a class's arguments: flag, type, default and meaning.
+
+    Args:
+        path: import path of the class, whose docstring has an `Args:` section.
+        prefix: section of the configuration, such as `model`.
+    """
+    from cifar_lit.cli.fit import TRAINER_DEFAULTS
+
+    target = imported(path)
+    meanings = {each.arg_name: each.description for each in parse(documentation(target)).params}
+    ours = TRAINER_DEFAULTS if prefix == "trainer" else {}
+    rows = []
+    for name, parameter in inspect.signature(target.__init__).parameters.items():
+        if name not in ("self", "kwargs"):
+            default = ours.get(name, parameter.default)
+            meaning = meanings.get(name) or ""
+            if prefix == "trainer":  # Lightning's default may be another, and its references have roles
+                meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", re.split(r"\s*\bDefault: ", meaning)[0])
+            rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), code(shown(default)), meaning])
+    return table(["flag", "type", "default", "meaning"], rows)
+
+
+def program() -> str:
+    """Return a table of the settings that belong to the program rather than to Trainer, model or data."""
+    from cifar_lit.cli.fit import TrainingCLI
+
+    rows = []
+
+    class Recorder:
+        """Collect the arguments that the command line adds to LightningCLI's."""
+
+        _actions: tuple[()] = ()
+
+        def add_argument(self, flag: str, *, type: Any, default: Any, help: str) -> None:
+            rows.append([code(flag), code(type_name(type)), code(shown(default)), help])
+
+        def link_arguments(self, *args: Any, **kwargs: Any) -> None:
+            """Links are no settings."""
+
+    TrainingCLI.add_arguments_to_parser(None, Recorder())  # type: ignore[arg-type]
+    return table(["flag", "type", "default", "meaning"], rows)
+
+
+def overview() -> str:
+    """Return the text of `cifar-lit --help`."""
+    from cifar_lit.cli.main import OVERVIEW
+
+    return fenced(OVERVIEW)
+
+
+def command(*words: str) -> str:
+    """Return the text of `cifar-lit WORDS --help`, without the data settings that the settings page lists."""
+    from cifar_lit.cli.main import main
+
+    output, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "88"
+    with redirect_stdout(output):
+        main([*words, "--help"])
+    os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    text = re.sub(r"\s+\[--data(?:\.\w+)? [^\]]+\]", "", output.getvalue())
+    groups = re.split(r"\n\n(?=\S[^\n]*:\n +-)", text)
+    return fenced("\n\n".join(group for group in groups if "  --data CONFIG" not in group))
+
+
+def fields(path: str) -> str:
+    """Return a table of a dataclass's fields, described in its docstring or by comments beside or above them."""
+    target = imported(path)
+    described = {
+        name: each.description for each in parse(documentation(target)).params for name in each.arg_name.split(", ")
+    }
+    described = _comments(inspect.getsource(target)) | described
+    rows = [
+        [code(each.name), code(str(each.type)), described.get(each.name) or ""] for each in dataclasses.fields(target)
+    ]
+    return table(["key", "type", "meaning"], rows)
+
+
+def _comments(source: str) -> dict[str, str]:
+    """Return the comment beside or above each annotated name of a class body, else that of the name before."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    comment = ""
+    for line in source.splitlines():
+        if field := re.match(r"    (\w+): [^#]*?(?:# (.*))?$", line):
+            comments[field[1]] = comment = field[2] or " ".join(above) or comment
+        above = [*above, line.strip(" #")] if line.startswith("    # ") else []
+    return comments
+
+
+def schema(name: str) -> str:
+    """Return a table of the keys of a JSON schema in docs/schema/, nested keys with dots."""
+    document = json.loads((DOCS / "schema" / name).read_text())
+    rows = []
+
+    def add(node: dict[str, Any], prefix: str) -> None:
+        for key, value in node.get("properties", {}).items():
+            variants = [resolved(each, document) for each in (value, *value.get("anyOf", []), *value.get("oneOf", []))]
+            kinds = [kind for each in variants for kind in _listed(each.get("type", []))]
+            meaning = next((each["description"] for each in variants if "description" in each), "")
+            rows.append([code(prefix + key), " or ".join(dict.fromkeys(kinds)), meaning])
+            for variant in variants:
+                add(variant, f"{prefix}{key}.")
+
+    add(document, "")
+    return table(["key", "type", "meaning"], rows)
+
+
+def _listed(kinds: str | list[str]) -> list[str]:
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def resolved(node: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a `$ref` of a schema points to, with the node's own keys; the node itself if it has none."""
+    if "$ref" not in node:
+        return node
+    target = reduce(lambda part, key: part[key], node["$ref"].split("/")[1:], document)
+    return {**target, **node}
+
+
+def api(kind: str, name: str, *options: str) -> str:
+    """Return a directive of autodoc, such as `autoclass`."""
+    lines = [f".. {kind}:: {name}", *[f"   :{option.replace('=', ': ')}" for option in options]]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def imported(path: str) -> Any:
+    """Return what an import path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def documentation(target: Any) -> str:
+    """Return the docstring with the `Args:` section: the class's, or that of its `__init__`."""
+    texts = [inspect.getdoc(target) or "", inspect.getdoc(target.__init__) or ""]
+    return next((text for text in texts if re.search(r"^(Args|Attributes):", text, re.MULTILINE)), "")
+
+
+def type_name(annotation: Any) -> str:
+    """Return an annotation as source code without module names."""
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(type_name(each) for each in get_args(annotation))
+    if annotation is NoneType:
+        return "None"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+
+
+def shown(value: Any) -> str:
+    """Return a default as YAML has it."""
+    return "" if value is inspect.Parameter.empty else json.dumps(value, default=str).strip('"')
+
+
+def code(text: str) -> str:
+    """Return text as code, nothing for no text."""
+    return f"`{text}`" if text else ""
+
+
+def fenced(text: str) -> str:
+    """Return text as a block of code."""
+    return f"```text\n{text.strip()}\n```"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    cells = [[re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    function.__name__: function for function in (settings, program, overview, command, fields, schema, api)
+}

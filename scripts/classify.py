@@ -1,0 +1,8 @@
+"""Predict the classes of images with a run's net: python scripts/classify.py lightning_logs/NAME IMAGES."""
+
+import sys
+
+from cifar_lit.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["classify", *sys.argv[1:]]))
