@@ -6,7 +6,8 @@
     trainer = L.Trainer(max_epochs=3)
     trainer.fit(ImageClassifier(net="resnet18"), ImageData("cifar10", root="data"))
 
-`load(run)` returns the trained classifier of a run folder. The names are imported on first use, as torch takes seconds to import.
+`load(run)` returns the trained classifier of a run folder. The names are imported on first use, because importing torch
+takes seconds.
 """
 
 from __future__ import annotations

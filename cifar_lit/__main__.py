@@ -5,12 +5,9 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        folder = sys.path.pop(
-            0
-        )  # Python puts the working folder first, where a stranger's `torch.py` would take torch's place
-        if __file__.startswith(
-            f"{folder}{os.sep}cifar_lit"
-        ):  # a checkout, which processes that this one starts must find too
+        # Python puts the working folder first, where an unknown `torch.py` would replace torch.
+        folder = sys.path.pop(0)
+        if __file__.startswith(f"{folder}{os.sep}cifar_lit"):  # a checkout: child processes must find it too
             sys.path.append(folder)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
     from cifar_lit.cli import main

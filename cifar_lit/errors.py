@@ -1,4 +1,4 @@
-"""Failures that a user can mend, each told in one line that names the remedy."""
+"""Errors that the user can fix. Each message is one line: what happened, then what to do."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from cifar_lit.text import printable
 
 
 class _OneLine(Exception):
-    """An exception whose text stays one line, whatever the file's name or the word holds that it tells of."""
+    """An exception whose text is one printable line, whatever names it quotes."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class Failure(_OneLine, RuntimeError):
-    """Something failed while running (network, disk, damaged file, loss not finite): exit code 1."""
+    """Failure at run time, such as network, disk, a damaged file or a non-finite loss (exit code 1)."""
 
     exit_code = 1
 
 
 class UsageError(_OneLine, ValueError):
-    """Something the user typed or configured cannot be meant: exit code 2."""
+    """Invalid command line or configuration (exit code 2)."""
 
     exit_code = 2
 
 
 class InvalidFileError(ValueError):
-    """A file claims what cannot be so, or asks for more than it holds; the text says which, as half a sentence."""
+    """Inconsistent or incomplete contents of a file. The text is half a sentence, for a message with its name."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for the choice closest to `word`, or an empty string if none is close.
 
-    Case, dashes, underscores and slashes do not count. A choice that begins with `word` is closer than any other.
+    Case, dashes, underscores and slashes are ignored. A choice that begins with `word` comes first.
     """
     options: dict[str, str] = {}
     for choice in sorted(choices):
@@ -51,12 +51,13 @@ def _letters(name: str) -> str:
 
 
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
-    """Raises UsageError unless `value` is one of the choices that a setting has."""
-    if value not in (names := tuple(choices)):
+    """Raise UsageError unless `value` is one of the choices."""
+    names = tuple(choices)
+    if value not in names:
         raise UsageError(f"{setting} must be one of {', '.join(names)}, not {value!r}.{nearest(str(value), names)}")
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says first, or its name where it says nothing."""
+    """Return the first line of an exception's text, or its class name if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

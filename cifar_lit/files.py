@@ -1,7 +1,7 @@
-"""Files that are whole or absent: written beside their place, synced to the disk, then renamed.
+"""Atomic writes: write to a temporary file, sync it to disk, then rename it. Bounded reads.
 
-A folder may come from a stranger who has put links into it. What is written takes a name that nobody can foresee, and that is
-not there yet; the renaming replaces a link and does not follow it.
+A folder may come from anyone and contain symlinks. The temporary name is random and new, and renaming replaces a
+symlink instead of following it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 from cifar_lit.errors import Failure, UsageError
 
-PART = ".cifar-lit-part"  # ends the name of what is being written; no other program gives it, so that leftovers can be removed
-MAX_TEXT = 8 << 20  # bytes; of 100,000 classes a metrics.json has 5 MiB
+PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
+MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """Return the OSError that `error` is or was raised from, None if there is none.
+    """Return the OSError that `error` is or was raised from, or None.
 
-    A failed write inside torch.save is a RuntimeError about file positions; the OSError is in its `__context__`.
+    A failed write in torch.save raises a RuntimeError about file positions, with the OSError as its `__context__`.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -34,7 +34,10 @@ def find_os_error(error: BaseException | None) -> OSError | None:
 def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
     """Return the Failure for a file of a run that could not be written.
 
-    resumable: whether the run has a checkpoint. A folder that is gone (ENOENT) is taken to have one.
+    Args:
+        path: the file.
+        error: the error of the write.
+        resumable: whether the run has a checkpoint. A missing folder (ENOENT) is assumed to have one.
     """
     remedy = "free some space" if error.errno in DISK_FULL else "fix that"
     advice = f"Nothing was saved yet: {remedy}, then start again."
@@ -45,14 +48,18 @@ def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
 
 @contextmanager
 def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path; replace `path` by what was written there, synced to disk, or leave `path` as it was.
+    """Yield a temporary path, then replace `path` by that file. If anything fails, `path` is unchanged.
 
-    The file has the mode that the umask gives, whatever the library that wrote it set. After the return, a power loss
-    does not undo the write. A failed write raises an OSError with the filename `path`, whatever the library raised.
+    The file has the mode given by the umask, and is synced to disk before the return.
 
-    previous: a second name for the file that `path` was before.
+    Args:
+        path: the file to write.
+        previous: new name for the file that `path` was before.
+
+    Raises:
+        OSError: for a failed write, with the filename `path`, whatever the library raised.
     """
-    if path.absolute().parent == Path("/dev"):  # with the rights for it, a device would be replaced
+    if path.absolute().parent == Path("/dev"):  # root could replace a device
         raise OSError(errno.EINVAL, "it is no place for files", str(path))
     partial = _new_name(path)
     partial.touch(exist_ok=False)
@@ -74,7 +81,7 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         if cause is None or cause.filename not in (None, str(partial)):
             raise
         raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
-    with suppress(OSError):  # Windows opens no folders, and some network file systems sync none
+    with suppress(OSError):  # unsupported on Windows and on some network file systems
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -84,32 +91,36 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
-    """`atomic_write`, with the folder made first if `parents`; raises Failure with a remedy where the disk does not take it."""
+    """Write a file with `atomic_write`, and raise a Failure with `remedy` for an OSError.
+
+    Args:
+        path: the file to write.
+        remedy: end of the message.
+        parents: create the folder first.
+    """
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial:
             yield partial
-    except BrokenPipeError:  # of standard output, which is written to meanwhile
+    except BrokenPipeError:  # from standard output, not from this file
         raise
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole: readers see the old one or the new one, never a part."""
+    """Write a text file atomically."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def file_size(path: str | Path, most: int | None = None) -> int:
-    """Return the bytes of a file that can be read to its end; raise OSError for any other.
+    """Return the size in bytes of a regular file. Raise OSError for any other, and above `most` bytes.
 
-    Reading a pipe waits, a device never ends, and so do files of the kernel such as /proc/kmsg: they are regular files of size 0.
-
-    most: the largest size in bytes; None for any.
+    An empty file is refused too: kernel files such as /proc/kmsg have size 0, and reading them may never end.
     """
-    state = os.stat(path)
+    state = Path(path).stat()
     if stat.S_ISDIR(state.st_mode):
         raise OSError(errno.EISDIR, "it is a folder", str(path))
     if not stat.S_ISREG(state.st_mode):
@@ -117,24 +128,21 @@ def file_size(path: str | Path, most: int | None = None) -> int:
     if state.st_size == 0:
         raise OSError(errno.EINVAL, "the file is empty", str(path))
     if most is not None and state.st_size > most:
-        raise OSError(errno.EFBIG, f"it is larger than {_size_text(most)}", str(path))
+        limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        raise OSError(errno.EFBIG, f"it is larger than {limit}", str(path))
     return state.st_size
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """Return the contents of a file of at most `most` bytes; raise OSError for a file that `file_size` refuses."""
+    """Return the contents of a file; raise OSError like `file_size`."""
     size = file_size(path, most)
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         return file.read(size)
 
 
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
-    """Return the text of a file in UTF-8; raise what `read_bytes` raises."""
+    """Return the text of a UTF-8 file; raise OSError like `file_size`."""
     return read_bytes(path, most).decode()
-
-
-def _size_text(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _new_name(path: Path) -> Path:
@@ -142,12 +150,12 @@ def _new_name(path: Path) -> Path:
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Makes `path` known as `previous` too, by a second name for the same file, so that at no moment `path` is missing."""
+    """Give `path` the second name `previous`, by a hard link, so that `path` is never missing."""
     second = _new_name(previous)
     try:
         second.hardlink_to(path)
-    except OSError:  # a file system where a file has one name only
+    except OSError:  # a file system without hard links
         path.replace(previous)
         return
     second.replace(previous)
-    second.unlink(missing_ok=True)  # a rename between two names of the same file does nothing at all
+    second.unlink(missing_ok=True)  # renaming between two names of the same file does nothing

@@ -1,4 +1,4 @@
-"""What this machine has, and whether it has what a user asks for."""
+"""Detect devices, validate the requested ones, and tune memory and threads of the process."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from cifar_lit.errors import UsageError, nearest
 if TYPE_CHECKING:
     import torch
 
-MAX_FLOATS = 1 << 28  # of images that something is computed of before a training, which may be large: a GB of float32
+MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images that are processed at once before training
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
-DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # of commands that compute without a Trainer
-MIN_BF16_GAIN = 0.9  # in the probe; where bf16 pays it is 1.5 and more, so that noise does not decide
-# Limits for the busy waiting of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel). See `limit_busy_waiting`.
+DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands without a Trainer
+MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
+# Spin limits of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel).
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that torch can use here.
+    """The devices that torch can use on this machine.
 
     Args:
-        threads: how many of the CPU's threads this process may use.
-        bf16: matrix work in bfloat16 is in the CPU's hardware (AVX512-BF16, AMX); elsewhere it is slower than float32.
+        cpu: name of the CPU.
+        threads: number of CPU threads that this process may use.
+        bf16: whether the CPU has bfloat16 instructions (AVX512-BF16, AMX). Without them, bfloat16 is slow.
         gpus: name and memory in bytes of each CUDA or ROCm device.
-        mps: there is an Apple GPU.
-        cuda_build: torch was built for GPUs at all.
+        gpu_bf16: whether the GPUs have bfloat16 instructions.
+        mps: whether there is an Apple GPU.
+        cuda_build: whether this torch was built for GPUs.
     """
 
     cpu: str
@@ -50,11 +52,11 @@ class Machine:
 
     @property
     def devices(self) -> list[str]:
-        """torch's names of all devices."""
+        """Names of all devices, as torch uses them."""
         return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
 
     def kind(self, accelerator: str) -> str:
-        """gpu (CUDA or ROCm), mps or cpu, whichever an accelerator means here; what there is not stays as it is called."""
+        """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return a missing one unchanged."""
         if accelerator in ("auto", "gpu", "cuda") and self.gpus:
             return "gpu"
         if accelerator in ("auto", "gpu", "mps") and self.mps:
@@ -63,16 +65,17 @@ class Machine:
 
 
 def core_count() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limit_busy_waiting(sleep_at_once: bool = False) -> None:
-    """Limit how long idle OpenMP threads spin before they sleep, unless the user has set it. Call before importing torch.
+    """Limit how long idle OpenMP threads spin, unless the user has set it. Call it before importing torch.
 
-    By default they keep their cores busy for milliseconds after each operation, which slows other processes down.
+    By default they keep their cores busy for milliseconds after each operation, which slows down other processes.
 
-    sleep_at_once: do not spin at all, in place of an earlier call's limit.
+    Args:
+        sleep_at_once: do not spin at all; replaces the limit of an earlier call.
     """
     current = {name: os.environ[name] for name in SPIN_SETTINGS if name in os.environ}
     if current in ({}, SPIN_LIMITS):
@@ -80,7 +83,7 @@ def limit_busy_waiting(sleep_at_once: bool = False) -> None:
 
 
 def detect_machine() -> Machine:
-    """This machine, as torch sees it."""
+    """Return the devices of this machine."""
     import platform
 
     import torch
@@ -92,7 +95,7 @@ def detect_machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
     return Machine(
-        cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a program
+        cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a process
         threads=core_count(),
         bf16=any(supported is not None and supported() for supported in instructions),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
@@ -106,18 +109,18 @@ def detect_machine() -> Machine:
 
 
 def resolve_device(name: str, machine: Machine | None = None) -> str:
-    """torch's name of a device ("cpu", "cuda", "cuda:1", "mps"), for commands that compute without a Trainer.
+    """Return torch's name of a device ("cpu", "cuda", "cuda:1", "mps"), for commands without a Trainer.
 
     Args:
-        name: auto (the first GPU, else Apple's, else the CPU), cpu, gpu (Apple's where there is no other), cuda or mps; gpu:1 and
-            cuda:1 are the second one.
-        machine: this one if not given.
+        name: auto (a GPU, else Apple's, else the CPU), cpu, gpu (also Apple's), cuda or mps; gpu:1 and cuda:1 are the
+            second GPU.
+        machine: detected if not given.
 
     Raises:
-        UsageError: the machine has no such device; it says what the machine has.
+        UsageError: if the machine has no such device.
     """
     if name == "cpu":
-        return name  # without waking GPUs up
+        return name  # without initialising CUDA
     machine = machine or detect_machine()
     match = re.fullmatch(rf"({'|'.join(DEVICE_NAMES)})(?::(\d+))?", name)
     if match and not (match[1] in ("auto", "cpu") and match[2]):
@@ -127,37 +130,41 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
         if kind == "cpu" or (kind == "mps" and machine.mps and not number):
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
-    raise UsageError(
-        f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} auto takes the fastest."
-    )
+    fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
+    raise UsageError(f"{fault}{hint} auto takes the fastest.")
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
-    """Accelerator and devices as the Trainer takes them, checked against the machine.
+    """Return accelerator and devices for the Trainer, checked against the machine.
 
-    devices: a number, a list of ids, or such as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all). Raises UsageError where the
-    machine lacks some of it; it says what the machine has.
+    Args:
+        machine: this machine.
+        accelerator: one of `ACCELERATORS`.
+        devices: number or list of ids, also as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
+
+    Raises:
+        UsageError: for invalid values, and if the machine lacks a device.
     """
     if accelerator not in ACCELERATORS:
-        hint = " Choose one of several GPUs with --devices, such as --devices 0," if ":" in accelerator else ""
-        raise UsageError(f"no accelerator is called {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
+        hint = " Select one of several GPUs with --devices, such as --devices 0," if ":" in accelerator else ""
+        raise UsageError(f"there is no accelerator {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
     kind = machine.kind(accelerator)
     if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
-    chosen, count = _parse_devices(devices), len(machine.gpus)
-    if kind == "cpu" and (isinstance(chosen, list) or chosen == -1):
-        raise UsageError(
-            f"--devices {devices} names GPUs, but this machine has {machine}: --devices 2 runs two processes on it"
-        )
-    if kind == "gpu" and chosen != "auto" and (max(chosen) >= count if isinstance(chosen, list) else chosen > count):
-        raise UsageError(f"--devices {devices} asks for more GPUs than there are: this machine has {machine}")
-    return accelerator, chosen
+    parsed = _parse_devices(devices)
+    count = len(machine.gpus)
+    if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
+        fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
+        raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
+    if kind == "gpu" and parsed != "auto" and (max(parsed) >= count if isinstance(parsed, list) else parsed > count):
+        raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
+    return accelerator, parsed
 
 
 def _parse_devices(devices: Any) -> Any:
-    """A number, a list of ids or "auto" from how it was typed."""
+    """Parse a number, a list of ids, or "auto"."""
     text = str(devices).replace(" ", "")
     if text == "auto":
         return text
@@ -168,11 +175,11 @@ def _parse_devices(devices: Any) -> Any:
         return ids
     kind = text.partition(":")[0]
     hint = f" Did you mean --accelerator {kind}?" if kind in ACCELERATORS else ""
-    raise UsageError(f"--devices {devices} names no device, or one twice: use a number (2), ids (0,1) or auto.{hint}")
+    raise UsageError(f"--devices {devices} is not a valid device list: use a number (2), ids (0,1) or auto.{hint}")
 
 
 def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
-    """On how many devices a Trainer of these settings, as `choose_devices` returns them, works on this machine."""
+    """Return the number of devices for settings returned by `choose_devices`."""
     if isinstance(devices, list):
         return len(devices)
     if devices not in ("auto", -1):
@@ -201,24 +208,24 @@ def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
 
 
 def probe_bf16() -> float:
-    """How many times as fast a convolution, forward and backward, is in bf16 as in float32, both channels_last; 20 ms.
+    """Return the speed of bfloat16 relative to float32 on this CPU, measured on a convolution in 20 ms.
 
-    The best of a few interleaved tries each: a CPU that names the instructions may still be slow at them, or have no
-    kernels for them in its torch. One thread, by the time that it has computed: what other processes take from several
-    threads, or from the clock on the wall, has made bf16 seem five times as slow as it is.
+    A CPU with the instructions may still be slow at them, or its torch may lack kernels. The result is the best of a
+    few interleaved tries in CPU time of one thread. In wall-clock time, other processes once made bfloat16 look five
+    times slower than it is.
     """
     import time
 
     import torch
 
-    own = torch.Generator()  # the run's random numbers must not depend on whether this was asked
+    own = torch.Generator()  # leaves the random numbers of the run unchanged
     images = torch.rand(32, 32, 16, 16, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = torch.rand(32, 32, 3, 3, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
     best = {True: float("inf"), False: float("inf")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for attempt in range(6):  # the first chooses kernels
+        for attempt in range(6):  # the first selects kernels
             for bf16 in best:
                 started = time.thread_time()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -228,40 +235,38 @@ def probe_bf16() -> float:
                     best[bf16] = min(best[bf16], time.thread_time() - started)
     finally:
         torch.set_num_threads(threads)
-    return best[False] / max(best[True], 1e-9)  # Windows counts in 16 ms
+    return best[False] / max(best[True], 1e-9)  # Windows counts in steps of 16 ms
 
 
-# ---- The C library's memory, which on a CPU decides over a fifth of a training step's time.
+# ---- memory of the C library; on a CPU, it accounts for a fifth of the time of a training step
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
-MAX_KEPT_BLOCK = 2**30  # bytes
-MIN_RETURNED_BLOCK = 2**17  # bytes; glibc's own
-MAX_OLD_THRESHOLD = 32 * 2**20  # bytes: glibc before 2.35 refuses a higher one
+MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep the memory that it frees, for the next step; returns whether the C library can be told so.
+    """Make glibc keep freed memory for the next step; return whether it does (not on macOS, Windows, musl).
 
-    By itself, glibc hands large blocks back to the system, as soon as a tensor is freed, and the system clears each of their
-    pages anew when the next step asks for them.
-    The process is then as large as it was at its peak until it ends. Other libraries (macOS, Windows, musl) stay as they are.
+    By default, glibc returns a large block as soon as its tensor is freed. The system then clears its pages again for
+    the next step. With this setting, the process stays as large as at its peak.
     """
-    kept = _mallopt(_MMAP_THRESHOLD, MAX_KEPT_BLOCK) or _mallopt(_MMAP_THRESHOLD, MAX_OLD_THRESHOLD)
-    return _mallopt(_TRIM_THRESHOLD, 2**31 - 1) and kept
+    # Before 2.35, glibc refuses more than 32 MiB.
+    is_kept = _mallopt(_MMAP_THRESHOLD, 2**30) or _mallopt(_MMAP_THRESHOLD, 2**25)
+    return _mallopt(_TRIM_THRESHOLD, 2**31 - 1) and is_kept
 
 
 def return_freed_memory() -> None:
-    """Has this process hand large blocks back to the system as soon as they are freed, also where it was told to keep them.
+    """Make glibc return large blocks to the system as soon as they are freed, despite `keep_freed_memory`.
 
-    For processes that make blocks for others: before 2.38, glibc often fails to use a freed block for an aligned one of the same
-    size, as torch's are, so that what is kept grows with every block.
+    For processes that make blocks for others. Before 2.38, glibc often does not reuse a freed block for an aligned one
+    of the same size, as torch needs. Kept memory would then grow with every block.
     """
     _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
     _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
 
 
 def _mallopt(parameter: int, value: int) -> bool:
-    """Sets a parameter of glibc's; whether that was possible."""
+    """Set a parameter of glibc; return whether that succeeded."""
     try:
         return bool(ctypes.CDLL(None).mallopt(parameter, value))
     except (AttributeError, OSError, TypeError):
@@ -269,7 +274,7 @@ def _mallopt(parameter: int, value: int) -> bool:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that programs can still get on a device, None where the system does not tell."""
+    """Return the free bytes of a device, None if unknown."""
     if device.type != "cpu":
         import torch
 

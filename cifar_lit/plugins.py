@@ -1,8 +1,8 @@
-"""Nets, data sets and optimizers from one's own file, by their dotted name, such as `my_nets.MyNet`.
+"""Nets, data sets and optimizers from the user's own files, by their dotted name, such as `my_nets.MyNet`.
 
-An import runs the module's code, and a name may stand in a config.yaml or a model file that came from anyone. So only names that
-the user typed or trusted are imported: `allow_imports` is called for those, and all others are refused. The working folder, which
-may have come from anyone too, is searched for their modules alone, after all other places, and is on no import path else.
+An import runs the code of a module. A config.yaml or a model file may come from anyone, so only names that the user
+typed or trusted are imported (`allow_imports`). The working folder may also come from anyone. It is searched for these
+modules only, after all other places, and is not on the import path otherwise.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from cifar_lit.errors import Failure, UsageError, first_line, nearest
 
 
 class UntrustedName(UsageError):
-    """A name that would be imported, and that the user has neither typed nor trusted."""
+    """A name to import that the user has neither typed nor trusted."""
 
 
+MAX_SOURCE = 1 << 18  # bytes of a Python file to parse for its names
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
 
 
 def allow_imports(paths: Iterable[str]) -> None:
-    """Lets `import_callable` import these dotted names in this process."""
+    """Allow `import_callable` to import these dotted names in this process."""
     _allowed.update(paths)
 
 
 @contextmanager
 def all_imports_allowed() -> Iterator[None]:
-    """Within, `import_callable` imports whatever a file names."""
+    """Allow `import_callable` to import any name within the context."""
     _allowed.add(_EVERY_NAME)
     try:
         yield
@@ -45,9 +46,10 @@ def all_imports_allowed() -> Iterator[None]:
 
 
 def guard_child_processes() -> None:
-    """Keeps the working folder off the import path of processes that are started from here: `python -c` puts it first.
+    """Keep the working folder off the import path of child processes.
 
-    So do multiprocessing, and the parser where it looks for a signature. A script's own folder, left out likewise, is put back.
+    `python -c` and multiprocessing put it first, and so does the parser when it resolves a signature. A script's own
+    folder would be left out too, so it is added again.
     """
     if not os.environ.get("PYTHONSAFEPATH"):
         own = [] if sys.flags.safe_path else sys.path[:1]
@@ -64,10 +66,10 @@ class _AwayLoader(SourceFileLoader):
 
 
 class _AwayFinder:
-    """Find the packages that read files of the working folder on import, and give them an `_AwayLoader`.
+    """Find packages that read files of the working folder on import, and give them an `_AwayLoader`.
 
-    torch loads libcusparseLt, whose run path has an empty entry: the system runs a `libcuda.so.1` of the working folder.
-    matplotlib reads `matplotlibrc` there, which may be a named pipe, may be endless, and can start TeX.
+    torch loads libcusparseLt, whose run path has an empty entry: the system runs a `libcuda.so.1` of the working
+    folder. matplotlib reads `matplotlibrc` there, which may be a named pipe, may be endless, and can start TeX.
     """
 
     packages = ("torch", "matplotlib")
@@ -85,16 +87,19 @@ def guard_packages() -> None:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name of a net or a data set is a dotted one, such as `my_nets.MyNet`."""
+    """Return whether a name of a net or data set is dotted, such as `my_nets.MyNet`."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 def import_module_of(path: str) -> ModuleType:
-    """The module of a dotted name that the user gave; a file of the working folder takes no other module's place.
+    """Import the module of a dotted name. A file of the working folder never replaces another module.
 
-    Raises UsageError where there is none, Failure when it cannot be imported.
+    Raises:
+        UsageError: if there is no such module.
+        Failure: if it cannot be imported.
     """
-    name, here = path.rpartition(".")[0], str(Path.cwd())
+    name = path.rpartition(".")[0]
+    here = str(Path.cwd())
     sys.path.append(here)
     try:
         return import_module(name)
@@ -103,35 +108,31 @@ def import_module_of(path: str) -> ModuleType:
             raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from None
         raise Failure(f"{name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     finally:
-        sys.path[:] = [place for place in sys.path if place is not here]  # the module may have added some of its own
-
-
-MAX_SOURCE = 1 << 18  # bytes of a Python file that is read for its names
+        sys.path[:] = [place for place in sys.path if place is not here]  # keeps places that the module added
 
 
 def check_no_file(name: str) -> None:
     """Raise UsageError if `name` is a Python file rather than the dotted name of something in it.
 
-    Recognises `my_nets.py`, `folder/my_nets.py`, `my_nets.py:MyNet`, and `my_nets` if there is such a file. Nothing is imported.
+    Recognises `my_nets.py`, `folder/my_nets.py`, `my_nets.py:MyNet`, and `my_nets` if there is such a file. Nothing is
+    imported.
     """
     place, _, member = name.partition(":")
     file = Path(place if place.endswith(".py") else f"{place}.py")
     if not place.endswith(".py") and (not place.isidentifier() or not file.is_file()):
         return
     path = file.resolve()
-    below = path.is_relative_to(Path.cwd())
-    module = ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if below else path.stem
+    is_below = path.is_relative_to(Path.cwd())
+    module = ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if is_below else path.stem
     if not path.is_file():
         raise UsageError(f"there is no file {place}: name a class or function as {module}.{member or 'NAME'}")
-    names = [member] if member else _public_names(path)
-    others = f" It also has {', '.join(names[1:6])}." if names[1:] else ""
-    remedy = f"name a class or function in it, as {module}.{names[0] if names else 'NAME'}"
-    elsewhere = "" if below else f", and put {path.parent} on PYTHONPATH"
-    raise UsageError(f"{name} is a file: {remedy}{elsewhere}.{others}")
+    names = [member] if member else [*_public_names(path), "NAME"]
+    elsewhere = "" if is_below else f", and put {path.parent} on PYTHONPATH"
+    raise UsageError(f"{name} is a file: name a class or function in it, as {module}.{names[0]}{elsewhere}.")
 
 
 def _public_names(file: Path) -> list[str]:
-    """Return the classes, then the functions, that a Python file defines at its top level; none if it cannot be parsed."""
+    """Return the classes, then the functions, that a Python file defines; none if it cannot be parsed."""
     try:
         with file.open("rb") as opened:
             nodes = ast.parse(opened.read(MAX_SOURCE)).body
@@ -142,15 +143,18 @@ def _public_names(file: Path) -> list[str]:
 
 
 def import_callable(path: str) -> Callable[..., Any]:
-    """Return what a dotted name stands for.
+    """Import the class or function with a dotted name.
 
-    Raises UntrustedName for a name that is not allowed, UsageError for a missing one or for the name of a file, Failure if its
-    module cannot be imported.
+    Raises:
+        UntrustedName: if the name is not allowed.
+        UsageError: if the name is missing in its module, or is the name of a file.
+        Failure: if its module cannot be imported.
     """
     check_no_file(path)
     if _allowed.isdisjoint((path, _EVERY_NAME)):
         raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")
-    module, name = import_module_of(path), path.rpartition(".")[2]
+    module = import_module_of(path)
+    name = path.rpartition(".")[2]
     if not hasattr(module, name):
         raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, vars(module))}")
     target: Callable[..., Any] = getattr(module, name)

@@ -13,8 +13,9 @@ Z95 = 1.959964  # a standard normal variable lies within ± this value with prob
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     """Return the t for which Student's t lies in -t … t with probability `confidence`.
 
-    For integer degrees of freedom that probability is a finite sum over the angle atan(t / sqrt(freedom)): M. Abramowitz
-    and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by bisection.
+    For integer degrees of freedom, this probability is a finite sum over the angle atan(t / sqrt(freedom)). See
+    M. Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
+    bisection.
 
     Args:
         freedom: degrees of freedom, at least 1.
@@ -67,19 +68,19 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
 def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
     """Return the difference that two equally good classifiers stay below with probability 0.95 on separate test sets.
 
-    This is half the width of the interval of the difference between two equal fractions: R. Newcombe, Interval Estimation
-    for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10.
+    This is half the width of the interval of the difference between two equal fractions (R. Newcombe, Interval
+    Estimation for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10).
 
     Args:
-        share: the fraction of correct images that both classifiers have.
-        interval: its Wilson interval, the same for both as their test sets have the same size.
+        share: fraction of correct images of both classifiers.
+        interval: its Wilson interval, for test sets of one size.
     """
     low, high = interval
     return math.hypot(share - low, high - share)
 
 
 class McNemar(NamedTuple):
-    """Result of `mcnemar`: images that only the first or only the second classifier has right, and two p values."""
+    """Result of `mcnemar`: numbers of images that only one of the two has right, and two p-values."""
 
     first: int
     second: int
@@ -95,12 +96,13 @@ def mcnemar(first: int, second: int) -> McNemar:
         second: images that only the second classifier has right.
 
     Returns:
-        exact: the two-sided probability of a split at least as uneven, if each of these images fell to either classifier
-        with probability 1/2. mid: the mid-p value, which counts half of the probability of the split itself. It is less
-        conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC Medical Research
-        Methodology 13:91, 2013).
+        `exact` is the two-sided probability of a split at least as uneven, if each of these images falls to either
+        classifier with probability 1/2. `mid` is the mid-p value, which counts half of the probability of the split
+        itself. It is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC
+        Medical Research Methodology 13:91, 2013).
     """
-    count, least = first + second, min(first, second)
+    count = first + second
+    least = min(first, second)
     if not count:
         return McNemar(0, 0, 1.0, 1.0)
     log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)

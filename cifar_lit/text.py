@@ -1,6 +1,6 @@
-"""Text from outside, such as the name of a file, a class or a run, on its way to a terminal, into a table or a page.
+"""Untrusted text, such as names of files, classes and runs, made safe for terminals and tables.
 
-Whatever is printed goes through `say` and `note`, or into a table of `cli.console`, so that nothing in it is obeyed.
+All output goes through `say`, `note` or a table of `cli.console`, so a terminal never executes escape sequences.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 import unicodedata
 
 MAX_NAME = 300  # characters of a class or a net
-# Characters that show nothing, which `str.isprintable` lets pass: fillers, and selectors but for those of emoji.
+# Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0d\uffa0\U000e0100-\U000e01ef]")
-_JOINERS = "\u200c\u200d"  # in Persian, in scripts of India and in emoji, between two letters of these
-# What spreadsheets compute, also where they take the semicolon for the end of a cell (OWASP, CSV Injection).
+_JOINERS = "\u200c\u200d"  # valid between letters of Persian and Indic scripts, and in emoji
+# Text that spreadsheets execute as a formula, also after a semicolon (OWASP, CSV Injection).
 _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
 
 
 def is_name(value: object) -> bool:
-    """Whether something can name a class, a net or a run: a text without control characters, and without halves of pairs."""
+    """Return whether a value is a valid name of a class, net or run: text without control characters and surrogates."""
     return (
         isinstance(value, str)
         and 0 < len(value) <= MAX_NAME
@@ -27,7 +27,7 @@ def is_name(value: object) -> bool:
 
 
 def printable(text: str) -> str:
-    """A text on one line, with escapes for what a terminal obeys, and for what is not seen or turns letters round."""
+    """Return text on one line, with escapes for control, invisible and direction-changing characters."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -43,13 +43,13 @@ def _shows(text: str, place: int) -> bool:
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key that sorts numbers within names by their value, and otherwise by letters; equal for equal names only."""
+    """Return a sort key that orders numbers within names by value. Only equal names have equal keys."""
     parts = re.split(r"([0-9]+)", name)
     return [(int(part), "") if place % 2 else (-1, part.casefold()) for place, part in enumerate(parts)], name
 
 
 def csv_cell(value: object) -> object:
-    """A cell for spreadsheets: text that they would compute gets an apostrophe before it; what is no text stays as it is."""
+    """Return a value for a spreadsheet cell: text that would run as a formula gets an apostrophe in front."""
     if not isinstance(value, str):
         return value
     text = printable(value)
@@ -57,23 +57,23 @@ def csv_cell(value: object) -> object:
         float(value)
     except ValueError:
         return _FORMULA.sub(r"\1'\2", text)
-    return text  # such as a class that is called -1
+    return text  # a number, such as a class named -1
 
 
 def duration_text(seconds: float) -> str:
-    """As one says it: 85 s, 14 min."""
+    """Return a rounded duration, such as "85 s" or "14 min"."""
     return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def say(*lines: str) -> None:
-    """Prints lines, however long; nothing where there are none."""
+    """Print lines on stdout."""
     for line in lines:
         print(printable(line))
     sys.stdout.flush()
 
 
 def note(*lines: str) -> None:
-    """Prints lines on stderr, at once."""
+    """Print lines on stderr."""
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()

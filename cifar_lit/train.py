@@ -1,7 +1,4 @@
-"""One training from data, model and Trainer to its results: fit, evaluate, write results.
-
-`cli/fit.py` builds data, model, Trainer and run from the settings, and prints what these functions return.
-"""
+"""Fit, evaluate and write the results of one run. `cli/fit.py` builds the arguments and prints the results."""
 
 from __future__ import annotations
 
@@ -28,11 +25,12 @@ from cifar_lit.training.metrics import Score
 
 @dataclass(frozen=True)
 class Results:
-    """What a command has found out.
+    """Results of a command.
 
     Args:
-        metrics: the contents of metrics.json.
-        val, test: the scores on validation and test images, None for a stage that was not run.
+        metrics: contents of metrics.json.
+        val: score on the validation images, None if they were not evaluated.
+        test: score on the test images, likewise.
     """
 
     metrics: dict[str, Any]
@@ -45,16 +43,16 @@ def fit(
 ) -> Results | None:
     """Train, load the best weights, test them if the command is `train`, and write the results.
 
-    Returns None in a `fast_dev_run` and on all processes but the first.
+    Returns None in a `fast_dev_run` and on every rank but 0.
     """
     check_before_fit(trainer, model, data)
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     best = load_weights(model, run.checkpoint)
-    val = (
-        Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count) if run.best.best_model_path else None
-    )
+    val = None
+    if run.best.best_model_path:
+        val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count)
     test = _score("test", trainer, model, data) if run.command == "train" else None
     if val and not test:
         trainer.loggers = []  # This pass only collects predictions; the score is already logged.
@@ -65,18 +63,19 @@ def fit(
 def evaluate(
     run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path
 ) -> Results | None:
-    """Score a checkpoint on the validation or test images, and write the results. Returns None where `fit` does."""
-    if run.command == "validate" and not len(data.split[1]):
-        raise UsageError("there is nothing to validate on: data.val_size is 0")
+    """Evaluate a checkpoint on the validation or test images, and write the results. Returns None like `fit`."""
+    is_validation = run.command == "validate"
+    if is_validation and not len(data.split[1]):
+        raise UsageError("there is nothing to validate on: data.val_size is 0. Use test, or set data.val_size")
     load_weights(model, checkpoint)
     score = _score(run.command, trainer, model, data)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    return write_results(run, model, data, *((score, None) if run.command == "validate" else (None, score)))
+    return write_results(run, model, data, score if is_validation else None, None if is_validation else score)
 
 
 def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> int:
-    """Write the predictions of a checkpoint for the test images; return their number, 0 in a `fast_dev_run`."""
+    """Write a checkpoint's predictions for the test images. Returns their number, 0 in a `fast_dev_run`."""
     load_weights(model, checkpoint)
     batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -87,8 +86,9 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
 def write_results(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
 ) -> Results | None:
-    """Write weights, predictions, pictures, report and metrics.json, the last of which marks the run as finished."""
-    trainer, folder = model.trainer, run.folder.path
+    """Write weights, predictions, images, report and metrics.json. The last one marks the run as finished."""
+    trainer = model.trainer
+    folder = run.folder.path
     if not trainer.is_global_zero:
         return None
     card = describe_model(model, data) if run.trains else model_card(model, data)
@@ -97,7 +97,7 @@ def write_results(
         draw_for_tensorboard(run.board, val, test, model.predictions, data, trainer.global_step)
     if run.trains:
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
-        with suppress(OSError):  # The run is finished: a file that cannot be removed does no harm.
+        with suppress(OSError):  # a leftover checkpoint does no harm
             (folder / PREVIOUS).unlink()
     if test and model.predictions is not None:
         write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
@@ -108,22 +108,24 @@ def write_results(
 
 
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-    """Raise UsageError for data, model and devices that do not fit together, before there is a run folder."""
+    """Raise UsageError before a run folder is made if data, model and devices do not fit together."""
     check_card(model_card(model, data))
-    data.trainer = trainer  # the loaders share batches out among its devices
-    data.train_dataloader()
-    h, (channels, height, width) = model.hparams, data.input_shape
-    for side in data.resolutions:  # the net refuses images that are too small for it
-        shape = {
-            "channels": channels,
-            "image_size": (side, round(side * width / height)),
-            "num_classes": data.class_count,
-        }
-        build_on_meta_device(h["net"], **shape, width=h["width"], options=h["net_options"])
+    data.trainer = trainer
+    data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
+    channels, height, width = data.input_shape
+    for side in data.resolutions:  # Some nets refuse small images.
+        build_on_meta_device(
+            model.hparams["net"],
+            channels=channels,
+            image_size=(side, round(side * width / height)),
+            num_classes=data.class_count,
+            width=model.hparams["width"],
+            options=model.hparams["net_options"],
+        )
 
 
 def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
-    """Run `validate` or `test`; return the score."""
+    """Run `validate` or `test` and return the score."""
     model.score = model.predictions = None
     getattr(trainer, stage)(model, datamodule=data, verbose=False)
     return model.score

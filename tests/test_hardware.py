@@ -57,9 +57,9 @@ def test_what_the_machine_has_is_passed_to_the_trainer(
 NO_GPU = "this machine has no GPU, a CPU with 4 threads"
 INSTEAD = "leave --accelerator out, or use --accelerator cpu"
 CPUS_ONLY = "and this torch is a build for CPUs only"
-NAMES = "{} names GPUs, but {}: --devices 2 runs two processes on it"
-MORE = "{} asks for more GPUs than there are: this machine has GPUs 0 H200, 1 H200"
-NONE = "{} names no device, or one twice: use a number (2), ids (0,1) or auto."
+NAMES = "{} selects GPUs, but the accelerator is the CPU ({}). Use a number: --devices 2 runs two processes"
+MORE = "{}: this machine has GPUs 0 H200, 1 H200. Use --devices 2, or leave it out"
+NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto."
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Augmentation of whole batches, drawn per image as a function of (seed, epoch, image index).
+"""Random crop, flip and cutout of whole batches, drawn per image as a function of (seed, epoch, image index).
 
-A plan holds one row of draws per image of the training set and is made once per epoch. So an image looks the same in an
-epoch whatever the order of batches, the number of workers and devices, or restarts.
+A plan holds the draws for every training image of an epoch. An image therefore looks the same in any order of batches,
+on any number of workers and devices, and after a restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cifar_lit.errors import UsageError, check_choice
 
 FLIPS = ("none", "random", "alternating")
 
-_MOVES, _FIRST_FLIP = 2, 3  # independent streams of one seed; `data.order` and `data.balanced` have the numbers 1 and 0
+_MOVES, _FIRST_FLIP = 2, 3  # numbers of random streams; `data.order` has 1, `data.balanced` has 0
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Augmentation:
     """Random crop, flip and cutout of training images.
 
     Args:
-        crop: pixels of reflect padding on every side, from which a window of the image's own size is cut at random.
-        flip: "none"; "random", mirrored with p = ½; or "alternating", a random half in the first epoch, and the other
-            half in each next one, so that two epochs show both sides of each image (Jordan, airbench, 2024).
+        crop: pixels of reflect padding on every side. A window of the image's own size is then cut at random.
+        flip: "none"; "random", mirrored with probability 1/2; or "alternating", a random half in the first epoch, then
+            the other half, in turn. Two epochs show both sides of each image (Jordan, airbench, 2024).
         cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
 
     Raises:
@@ -44,15 +44,15 @@ class Augmentation:
 
     def check(self, height: int, width: int) -> None:
         """Raise UsageError if images of this size are too small for the settings."""
-        least = min(height, width)
-        for name, fault in (("cutout", "hides"), ("crop", "is too much for")):
-            if (value := getattr(self, name)) >= least:
-                raise UsageError(f"data.{name} {value} {fault} {height}×{width} images: use less than {least}")
+        side = min(height, width)
+        for name, value in (("cutout", self.cutout), ("crop", self.crop)):
+            if value >= side:
+                raise UsageError(f"data.{name} {value} is too large for {height}×{width} images: use less than {side}")
 
     def plan(self, count: int, height: int, width: int, seed: int, epoch: int) -> Tensor | None:
         """Draw for every image: int32 (count, 5) of row shift, column shift, flip, cutout row, cutout column.
 
-        Shifts are in [-crop, crop], flip is 0 or 1, cutout places are centres. None if nothing is to be done.
+        Shifts are in [-crop, crop], flip is 0 or 1, cutouts are given by their centre. None without augmentation.
         """
         if self.crop == 0 and self.flip == "none" and self.cutout == 0:
             return None
@@ -70,19 +70,15 @@ class Augmentation:
 
 
 def augment_batch(
-    images: Tensor,
-    indices: Tensor,
-    plan: Tensor | None,
-    cutout: int = 0,
-    fill: Tensor | None = None,
+    images: Tensor, indices: Tensor, plan: Tensor | None, cutout: int = 0, fill: Tensor | None = None
 ) -> Tensor:
-    """Return a batch of images moved as their rows of the plan say: uint8 (B, H, W, C), contiguous.
+    """Return a batch augmented by its rows of the plan: uint8 (B, H, W, C), contiguous.
 
     Args:
         images: uint8 (N, H, W, C), contiguous.
         indices: int64 (B,), rows of the batch.
         plan: int32 (N, 5) from `Augmentation.plan`, or None.
-        cutout: side of the painted square.
+        cutout: side of the painted square in pixels.
         fill: uint8 (C,), its colour.
     """
     if plan is None:
@@ -91,7 +87,7 @@ def augment_batch(
     moves = plan.index_select(0, indices).long()
     ys = torch.arange(height, device=images.device)
     xs = torch.arange(width, device=images.device)
-    # Rows are copied whole, cropped vertically on the way. Columns are then gathered with crop and flip in one index.
+    # Copy whole rows, cropped vertically. Then gather columns with crop and flip in one index.
     rows = _reflect(ys + moves[:, 0:1], height) + indices[:, None] * height
     batch = images.view(-1, width * channels).index_select(0, rows.flatten())
     batch = batch.view(len(indices), height, width * channels)
@@ -101,13 +97,14 @@ def augment_batch(
     batch = batch.gather(2, entries[:, None, :].expand(-1, height, -1)).view(-1, height, width, channels)
     if cutout and fill is not None:
         top, left = moves[:, 3:4] - cutout // 2, moves[:, 4:5] - cutout // 2
-        inside_rows, inside_columns = (ys >= top) & (ys < top + cutout), (xs >= left) & (xs < left + cutout)
+        inside_rows = (ys >= top) & (ys < top + cutout)
+        inside_columns = (xs >= left) & (xs < left + cutout)
         inside = inside_rows[:, :, None] & inside_columns[:, None, :]
         batch = torch.where(inside[..., None], fill, batch)
     return batch
 
 
 def _reflect(positions: Tensor, size: int) -> Tensor:
-    """Mirror positions outside [0, size) at the border pixel, as `reflect` padding does."""
+    """Mirror positions outside [0, size) at the border pixel, like `reflect` padding."""
     positions = positions.abs()
     return torch.where(positions >= size, 2 * (size - 1) - positions, positions)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,36 +11,26 @@ from cifar_lit.errors import UsageError, check_choice
 
 SAMPLINGS = ("none", "balanced")
 
-_CYCLES = 0  # number of this stream of random numbers; `data.order` has 1, `data.augment` 2 and 3
+_CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 2 and 3
 
 
 def balanced(labels: Tensor) -> Order:
     """Return the order of balanced epochs. labels: int64 (N,) of the whole image set, on the CPU."""
-    return partial(_balanced_rows, labels)
-
-
-def _balanced_rows(labels: Tensor, rows: Tensor, seed: int, epoch: int) -> Tensor:
-    return rows[balanced_order(labels[rows], seed, epoch)]
+    return lambda rows, seed, epoch: rows[balanced_order(labels[rows], seed, epoch)]
 
 
 def check_balanced(sampling: str, shuffle: bool) -> None:
-    """Raise UsageError for an unknown `data.sampling`, and for balanced epochs without shuffling."""
+    """Raise UsageError for an unknown `data.sampling`, or a balanced one without shuffling."""
     check_choice("data.sampling", sampling, SAMPLINGS)
     if sampling == "balanced" and not shuffle:
         raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
 
 
 def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return indices into `labels`, one per image, with each class equally often, as a function of (seed, epoch).
+    """Return indices into `labels`, int64 (N,), one per image, with each class equally often.
 
-    Each class has a shuffled cycle of its images. An epoch continues it where the previous one ended. So in each epoch,
-    and over all epochs, the counts of two images of a class differ by at most one, and so do those of two classes.
-
-    Args:
-        labels: int64 (N,).
-
-    Returns:
-        int64 (N,).
+    Each class has a shuffled cycle of its images, and an epoch continues where the previous one ended. In each epoch
+    and over all epochs, the counts of two images of a class differ by at most one. So do the counts of two classes.
     """
     count = len(labels)
     shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)
@@ -51,7 +39,7 @@ def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
     cycles = np.split(by_class, starts[1:])
     parts = []
     for number, cycle in enumerate(cycles):
-        # Both ends are rounded, so that the shares of the classes add up to `count` in every epoch.
+        # Both ends are rounded, so that the classes add up to `count` in every epoch.
         begin, end = ((count * each + number) // len(cycles) for each in (epoch, epoch + 1))
         parts.append(cycle[np.arange(begin, end) % len(cycle)])
     return torch.from_numpy(np.concatenate(parts))[epoch_order(count, seed, epoch)]

@@ -2,14 +2,12 @@
 
 A cache is a folder of its own for each (root, size, channels, way of resizing), with
 
-    index.json           shape, the files with size and time in row order, the damaged ones, the name of the data file, and
-                         which pictures are near-duplicates
-    images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the files without the damaged ones; what is behind
-                         them does not count
-    lock                 held while one process looks or decodes
+    index.json           shape, files in row order with size and time, unreadable files, data file, near-duplicates
+    images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the readable files
+    lock                 held while a process checks the cache or decodes
 
-The index is replaced in one step after the rows that it names are on the disk. While a set is decoded, it names those that are
-there from time to time: a decoding that was stopped goes on behind them.
+The index is replaced in one step, after the rows that it names have been synced to disk. It is also saved from time to
+time during decoding, so that interrupted decoding resumes.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
-from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -36,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, SizesDiffer, decode_chunks, decode_files, image_size
+from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode_chunks, decode_files, image_size
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
@@ -44,20 +40,20 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FORMAT = 2  # raise it when files of the cache or pixels of the decoder change
-MAX_OWN_SIZE = 64  # images that agree in a size up to this keep it …
-COMMON_SIZE = 32  # … others get this one when no size is set
+FORMAT = 3  # raise it when files of the cache or pixels of the decoder change
+MAX_OWN_SIZE = 64  # images that all have one size up to this keep it …
+COMMON_SIZE = 32  # … others get this one if no size is set
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
-CHUNK = 64  # files a decoding process takes at a time
-SAVE_EVERY = 30.0  # seconds; of what is decoded, so much is lost at most when the process is killed
+CHUNK = 64  # files that a decoding process takes at a time
+SAVE_EVERY = 30.0  # seconds; a killed process loses this much work at most
 POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux' value; Python names it from 3.13 on
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
-Duplicates = list[list[str]]  # paths of pictures that are near-duplicates, by group
+Duplicates = list[list[str]]  # paths of near-duplicates, by group
 
 
 class File(NamedTuple):
-    """A file: path from the root with "/" between parts, size in bytes and time of change as the file system has them."""
+    """A file: path below the root with "/" between its parts, size in bytes, and modification time."""
 
     path: str
     bytes: int
@@ -65,7 +61,7 @@ class File(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What index.json says; no duplicates were looked for where they are None, as by older versions."""
+    """Contents of index.json. duplicates: None before near-duplicates were looked for."""
 
     shape: tuple[int, int, int, int]
     files: list[File]
@@ -75,7 +71,7 @@ class Index(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """images: uint8 (N, H, W, C), of the readable files in order. bad: {path: reason} of the others."""
+    """Images of the readable files in order, uint8 (N, H, W, C); {path: reason} of the others; near-duplicates."""
 
     images: np.ndarray
     bad: dict[str, str]
@@ -88,77 +84,71 @@ def decoded(
     arrange: Callable[[Duplicates], Sequence[File]],
     size: tuple[int, int] | None,
     channels: int,
-    cache_dir: Path | None = None,
-    resize: str = "crop",
+    resize: str,
+    cache_dir: Path,
 ) -> Decoded:
-    """The images of `files` below `root`, from the cache where it fits, else decoded with a progress bar and cached.
+    """Return the images of `files` from the cache. Decode and cache those that it lacks, with a progress bar.
 
     The array is private to the process: writing to it changes no file.
 
     Args:
-        root: the folder that the files' paths are relative to, or the table beside which they lie.
-        files: what to decode, in the order of the rows where there are no near-duplicates.
-        arrange: the files in the order of the rows by what is known of near-duplicates.
-        size: (H, W) of the images; None for their own size when all agree and it is at most 64, else 32×32.
+        root: the folder that the files' paths are relative to, or a table in that folder.
+        files: what to decode, in the order of the rows if there are no near-duplicates.
+        arrange: returns the files in the order of the rows, given the near-duplicates.
+        size: (H, W) of the images; None for their own size if all agree and it is at most 64, else 32×32.
         channels: 1 or 3.
-        cache_dir: `default_cache_dir()` if not given. Where it cannot be written, a line says so, and a temporary file takes
-            its place.
         resize: one of `decode.RESIZES`.
+        cache_dir: if it cannot be written, a line says so, and a temporary file is used.
 
     Raises:
-        Failure: when the disk is full, or a decoding process was ended.
+        Failure: the disk is full, or a decoding process was killed.
     """
     real_root = root.resolve()
-    # squares that are cut out are named as when there was nothing else, by which their caches are found again
-    side = size[0] if size and size[0] == size[1] else size
-    named = [FORMAT, str(real_root), side, channels, *([] if resize == "crop" else [resize])]
-    key = sha256(json.dumps(named).encode()).hexdigest()[:16]
-    slot = (cache_dir or default_cache_dir()).expanduser() / f"{real_root.name[:40]}-{key}"
+    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, resize]).encode()).hexdigest()[:16]
+    slot = cache_dir / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
     with ExitStack() as stack:
         try:
-            if slot.is_symlink():  # none of ours: what is removed and written here would be somewhere else
+            if slot.is_symlink():  # not created here: what it leads to must not be written or removed
                 raise OSError(errno.ELOOP, f"{slot.name} is a link")
             stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
         except OSError as error:
             index = _load(slot, folder, files)
             if index and (index := _searched(slot, index)).files == arrange(index.duplicates or []):
-                return _mapped(slot, index)  # a read-only cache is still a cache
-            text = f"nothing is cached: {slot.parent}: {error.strerror or type(error).__name__}"
-            note(f"{text}; $CIFAR_LIT_CACHE can name another folder")
-            # the mapped file lives on without its name
-            slot = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True))
-            )
-        index = _load(slot, folder, files) or _decode_own_size(slot, folder, files, size, channels, resize)
+                return _mapped(slot, index)  # a read-only cache can still be used
+            reason = error.strerror or type(error).__name__
+            note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
+            temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
+            slot = Path(stack.enter_context(temporary))  # the mapping outlives the name of its file
+        index = _load(slot, folder, files) or _decode_to(slot, folder, files, size, channels, resize)
         if index.duplicates is None:
             index = _searched(slot, index)
-            with suppress(OSError):  # of a disk that is full now; next time they are looked for again
-                write_text(slot / "index.json", json.dumps(index._asdict()))
+            with suppress(OSError):  # if the disk is full now, they are looked for again next time
+                _write_index(slot, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(slot, folder, ordered, index.shape[1:3], channels, resize)
+            index = _decode(slot, folder, ordered, Preparation(index.shape[1:3], channels, resize))
         return _mapped(slot, index)
 
 
 def default_cache_dir() -> Path:
-    """Where caches lie: $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
+    """Return $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
     if directory := os.environ.get("CIFAR_LIT_CACHE"):
         return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
 def read_index(slot: Path) -> Index | None:
-    """The index, or None when there is none, it is damaged, or its data file is not whole."""
+    """Return the index, None if it is missing or damaged, or its data file is incomplete."""
     try:
         values = json.loads(read_text(slot / "index.json", MAX_INDEX))
         rows, height, width, channels = map(int, values["shape"])
         files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
-        groups = values.get("duplicates")
+        groups = values["duplicates"]
         duplicates = groups if groups is None else [[str(path) for path in group] for group in groups]
         index = Index((rows, height, width, channels), files, bad, values["data"], duplicates)
-        if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path would lead to any file
+        if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path could lead to any file
             return None
         readable = sum(file.path not in index.bad for file in files)
         whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
@@ -168,31 +158,24 @@ def read_index(slot: Path) -> Index | None:
     return index if whole else None
 
 
+def _write_index(slot: Path, index: Index) -> None:
+    write_text(slot / "index.json", json.dumps(index._asdict()))
+
+
 def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
-    """What the cache holds, None when it does not hold exactly these files, in whatever order."""
+    """Return the index of a cache with exactly these files, in any order, else None.
+
+    None also if a file that was unreadable can be read now: a change of rights leaves its size and time as before.
+    """
     index = read_index(slot)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
         return None
-    return index if _are_damaged_still(index, folder) else None
-
-
-def _are_damaged_still(index: Index, folder: Path) -> bool:
-    """Whether no file that could not be read, for want of rights, is readable now, with size and time as before."""
     bad = [str(folder / path) for path in index.bad]
-    return len(decode_files(bad, (1, 1), 3)[1]) == len(bad)
-
-
-def _holds_the_first(slot: Path, index: Index, folder: Path, files: Sequence[File]) -> bool:
-    """Whether a cache holds the first of `files` in their order, so that the others can be written behind them."""
-    if index.files != list(files[: len(index.files)]):
-        return False
-    state = (slot / index.data).lstat()
-    own = stat.S_ISREG(state.st_mode) and state.st_nlink == 1  # a link would lead to any file
-    return own and _are_damaged_still(index, folder)
+    return index if len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad) else None
 
 
 def _searched(slot: Path, index: Index) -> Index:
-    """The index with the near-duplicates among its images."""
+    """Return the index with the near-duplicates of its images."""
     if index.duplicates is not None:
         return index
     readable = [file.path for file in index.files if file.path not in index.bad]
@@ -205,7 +188,7 @@ def _mapped(slot: Path, index: Index) -> Decoded:
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
-    """The file as an array: pages are shared between processes until written to, and a write stays in memory."""
+    """Map a file as an array. Processes share its pages until they write; a write stays in memory."""
     if not prod(shape):
         return np.zeros(shape, np.uint8)
     if sys.platform != "linux":
@@ -215,113 +198,99 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
-def _decode_own_size(
+def _decode_to(
     slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
 ) -> Index:
-    """Decodes `files` to `size` or, where it is None, to their own size or squares of 32."""
-    if size is not None:
-        return _decode(slot, folder, files, size, channels, resize)
-    for file in files:
+    """Decode `files` to `size`. If it is None, to their own size or to squares of 32."""
+    for file in files if size is None else ():
         with suppress(DecodeError):
             if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(slot, folder, files, own_size, channels, resize, all_of_size=True)
+                    return _decode(slot, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
             break
-    return _decode(slot, folder, files, (COMMON_SIZE, COMMON_SIZE), channels, resize)
+    return _decode(slot, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
 
 
 def _decode(
-    slot: Path,
-    folder: Path,
-    files: Sequence[File],
-    size: tuple[int, int],
-    channels: int,
-    resize: str,
-    all_of_size: bool = False,
+    slot: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
-    """Decodes `files`, but for those that the cache at `slot` has unchanged, and replaces it, or adds to it what comes behind."""
-    rows: dict[File, memoryview | bytes | str] = {}  # pixels, or the reason why there are none
-    duplicates: Duplicates | None = None
-    bad: dict[str, str] = {}
-    done, data = 0, slot / f"images-{secrets.token_hex(4)}.u8"
+    """Replace the cache at `slot` by `files`. Unchanged files are copied from it, the others decoded."""
+    shape = (*preparation.size, preparation.channels)
+    row_bytes = prod(shape)
+    data = slot / f"images-{secrets.token_hex(4)}.u8"
     before = read_index(slot)
-    same_shape = before is None or before.shape[1:] == (*size, channels)
-    if before and same_shape:
-        if _holds_the_first(slot, before, folder, files):
-            bad, done, data = {**before.bad}, len(before.files), slot / before.data
-        else:
-            duplicates, wanted = before.duplicates if set(before.files) == set(files) else None, set(files)
-            readable = (file for file in before.files if file.path not in before.bad)
-            images = map_images(slot / before.data, before.shape)
-            rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
+    # A cache of another shape stays until it is certain that all images are `all_of_size`.
+    may_replace = before is None or before.shape[1:] == shape or not all_of_size
+    rows: dict[File, memoryview] = {}  # pixels of unchanged files
+    duplicates: Duplicates | None = None
+    if before and before.shape[1:] == shape:
+        wanted = set(files)
+        readable = (file for file in before.files if file.path not in before.bad)
+        images = map_images(slot / before.data, before.shape)
+        rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
+        duplicates = before.duplicates if set(before.files) == wanted else None
+    new = [file for file in files if file not in rows]
+    left_to_copy = len(rows)
+    bad: dict[str, str] = {}
     index: Index | None = None
-    # of what is copied there is a cache already, and a cache of images of another size may be what is asked for after this try
-    saves = not rows and (same_shape or not all_of_size)
-    left = files[done:]
-    new = [file for file in left if file not in rows]
-    row_bytes = prod(size) * channels
 
     def new_rows() -> Iterator[bytes | str]:
+        """Yield the pixels of each new file, or the reason why there are none."""
         paths = [f"{folder / file.path}" for file in new]
         chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
-        work = partial(decode_files, size=size, channels=channels, resize=resize, all_of_size=all_of_size)
-        for chunk, (pixels, reasons) in zip(chunks, decode_chunks(work, chunks, all_cores), strict=True):
-            decoded_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
+        results = decode_chunks(chunks, preparation, all_cores, all_of_size)
+        for chunk, (pixels, reasons) in zip(chunks, results, strict=True):
+            readable_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))
-            yield from (
-                reasons[position] if position in reasons else next(decoded_rows) for position in range(len(chunk))
-            )
+            for position in range(len(chunk)):
+                yield reasons[position] if position in reasons else next(readable_rows)
 
-    def save() -> Index:
-        """Has the index name what is there so far."""
+    def save(count: int) -> Index:
+        """Sync the images to disk, and write an index of the first `count` files."""
         output.flush()
         os.fsync(output.fileno())
-        named = list(files[:done])
+        named = list(files[:count])
         reasons = {file.path: bad[file.path] for file in named if file.path in bad}
-        index = Index((done - len(reasons), *size, channels), named, reasons, data.name, duplicates)
-        write_text(slot / "index.json", json.dumps(index._asdict()))
+        index = Index((count - len(reasons), *shape), named, reasons, data.name, duplicates)
+        _write_index(slot, index)
         return index
 
     try:
-        if shutil.disk_usage(slot).free < len(left) * row_bytes:
+        if shutil.disk_usage(slot).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
-        with data.open("r+b" if before and data.name == before.data else "xb") as output, bar as advance:
-            output.truncate((done - len(bad)) * row_bytes)
-            output.seek(0, os.SEEK_END)
-            made, saved = new_rows(), time.monotonic()
+        with data.open("xb") as output, bar as advance:
+            decoded_rows, saved, done = new_rows(), time.monotonic(), 0
             try:
-                for file in left:
-                    row = rows[file] if file in rows else next(made)
+                for done, file in enumerate(files):
+                    # Until all rows are copied, the cache before holds more than an index of this file would.
+                    if may_replace and not left_to_copy and time.monotonic() - saved > SAVE_EVERY:
+                        save(done)
+                        saved = time.monotonic()
+                    row = rows[file] if file in rows else next(decoded_rows)
                     if isinstance(row, str):
                         bad[file.path] = row
                     else:
                         output.write(row)
-                    done += 1
-                    if saves and time.monotonic() - saved > SAVE_EVERY:
-                        save()
-                        saved = time.monotonic()
+                    left_to_copy -= file in rows
             except (OSError, SizesDiffer):
                 raise
-            except BaseException:  # Ctrl-C, a signal, a decoding process that was killed
-                if saves and done:
+            except BaseException:  # Ctrl-C, a signal, or a decoding process that was killed
+                if may_replace and not left_to_copy and done:
                     with suppress(OSError):
-                        save()
+                        save(done)
                 raise
             if before and bad.keys() != before.bad.keys():
-                duplicates = None  # as there are further pictures now
-            index = save()
+                duplicates = None  # there are other images now
+            index = save(len(files))
     except BrokenProcessPool as error:
-        raise Failure("a decoding process was ended from outside, mostly for want of memory: start again") from error
+        raise Failure("a decoding process was killed, probably for lack of memory: start again to resume") from error
     except OSError as error:
-        need = f"they need {len(left) * row_bytes / 1e6:,.1f} MB there, or in another folder named by $CIFAR_LIT_CACHE"
+        need = f"free {len(files) * row_bytes / 1e6:,.1f} MB there, or set $CIFAR_LIT_CACHE to another folder"
         raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
     finally:
-        named = index or read_index(slot)  # by what the disk says: it may have been saved just before this was stopped
-        if named and named.data == data.name:
-            with suppress(OSError):
-                os.truncate(data, prod(named.shape))
+        named = index or read_index(slot)  # read it: it may have been saved just before an interruption
         for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
             if not named or leftover.name != named.data:
                 leftover.unlink(missing_ok=True)

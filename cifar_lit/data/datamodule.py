@@ -1,4 +1,4 @@
-"""`ImageData`, the LightningDataModule: images of one data set, their split, loaders and preprocessing."""
+"""`ImageData`, the LightningDataModule: one data set with its split, loaders and preprocessing."""
 
 from __future__ import annotations
 
@@ -26,56 +26,57 @@ from cifar_lit.errors import UsageError
 
 
 class ImageData(pl.LightningDataModule):
-    """Images of one data set as uint8 in memory, split, batched, augmented and normalised.
+    """Load one data set, split it, and yield batches that are augmented and normalised on the device.
 
-    `parts` has the images and their split, `placement` keeps them on the device or the host, `preprocessing` augments
-    and normalises batches on the device. Batches unpack as (images, labels), so any LightningModule can train on them.
+    `parts` holds the images and their split. `placement` keeps them on the device or the host. `preprocessing` works on
+    whole batches. A batch unpacks as (images, labels), so any LightningModule can train on it.
 
     Args:
         dataset: cifar10, cifar100, fashion_mnist, folder, shapes, or the import path of a function; see `data.sources`.
-        root: folder of the archives (`data` if not given), or own images: a folder, or a table (.csv, .tsv, .jsonl).
-        batch_size: images of a training step, over all devices.
-        eval_batch_size: images of a step on each device in validation, test and prediction.
-        val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all, except on
-            validation images of the data set itself.
-        test_size: fraction of own images to test on, if the folder or table has no test set.
-        split_seed: seed of the split and of drawn images; not `seed`, so that all runs are tested on the same images.
+        root: folder of the archives (default `data`), or your own images: a folder, or a table (.csv, .tsv, .jsonl).
+        batch_size: images per training step, over all devices.
+        eval_batch_size: images per step on each device in validation, test and prediction.
+        val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
+            A validation set that comes with the data set is never trained on.
+        test_size: fraction of your own images to test on, if the folder or table has no test set.
+        split_seed: seed of the split and of generated images, apart from `seed`: all runs then share a test set.
         seed: seed of order and augmentation; follows --seed.
         shuffle: draw a new order every epoch.
-        sampling: none; or balanced, an epoch shows each class equally often: images of rare classes are repeated, those
-            of common classes take turns.
-        skip_easy: share of training images to leave out late in the training, those of least loss when last trained on.
-            An epoch shows the others several times. This helps short trainings.
-        skip_from: share of the steps after which easy images are left out.
+        sampling: none, or balanced: each epoch shows every class equally often. Images of rare classes are repeated,
+            those of common classes take turns.
+        skip_easy: share of training images to skip late in the training, those with the lowest last loss. An epoch
+            repeats the others. This helps short trainings.
+        skip_from: share of the steps after which easy images are skipped.
         crop: pixels of reflect padding for a random crop; 0 for none.
         flip: none, random, or alternating (each image is mirrored in every second epoch).
         cutout: side in pixels of a square painted with the mean colour; 0 for none.
         resolutions: train on smaller images first: share of the epochs by side in pixels, such as {24: 0.4, 28: 0.3}.
             The remaining epochs and all evaluation are at full size.
-        augment: further augmentations by name, drawn per image and computed on the training device, such as
-            {scale: [0.35, 1], brightness: 0.4}: scale (range of the area that a random crop keeps) with its ratio,
-            rotation (degrees), perspective (0 … 1), policy (trivial, or randaugment with its operations and magnitude),
-            brightness, contrast, saturation, hue, blur (pixels), erasing (a probability), mixup and cutmix (alpha).
-        placement: device, all images in its memory; host, read ahead by worker processes; auto, device if they fit into
-            half of its free memory.
-        workers: number of worker processes that read ahead.
+        augment: further augmentations by name, such as {scale: [0.35, 1], brightness: 0.4}, drawn per image and
+            computed on the training device. There are scale (range of the area that a random crop keeps) and ratio,
+            rotation (degrees), perspective (0 … 1), policy (trivial; randaugment with operations and magnitude),
+            brightness, contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
+        placement: device, all images in its memory; host, prefetched by worker processes; auto, device if the images
+            fit into half of its free memory.
+        workers: number of worker processes that prefetch.
         mean: mean of the channels, in [0, 1] units; measured on the training images if not given.
         std: standard deviation of the channels, likewise.
-        image_size: pixels of own images and shapes: one number for squares, or height and width (96x128, [96, 128]).
-        resize: how own images of other proportions are resized: crop (scale to cover, and cut the middle), letterbox
-            (scale to fit, with grey borders), or squash (ignore proportions).
-        channels: 1 or 3, for own images and shapes.
+        image_size: pixels of your own images and of shapes: a number for squares, or height and width (96x128,
+            [96, 128]).
+        resize: how to resize your own images of other proportions: crop (scale to cover, then crop the centre),
+            letterbox (scale to fit, with grey borders), or squash (ignore proportions).
+        channels: 1 or 3, for your own images and shapes.
         num_classes: number of classes of shapes.
         count: number of training images of shapes; the test set is a fifth of it.
-        url: own address or path of the archive.
-        skip_bad: leave out damaged and missing images instead of stopping.
+        url: your own address or path of the archive.
+        skip_bad: skip damaged and missing images instead of stopping.
         cache_dir: folder of decoded images; the user's cache folder if not given.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes.
-        group: column of a table whose equal cells keep images on one side of every split, such as patient; `group` if
-            not given and the table has it.
-        folds: parts of a cross-validation, stratified and by groups, cut from the training images, or from all own
-            images without a test set; 0 for none. `--folds 5` trains on each in turn.
-        fold: the part to test on, from 0.
+        group: table column, such as patient: images with equal values stay on the same side of every split. Default:
+            the column `group`, if the table has one.
+        folds: number of folds of a cross-validation; 0 for none. They are stratified, and cut from the training images,
+            or from all of your own images if there is no test set. `--folds 5` trains on each in turn.
+        fold: the fold to test on, counted from 0.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ImageData(pl.LightningDataModule):
         workers: int = 2,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        image_size: NonNegativeInt | list[int] | str | None = None,  # int would accept 0x10 for 16
+        image_size: NonNegativeInt | list[int] | str | None = None,  # `int` would parse 0x10 as 16
         resize: str = "crop",
         channels: int | None = None,
         num_classes: int | None = None,
@@ -119,9 +120,16 @@ class ImageData(pl.LightningDataModule):
         check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.dataset, self.batch_size, self.eval_batch_size = dataset, batch_size, eval_batch_size
-        self.seed, self.shuffle, self.sampling, self.workers = seed, shuffle, sampling, workers
-        self.skip_easy, self.skip_from, self.resolutions = skip_easy, skip_from, resolutions or {}
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.sampling = sampling
+        self.skip_easy = skip_easy
+        self.skip_from = skip_from
+        self.resolutions = resolutions or {}
+        self.workers = workers
         self.settings = SourceSettings(
             root=root,
             url=url,
@@ -142,14 +150,9 @@ class ImageData(pl.LightningDataModule):
         self.parts = SplitImages(dataset, self.settings, val_size=val_size, folds=folds, fold=fold)
         self.placement = Placement(self.parts, placement)
         self.preprocessing = Preprocessing(
-            self.parts,
-            mean=mean,
-            std=std,
-            augmentation=self.device_augmentation,
-            resolutions=resolutions,
-            seed=seed,
+            self.parts, mean=mean, std=std, augmentation=self.device_augmentation, resolutions=resolutions, seed=seed
         )
-        self.last_losses: LastLosses | None = None  # of the current fit, if `skip_easy` needs them
+        self.last_losses: LastLosses | None = None  # set during a fit with `skip_easy`
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
 
@@ -157,17 +160,17 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def train_images(self) -> ImageSet:
-        """All images to train and validate on; with `folds` also those to test on."""
+        """Training and validation images (loaded on first access). With `folds`, also the test images."""
         return self.parts.train_images
 
     @property
     def test_images(self) -> ImageSet:
-        """All test images."""
+        """Test images (loaded on first access)."""
         return self.parts.test_images
 
     @property
     def split(self) -> tuple[Tensor, Tensor]:
-        """Rows of `train_images` to train and to validate on, both int64."""
+        """Rows of `train_images` for training and for validation, both int64."""
         return self.parts.split
 
     @property
@@ -187,12 +190,12 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def input_shape(self) -> list[int]:
-        """Channels, height and width of the images."""
+        """Channels, height and width of an image."""
         return self.train_images.input_shape
 
     @property
     def statistics(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of each channel that images are normalised with."""
+        """Mean and standard deviation of each channel, used to normalise images."""
         return self.preprocessing.statistics
 
     @property
@@ -206,11 +209,11 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether training images stay in their file, and worker processes read them ahead of the training."""
+        """Whether worker processes prefetch the training images from their file."""
         return self.placed("train")[1] == "host"
 
     def plain_images(self, count: int) -> Tensor:
-        """Return training images at equal distances, normalised but not augmented: float32 (count, C, H, W)."""
+        """Return evenly spaced training images, normalised but not augmented: float32 (count, C, H, W)."""
         images, _ = self.placed("train")
         rows = spread_rows(self.split[0], count).to(images.images.device)
         return self.preprocessing.normalise(images.take(rows))
@@ -218,7 +221,7 @@ class ImageData(pl.LightningDataModule):
     # ---- loaders
 
     def setup(self, stage: str) -> None:
-        """Reset the state of an earlier fit, and warn about too few images."""
+        """Reset the state of an earlier fit and warn about small classes."""
         if stage != "fit":
             return
         self.parts.warn_of_few_images()
@@ -230,16 +233,15 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def train_loader(self) -> TrainLoader:
-        """The training loader of the current fit, made on first access."""
+        """Training loader of the current fit, created on first access."""
         return self._train_loader or self.train_dataloader()
 
     def train_dataloader(self) -> TrainLoader:
-        """Make the training loader of this device."""
+        """Create the training loader of this rank."""
         self.preprocessing.check()
         if self.device_augmentation and self.device_augmentation.mixes and not self._share["weighted"]:
-            raise UsageError(
-                "data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier"
-            )
+            fault = "data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier"
+            raise UsageError(f"{fault}: use one, or remove them")
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {
@@ -256,8 +258,9 @@ class ImageData(pl.LightningDataModule):
         }
         if self.last_losses:
             begin = first_hard_batch(self.skip_from, self._length)
-            rounds: dict[str, Any] = {"losses": self.last_losses, "skip_easy": self.skip_easy, "skip_from": begin}
-            self._train_loader = HardRoundsLoader(**settings, **rounds)
+            self._train_loader = HardRoundsLoader(
+                **settings, losses=self.last_losses, skip_easy=self.skip_easy, skip_from=begin
+            )
         else:
             self._train_loader = TrainLoader(**settings)
         if self._resumed is not None:
@@ -265,12 +268,12 @@ class ImageData(pl.LightningDataModule):
         return self._train_loader
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        """Make the validation loader of this device; an empty list if there are no validation images."""
+        """Create the validation loader of this rank, or an empty list if there are no validation images."""
         loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._share)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
-        """Make the loader of this device's part of the test images."""
+        """Create the loader of this rank's test batches."""
         rows = torch.arange(len(self.test_images))
         return EvalLoader(self.placed("test")[0], rows, self.eval_batch_size, **self._share)
 
@@ -278,11 +281,11 @@ class ImageData(pl.LightningDataModule):
 
     @property
     def _share(self) -> dict[str, Any]:
-        """Arguments of loaders: number of this device, number of devices, and whether the model weighs batches."""
+        """Arguments of loaders: rank, world size, and whether the model uses `Batch.loss_weight`."""
         if not self.trainer:
             return {"rank": 0, "world": 1, "weighted": True}
         module = self.trainer.lightning_module
-        # ImageClassifier uses `Batch.loss_weight` and ignores `PADDING`; other modules know neither.
+        # ImageClassifier uses `Batch.loss_weight` and ignores `PADDING`. Other modules do neither.
         weighted = module is None or getattr(module, "weighs_batches", False)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
@@ -295,21 +298,21 @@ class ImageData(pl.LightningDataModule):
     # ---- batches on the device
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment, scale and normalise training batches; normalise all others."""
+        """Augment, resize and normalise a training batch; normalise any other."""
         trainer = self.trainer
         if trainer and trainer.training:
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return self.preprocessing.eval_batch(batch)
 
     def side(self, epoch: int) -> int | None:
-        """Return the side that training images are scaled to in an epoch, None for their own size."""
+        """Return the side in pixels that training images are scaled to in an epoch, None for full size."""
         return self.preprocessing.side(epoch, self.epochs) if self.resolutions else None
 
     # ---- length and position of a fit
 
     @property
     def epochs(self) -> int | None:
-        """Number of epochs of the fit, by its epochs or its steps; None if it has no end."""
+        """Number of epochs of the fit, from its limits of epochs and steps; None if it has none."""
         return self._length.epochs
 
     @property
@@ -318,10 +321,10 @@ class ImageData(pl.LightningDataModule):
         return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, counted in batches of the size that is saved with it.
+        """Return the position in the epoch, in batches, with the batch size.
 
-        Lightning does not restore the loader's own state if a schedule asks for the length of the fit: the loaders are
-        then set up before the checkpoint is read.
+        The state of the loader itself is not enough. If a schedule needs the length of the fit, Lightning sets up the
+        loaders before it reads the checkpoint, and does not restore them.
         """
         loader = self._train_loader
         if loader is None:
@@ -332,7 +335,7 @@ class ImageData(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at a saved position. Raise UsageError if it counts batches of another size."""
         self._resumed = state_dict or None
-        size, position = state_dict.get("batch_size", self.batch_size), state_dict.get("position", 0)
-        if size != self.batch_size and 0 < position < count_batches(len(self.split[0]), size):
-            stopped = f"this run was stopped in the middle of an epoch of batches of {size}"
-            raise UsageError(f"{stopped}: leave --batch-size at that")
+        size = state_dict.get("batch_size", self.batch_size)
+        if size != self.batch_size and 0 < state_dict.get("position", 0) < count_batches(len(self.split[0]), size):
+            fault = f"this run stopped in the middle of an epoch with batches of {size}"
+            raise UsageError(f"{fault}: leave --batch-size at {size}")

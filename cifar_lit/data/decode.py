@@ -1,4 +1,4 @@
-"""Image files to uint8 arrays. Imports neither torch nor lightning: decoding processes import this file only."""
+"""Decode image files to uint8 arrays. It imports neither torch nor Lightning: decoding processes import this module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -26,61 +27,63 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
 from cifar_lit.hardware import core_count
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
-from cifar_lit.text import printable
+from cifar_lit.text import natural_key, printable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".jpe",
-    ".jfif",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".gif",
-)  # of what is taken for an image in folders
+# Images in folders. Files with other suffixes are ignored.
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
 MISSING = "missing: there is no such file"
-MAX_FILE_BYTES = 1 << 29  # bytes; more than a BMP of as many pixels as Pillow takes has
-MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once (a large JPEG is unpacked smaller); with alpha, each takes 12 bytes
-# Pillow unpacks WebP, also a still picture, by way of two frames of an animation: 22 bytes a pixel.
+MAX_FILE_BYTES = 1 << 29  # more than a BMP of the largest size that Pillow accepts
+MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once, at up to 12 bytes each; a large JPEG is unpacked at a smaller scale
+# Pillow unpacks WebP, also a still image, through two frames of an animation: 22 bytes per pixel.
 MAX_WEBP_PIXELS = MAX_UNPACKED_PIXELS // 2
-# A JPEG in several scans is held as a whole, at 6 bytes a pixel or more, and each scan goes over all of it.
+# A JPEG with several scans is held in memory at 6 bytes per pixel or more, and each scan passes over all pixels.
 MAX_SCANS = 100  # encoders write about 10
 MAX_SCANNED_PIXELS = 1 << 31  # scans × pixels
 MAX_BUFFERED_PIXELS = 1 << 26
-MAX_SEGMENTS = 400  # of a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
-MAX_PARTS = 10_000  # chunks of a PNG or WebP or blocks before a GIF's image, and one more per 1,000 bytes
+MAX_SEGMENTS = 400  # in a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
+MAX_PARTS = 10_000  # chunks of a PNG or WebP, or blocks before a GIF's image, plus one per 1,000 bytes
 MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
 MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
-# A segment with a length, or the end of the image. Pillow reads no length after C8 and F0 to FD, and libjpeg refuses them.
+# A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
-_OTHER_FORMATS = {  # that people have images in, by their first bytes or by those from the fifth on
+_OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
     b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
-    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC", b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC",
+    b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
-RESIZES = {  # by which an image of other proportions gets a size
-    "crop": "scaled until it covers the size, and cut to its middle",
-    "letterbox": "scaled as a whole to fit into the size, and grey (128) around it",
-    "squash": "scaled to the size, without regard to its proportions",
+RESIZES = {  # ways to resize an image of other proportions
+    "crop": "scaled to cover the size, and cut to its middle",
+    "letterbox": "scaled to fit into the size, with grey (128) borders",
+    "squash": "scaled to the size, ignoring its proportions",
 }
-_PLAIN_REASONS = {  # for what Pillow says, by a part of it
+_PLAIN_REASONS = {  # by a part of Pillow's message
     "truncated": "cut short",
     "decoder object": "damaged or cut short",
     "max_text": "more packed text than belongs to an image",
 }
 _UPRIGHT = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
-Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in a row; {position: reason} of the others
+Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; {position: reason} of the others
+
+
+class Preparation(NamedTuple):
+    """The form that images are brought into: size (H, W), channels (3 for RGB, 1 for grey), and one of `RESIZES`."""
+
+    size: tuple[int, int]
+    channels: int = 3
+    resize: str = "crop"
 
 
 class DecodeError(Failure):
-    """An image that cannot be decoded as a whole; `reason` says why in a few words, without the name."""
+    """An image that cannot be decoded. `reason` says why in a few words, without the name."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -91,27 +94,35 @@ class DecodeError(Failure):
 
 
 class SizesDiffer(ValueError):
-    """An image is not of the size that all were expected to be of."""
+    """An image has another size than all images were expected to have."""
 
 
 def decode(
     source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
 ) -> np.ndarray:
-    """The image in a JPEG, PNG, WebP, BMP or GIF (its first frame) as uint8 (H, W, channels), upright by its EXIF orientation.
+    """Decode a JPEG, PNG, WebP, BMP or GIF (its first frame), upright according to its EXIF orientation.
 
-    size: (H, W) to scale to (bicubic, antialiased), None for the image's own.
-    channels: 3 for RGB, 1 for grey. Transparent parts become white; 16-bit grey is scaled to 8 bits.
-    resize: one of `RESIZES`.
+    Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
-    Raises DecodeError for what is no image, damaged, cut short (never a half-grey picture), or above `pixel_limit`.
+    Args:
+        source: path or open file.
+        size: (H, W) to scale to (bicubic, antialiased); None for the image's own.
+        channels: 3 for RGB, 1 for grey.
+        resize: one of `RESIZES`.
+
+    Returns:
+        uint8 (H, W, channels).
+
+    Raises:
+        DecodeError: the file is no image, damaged, cut short (never a half-grey image), or larger than `pixel_limit`.
     """
     with _decode_errors(source):
-        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
+        data = _read(source)
         image = _open(data)
         _refuse_cut(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
-            width, height = _part((size[1], size[0]), image.size, resize, turned=_orientation(image) >= 5)
-            image.draft(None, (2 * width, 2 * height))  # decoded smaller, yet no less than twice what it is scaled to
+            width, height = _scaled_size(size[::-1], image.size, resize, turned=_orientation(image) >= 5)
+            image.draft(None, (2 * width, 2 * height))  # decode at a smaller scale, at least twice the final size
         most = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
         if image.width * image.height > most:
             raise OSError(f"more than {most:,} pixels to unpack: save it smaller")
@@ -122,9 +133,9 @@ def decode(
 def pixels_of(
     image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
 ) -> np.ndarray:
-    """A picture of Pillow's, of any mode, as uint8 (H, W, channels), by the steps that `decode` takes with a file.
+    """Return a PIL image of any mode as uint8 (H, W, channels), by the same steps as `decode`.
 
-    Pixels of mode F must lie in 0 … 1. Raises DecodeError for others, and where the picture's file cannot be read.
+    Pixels of mode F must be in 0 … 1. Raise DecodeError for others, and if the image's file cannot be read.
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
@@ -133,7 +144,7 @@ def pixels_of(
 
 @contextmanager
 def pixel_limit(pixels: int) -> Iterator[None]:
-    """Within, images of at most so many pixels are decoded, here and in decoding processes that are started meanwhile."""
+    """Limit the pixels of decoded images within the context, also in decoding processes that are started in it."""
     previous = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = pixels
     try:
@@ -145,33 +156,48 @@ def pixel_limit(pixels: int) -> Iterator[None]:
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
     """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
     with _decode_errors(source):
-        image = _open(read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read())
+        image = _open(_read(source))
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
-def walk(folder: str, visible: Callable[[str], Sequence[os.DirEntry[str]]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder and of all folders below it, depth first, in the order that `visible` gives.
+def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder in natural order, without hidden ones and the __MACOSX of zip files.
 
-    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every level
-    would otherwise take 2^levels visits, and a link to a folder above would never end.
+    If the folder cannot be read and `on_error` does not raise, return no entries.
+    """
+    visible: list[os.DirEntry[str]] = []
+    try:
+        with os.scandir(folder) as entries:
+            visible += (entry for entry in entries if not entry.name.startswith((".", "__MACOSX")))
+    except OSError as error:
+        on_error(error)
+    return sorted(visible, key=lambda entry: natural_key(entry.name))
+
+
+def walk(folder: str, on_error: Callable[[OSError], object]) -> Iterator[os.DirEntry[str]]:
+    """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
+
+    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every
+    level would otherwise take 2^levels visits, and a link to a folder above would never end. `on_error` is called for
+    each folder that cannot be read.
     """
     visited: set[tuple[int, int]] = set()
+    stack: list[os.DirEntry[str]] = []
 
     def enter(path: str) -> bool:
         """Return whether a folder is new, and put its entries on the stack."""
-        with suppress(OSError):  # `visible` meets the error again, and handles it
+        with suppress(OSError):  # reading the folder raises it again
             status = os.stat(path)
             if (status.st_dev, status.st_ino) in visited:
                 return False
             visited.add((status.st_dev, status.st_ino))
-        left.extend(reversed(visible(path)))
+        stack.extend(reversed(visible_entries(path, on_error)))
         return True
 
-    left: list[os.DirEntry[str]] = []
     enter(folder)
-    while left:
-        entry = left.pop()
+    while stack:
+        entry = stack.pop()
         if not is_folder(entry) or enter(entry.path):
             yield entry
 
@@ -184,12 +210,11 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def decode_files(
-    paths: Sequence[str], size: tuple[int, int], channels: int, resize: str = "crop", all_of_size: bool = False
-) -> Pixels:
-    """Decodes many files to `size`; with `all_of_size` nothing is scaled, and an image of another size raises SizesDiffer."""
+def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bool = False) -> Pixels:
+    """Decode many files. With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer."""
     pixels: list[bytes] = []
     bad: dict[int, str] = {}
+    size, channels, resize = preparation
     for position, path in enumerate(paths):
         try:
             image = decode(path, None if all_of_size else size, channels, resize)
@@ -203,18 +228,18 @@ def decode_files(
 
 
 def decode_chunks(
-    work: Callable[[Sequence[str]], Pixels], chunks: Sequence[Sequence[str]], all_cores: bool
+    chunks: Sequence[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
 ) -> Iterator[Pixels]:
-    """`work` (a `decode_files` with its settings) of each chunk of paths in order, with `all_cores` in a process a core."""
+    """Yield the result of `decode_files` for each chunk of paths, in order. all_cores: use a process per core."""
+    work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
     cores = core_count()
     if not all_cores or cores == 1:
         yield from map(work, chunks)
         return
     workers = min(cores, len(chunks), 32)
     start_resource_tracker()
-    pool = ProcessPoolExecutor(
-        workers, get_context("spawn"), initializer=start_worker, initargs=(Image.MAX_IMAGE_PIXELS,)
-    )
+    limit = Image.MAX_IMAGE_PIXELS
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(limit,))
     ahead: deque[Future[Pixels]] = deque()
     try:
         for chunk in chunks:
@@ -228,7 +253,7 @@ def decode_chunks(
 
 
 def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Submits with the main script out of sight: a spawned process would run it again, and import all of torch with it."""
+    """Submit a call with `__main__` hidden. Otherwise a spawned process would import the main script, and torch."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -238,7 +263,7 @@ def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *
 
 
 def start_worker(pixel_limit: int | None) -> None:
-    """Set up a decoding process: Pillow's limit of the parent; the parent answers signals; its end ends this process."""
+    """Set up a decoding process with the parent's pixel limit. It ignores Ctrl-C, and ends when the parent ends."""
     Image.MAX_IMAGE_PIXELS = pixel_limit
     ignore_stop_signals(but={signal.SIGTERM})  # the parent ends its workers with it
     parent = parent_process()
@@ -246,9 +271,13 @@ def start_worker(pixel_limit: int | None) -> None:
 
         def end_with_parent() -> None:
             parent.join()
-            os._exit(1)  # a killed parent would otherwise leave its workers waiting for ever
+            os._exit(1)  # a killed parent would otherwise leave its workers waiting forever
 
         threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _read(source: str | Path | BinaryIO) -> bytes:
+    return read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
 
 
 def _open(data: bytes) -> Image.Image:
@@ -317,12 +346,12 @@ def _parts(data: bytes) -> Iterator[int]:
 
 
 def _refuse_cut(data: bytes, file_format: str | None) -> None:
-    """Refuses files whose end was never written and is filled with zeros, which decoders take for grey pixels.
+    """Raise OSError if the end of a file was never written and is filled with zeros. Decoders would return grey pixels.
 
-    Files that simply stop are refused by Pillow itself.
+    Pillow itself refuses files that simply stop.
     """
     if file_format in ("JPEG", "MPO"):
-        place = 2  # over the segments to the first scan: behind the image other data may follow, such as a phone's film
+        place = 2  # skip the segments up to the first scan; other data may follow the image, such as a phone's film
         while data[place : place + 1] == b"\xff" and data[place + 1 : place + 2] != b"\xda":
             length = int.from_bytes(data[place + 2 : place + 4], "big")
             place += 1 if data[place + 1 : place + 2] == b"\xff" else 2 + length
@@ -336,11 +365,7 @@ def _refuse_cut(data: bytes, file_format: str | None) -> None:
 
 
 def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int, resize: str) -> np.ndarray:
-    """A loaded image as uint8 (H, W, channels), upright and of `size`."""
-    if channels not in (1, 3):
-        raise ValueError(f"channels must be 1 or 3, not {channels}")
-    if resize not in RESIZES:
-        raise ValueError(f"resize must be one of {', '.join(RESIZES)}, not {resize!r}")
+    """Return a loaded image as uint8 (H, W, channels), upright and resized."""
     orientation = _orientation(image)
     image = _as_mode(image, "RGB" if channels == 3 else "L")
     if orientation != 1:
@@ -352,29 +377,30 @@ def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int, re
 
 
 def _resized(image: Image.Image, size: tuple[int, int], resize: str) -> Image.Image:
-    """An image scaled to `size` (width, height) by one of `RESIZES`."""
-    (width, height), box = size, (0.0, 0.0, float(image.width), float(image.height))
+    """Return an image resized to `size` (width, height) by one of `RESIZES`."""
+    width, height = size
+    box = (0.0, 0.0, float(image.width), float(image.height))
     if resize == "crop":
         scale = max(width / image.width, height / image.height)
         left = max((image.width - width / scale) / 2, 0.0)
         top = max((image.height - height / scale) / 2, 0.0)
-        box = (left, top, image.width - left, image.height - top)  # thin images are not blown up on the way
-    part = _part(size, image.size, resize)
+        box = (left, top, image.width - left, image.height - top)  # cut first: thin images would become very large
+    part = _scaled_size(size, image.size, resize)
     scaled = image.resize(part, Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     if part == size:
         return scaled
-    # Grey whatever the data: normalised, it is near the 0 that convolutions pad with, and no edge as black and white would be.
-    whole = Image.new(image.mode, size, "grey")
-    whole.paste(scaled, (round((width - part[0]) / 2), round((height - part[1]) / 2)))
-    return whole
+    # After normalisation, grey is close to the zeros that convolutions pad with. Black or white would add edges.
+    canvas = Image.new(image.mode, size, "grey")
+    canvas.paste(scaled, (round((width - part[0]) / 2), round((height - part[1]) / 2)))
+    return canvas
 
 
-def _part(size: tuple[int, int], image: tuple[int, int], resize: str, turned: bool = False) -> tuple[int, int]:
-    """The part of `size` that an image is scaled to, all of them (width, height); `turned`, as it lies in a file on its side."""
+def _scaled_size(size: tuple[int, int], image: tuple[int, int], resize: str, turned: bool = False) -> tuple[int, int]:
+    """Return the (width, height) that an image is scaled to within `size`. turned: the file stores it on its side."""
     width, height = size[::-1] if turned else size
     if resize != "letterbox":
         return width, height
-    if image[0] * height > image[1] * width:  # as Pillow's ImageOps.contain rounds, yet never to nothing
+    if image[0] * height > image[1] * width:  # rounded like Pillow's ImageOps.contain, but at least 1
         return width, max(round(image[1] / image[0] * width), 1)
     return max(round(image[0] / image[1] * height), 1), height
 
@@ -384,13 +410,13 @@ def _orientation(image: Image.Image) -> int:
         return 1
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged EXIF says nothing about the pixels
+    except Exception:  # the EXIF is damaged; the pixels may be intact
         return 1
     return orientation if orientation in _UPRIGHT else 1
 
 
 def _as_mode(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey: "I;16", or "I" from older Pillows, which convert() would clip at 255
+    if image.mode.startswith("I"):  # 16-bit grey; convert() would clip it at 255
         grey = np.clip(np.array(image), 0, 65535 - 128).astype(np.uint16)
         image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
@@ -408,7 +434,7 @@ def _as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 @contextmanager
 def _decode_errors(source: object) -> Iterator[None]:
-    """Turns whatever goes wrong in reading `source` into a DecodeError; Pillow has no closed list of what it raises."""
+    """Raise every error in reading `source` as a DecodeError. Pillow does not document all that it raises."""
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the image"))
     try:
         with warnings.catch_warnings():

@@ -8,34 +8,34 @@ from typing import Any, NamedTuple
 def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
     """Return the number of training batches of an epoch.
 
-    A last batch with fewer than 2 images for each part is dropped, unless it is the only batch.
+    A last batch with fewer than 2 images per part is dropped, unless it is the only batch.
 
     Args:
         images: number of training images.
-        batch_size: images of a global batch.
-        parts: number of devices that must all get images of every batch.
+        batch_size: images per global batch.
+        parts: number of devices that all need images of every batch.
     """
-    full, rest = divmod(images, batch_size)
-    return full + (rest >= 2 * parts or full == 0)
+    full, remaining = divmod(images, batch_size)
+    return full + (remaining >= 2 * parts or full == 0)
 
 
 class FitLength(NamedTuple):
-    """Number of batches of an epoch, at least 1, and of the whole fit, None if it has no end."""
+    """Number of batches of an epoch, at least 1, and of the whole fit, None if unlimited."""
 
     epoch: int
     total: int | None
 
     @property
     def epochs(self) -> int | None:
-        """Number of epochs, the last of which may be cut short; None if the fit has no end."""
+        """Number of epochs, the last one possibly incomplete; None if unlimited."""
         return None if self.total is None else -(-self.total // self.epoch)
 
 
 def fit_length(trainer: Any, batches: int) -> FitLength:
-    """Return the length of a fit by the Trainer's limits of batches, epochs and steps.
+    """Return the length of a fit from the Trainer's limits of batches, epochs and steps.
 
     Args:
-        trainer: a Trainer, or None for a fit without limits.
+        trainer: a Trainer, or None for no limits.
         batches: number of batches of the training loader.
     """
     if trainer is None:

@@ -1,4 +1,4 @@
-"""One's own images: `ROOT/train/<class>/…` and `ROOT/test/<class>/…`, `ROOT/<class>/…` split by a seed, or a table of files."""
+"""Own images: `ROOT/train/<class>/…` and `ROOT/test/<class>/…`, `ROOT/<class>/…` split by seed, or a table of files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
-from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, walk
+from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, visible_entries, walk
 from cifar_lit.data.image_set import ImageSet, check_class_names
-from cifar_lit.data.image_size import ImageSize, parse_image_size
+from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.data.progress import note_once
+from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.data.table import read_table
@@ -32,7 +34,7 @@ PARTS = {
     "valid": "val",
     "validation": "val",
     "test": "test",
-}  # by what a table calls them
+}  # by their names in tables
 
 Tree = dict[str, list[File]]  # the files of each class, both sorted
 
@@ -41,71 +43,58 @@ Tree = dict[str, list[File]]  # the files of each class, both sorted
 class Listing:
     """The image files of a data set.
 
-    parts: train, then val or valid where there is one, then test where the former is not that too; or only `all`, of which the
-        test images are to be drawn. All have the same classes; in some, those behind train may be empty.
-    groups: names of groups that no split may part, by path.
+    parts: train, then val and test if they exist; or only `all`, from which the test images are to be drawn. All have
+        the same classes; in all but train, a class may be empty.
+    groups: group by path, for files that must be on the same side of a split.
     """
 
     parts: dict[str, Tree]
     groups: Mapping[str, str] = field(default_factory=dict)
 
 
-def folder(
-    root: Path,
-    train: bool,
-    *,
-    image_size: ImageSize | None = None,
-    channels: int = 3,
-    test_size: float | None = 0.2,
-    split_seed: int = 0,
-    skip_bad: bool = False,
-    cache_dir: Path | None = None,
-    resize: str = "crop",
-    group: str | None = None,
-) -> ImageSet:
-    """The train or test images below `root` (JPEG, PNG, WebP, BMP, GIF's first frame; any mode and size).
+def folder(settings: SourceSettings, train: bool) -> ImageSet:
+    """Return the training or test images of a folder or a table, see `list_table`.
 
-    Classes are the sorted names of the class folders, whose subfolders are searched too; hidden files are not seen. Where there
-    is a ROOT/val or ROOT/valid beside ROOT/train, its images follow those of train, as `val_rows`, and are the test images
-    too if there is no ROOT/test. The images are mapped from the cache, so they may be more than fit into memory.
+    Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The
+    images of ROOT/val or ROOT/valid follow those of ROOT/train, as `val_rows`; without ROOT/test they are also the test
+    images. Images are memory-mapped from the cache, so they may exceed the memory.
 
-    Near-duplicates are kept on one side of a split that is drawn; where they are on both sides of one's own, a line says so.
+    A drawn split keeps near-duplicates on one side. For a given split, a line reports near-duplicates across its sides.
 
     Args:
-        root: the folder, or a table, see `list_table`.
-        train: whether the training images are meant.
-        image_size: what all images are scaled to; None keeps their own size (H, W) when all agree and it is at most 64,
-            else squares of 32.
-        channels: 3 (RGB) or 1 (grey).
-        test_size: where ROOT has no train/ and test/, the share of each class that is for testing; None for none of them.
-        split_seed: chooses that share; the choice depends on nothing else but the paths below ROOT, groups and near-duplicates.
-        skip_bad: leave damaged and missing images out, and say how many, instead of failing.
-        cache_dir: where the decoded images are kept for the next time; see `default_cache_dir`.
-        resize: how images of other proportions get that size, one of `decode.RESIZES`.
-        group: of a table, the column of groups.
+        settings: `root` is the folder or table. Without train/ and test/, `test_size` of each class is drawn for
+            testing, as a function of `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
+            nothing.
+        train: whether to return the training images.
 
     Raises:
-        UsageError: for a folder or table that is not laid out as said.
-        Failure: for damaged images and for a disk that is full.
+        UsageError: the settings are invalid, or the folder or table has another layout.
+        Failure: images are damaged (unless `skip_bad`), or the disk is full.
     """
+    if settings.root is None:
+        layout = "a table, or a folder with train/<class>/… and test/<class>/…"
+        raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
+    root, test_size, channels = settings.path, settings.test_size, settings.channels or 3
     if test_size is not None and not 0 < test_size < 1:
         raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
-    size = None if image_size is None else parse_image_size(image_size)
+    size = None if settings.image_size is None else parse_image_size(settings.image_size)
     if channels not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
-    if group is not None and not is_table:
-        raise UsageError(
-            f"data.group names a column of a table, and {root} is none: list the images in one, a row an image"
-        )
-    listing, where = (list_table(root, group, skip_bad), f"of {root}") if is_table else (scan(root), f"below {root}")
+    if settings.group is not None and not is_table:
+        raise UsageError(f"data.group names a column of a table, but {root} is no table: list the images in one")
+    listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
+    where = f"of {root}" if is_table else f"below {root}"
+    classes = tuple(next(iter(listing.parts.values())))
+    if settings.num_classes not in (None, len(classes)):
+        raise UsageError(f"{root} has {len(classes)} classes, not {settings.num_classes}: leave data.num_classes out")
 
     def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
         if "all" not in listing.parts:
             return listing.parts
         if test_size is None:
             return {"train": listing.parts["all"]}
-        return draw_test(listing.parts["all"], listing.groups, duplicates, test_size, split_seed, where)
+        return draw_test(listing.parts["all"], listing.groups, duplicates, test_size, settings.split_seed, where)
 
     parts = parts_by([])
     files = files_of(parts)
@@ -113,18 +102,20 @@ def folder(
     def arrange(duplicates: Duplicates) -> list[File]:
         return files_of(parts_by(duplicates)) if duplicates else files
 
-    images, bad, duplicates = decoded(root, files, arrange, size, channels, cache_dir, resize)
-    if bad and not skip_bad:
+    images, bad, duplicates = decoded(root, files, arrange, size, channels, settings.resize, settings.cache_path)
+    if bad and not settings.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_listed(bad)}"
-        raise Failure(f"{faults}; mend or remove them, or go on without with --data.skip_bad true")
+        raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
     if duplicates:
         parts = parts_by(duplicates)
-        _tell_duplicates(parts, duplicates, where)
+        _report_duplicates(parts, duplicates, where)
 
     if train and test_size is not None and len(parts) > 1 and "test" not in parts:
-        lacking = "no test images but those to validate on, by which the best epoch is chosen"
-        note_once(f"{root}: {lacking}: the score may be too good; --folds 5 tests on others")
-    chosen = [part for part in parts if part != "test"] if train else [*parts][-1:]
+        note_once(
+            f"{root}: no test images except the validation images, which select the best epoch: "
+            "the score may be too good; --folds 5 tests on other images"
+        )
+    used = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}
     for part, tree in parts.items():
         left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
@@ -134,39 +125,39 @@ def folder(
         labels[part] = [
             label for label, members in enumerate(tree.values()) for file in members if file.path not in bad
         ]
-        if left_out and part in chosen:
-            of = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(left_out):,} of {of} are {_fault(left_out)} and left out: {_listed(left_out)}")
-    chosen_labels = torch.tensor([label for part in chosen for label in labels[part]], dtype=torch.int64)
-    count = len(chosen_labels)
+        if left_out and part in used:
+            total = f"{sum(map(len, tree.values())):,} {part} images {where}"
+            note_once(f"{len(left_out):,} of {total} are {_fault(left_out)} and left out: {_listed(left_out)}")
+    used_labels = torch.tensor([label for part in used for label in labels[part]], dtype=torch.int64)
+    count = len(used_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
-    val_rows = range(len(labels["train"]), count) if train and len(chosen) > 1 else None
-    paths = [file.path for file in files_of({part: parts[part] for part in chosen}) if file.path not in bad]
+    val_rows = range(len(labels["train"]), count) if train and len(used) > 1 else None
+    paths = [file.path for file in files_of({part: parts[part] for part in used}) if file.path not in bad]
     groups = group_files(paths, listing.groups, duplicates)
-    together = None if groups is None else torch.from_numpy(groups)
-    return ImageSet(pixels, chosen_labels, tuple(parts["train"]), val_rows, mapped=True, groups=together, names=paths)
+    group_rows = None if groups is None else torch.from_numpy(groups)
+    return ImageSet(pixels, used_labels, classes, val_rows, mapped=True, groups=group_rows, names=paths)
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:
-    """The files of parts in the order of their rows."""
+    """Return the files of parts in the order of their rows."""
     return [file for tree in parts.values() for members in tree.values() for file in members]
 
 
 def draw_test(
     tree: Tree, groups: Mapping[str, str], duplicates: Duplicates, test_size: float, split_seed: int, where: str
 ) -> dict[str, Tree]:
-    """`tree` as train and test: `test_size` of each class is drawn for the test, of groups and near-duplicates all or none.
+    """Split `tree` into train and test. `test_size` of each class is drawn; groups and near-duplicates stay together.
 
-    Raises UsageError where none is left to test with.
+    Raise UsageError if no image can be spared for testing.
     """
     files = files_of({"all": tree})
     counts = np.array([len(members) for members in tree.values()])
     labels = np.repeat(np.arange(len(counts)), counts)
-    # the order of a hash is the same with every library and machine
+    # Order by hash: it is the same with every library and machine.
     digests = [sha256(os.fsencode(f"{split_seed}/{file.path}")).digest() for file in files]
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
-    # one at least on either side, where it has two
+    # A class with two images or more has at least one on each side.
     sizes = np.array([min(max(round(count * test_size), 1), count - 1) for count in counts.tolist()])
     tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
     if not tests.any():
@@ -178,52 +169,50 @@ def draw_test(
     return parts
 
 
-def _tell_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
-    """Says how many near-duplicates there are; of one's own split, how many held-out images are some of training images."""
+def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
+    """Report the number of near-duplicates, or of held-out images that are near-duplicates of training images."""
     part_of = {file.path: part for part, tree in parts.items() for members in tree.values() for file in members}
     across: list[tuple[str, str]] = []
     for paths in duplicates:
         trained = [path for path in paths if part_of.get(path) == "train"]
         across += [(path, trained[0]) for path in paths if trained and part_of.get(path, "train") != "train"]
-    kind = "near-duplicates (the same but for scaling, encoding, a slight crop or brightness)"
+    kind = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"
         note_once(
             f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good"
         )
     else:
-        of = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
-        note_once(f"{of} are {kind} of each other: such are kept on one side of a split")
+        count = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
+        note_once(f"{count} are {kind} of each other: they are kept on one side of a split")
 
 
 def scan(root: Path) -> Listing:
-    """The image files below a folder; raises UsageError when `root` is not laid out as a data set."""
+    """Return the image files below a folder. Raise UsageError if `root` has not the layout of a data set."""
     if not root.is_dir():
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
-    level = {entry.name: entry for entry in _visible(str(root)) if is_folder(entry)}
+    level = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
     others = [name for name in level if name not in ("train", "test")]
-    named = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name].path))]
-    if named:
+    parts_here = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name]))]
+    if parts_here:
         val = [name for name in ("val", "valid", "validation") if name in others][:1]
-        others = [name for name in level if name not in (*named, *val)]
-        if "train" not in named or len(named + val) == 1:
-            missing = "test" if "train" in named else "train"
+        others = [name for name in level if name not in (*parts_here, *val)]
+        if "train" not in parts_here or len(parts_here + val) == 1:
+            missing = "test" if "train" in parts_here else "train"
             hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
-            raise UsageError(f"{root} has {named[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
-        names: list[str] = ["train", *val, *named[1:]]
+            raise UsageError(f"{root} has {parts_here[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
+        names: list[str] = ["train", *val, *parts_here[1:]]
         if others:
             note_once(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
         parts = {name: _tree(root / name, f"{name}/", ignored) for name in names}
         for name in names[1:]:
-            only = {
-                part: sorted(parts[part].keys() - parts[other].keys())
-                for part, other in (("train", name), (name, "train"))
-            }
-            if any(only.values()):
+            if parts[name].keys() != parts["train"].keys():
                 differences = " and ".join(
-                    f"{part}/ alone has {_listed(classes)}" for part, classes in only.items() if classes
+                    f"{part}/ alone has {_listed(sorted(only))}"
+                    for part, other in (("train", name), (name, "train"))
+                    if (only := parts[part].keys() - parts[other].keys())
                 )
                 raise UsageError(f"the classes below {root} differ: {differences}; both need a folder for every class")
     else:
@@ -236,18 +225,19 @@ def scan(root: Path) -> Listing:
 
 
 def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
-    """The image files that a table lists, see `read_table`; their paths are absolute, or count from the table's folder.
+    """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
 
-    Labels are names, sorted by value where all are whole numbers. A split column holds words of `PARTS` in any case; val is the
-    test set too where there is none. Without the column, test images are drawn.
+    Labels are names, sorted by value if all are whole numbers. A split column holds words of `PARTS`, in upper or lower
+    case; without test rows, val is also the test set. Without the column, test images are drawn.
 
     Raises:
-        UsageError: for a table that cannot be meant, and for files that are not there unless `skip_bad`.
+        UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
-    folder, rows = f"{table.parent}", dict[str, tuple[str, str, str]]()  # label, part and group by path
+    folder = str(table.parent)
+    rows: dict[str, tuple[str, str, str]] = {}  # label, part and group by path
     files: list[File] = []
     missing: list[str] = []
-    sides: dict[str, str] = {}  # of groups
+    part_of_group: dict[str, str] = {}
     repeated = 0
     for number, path, label, split, group_name in read_table(table, group):
         part, fault = split and PARTS.get(split.lower(), "none"), ""
@@ -255,15 +245,14 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
             fault = f"split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}"
         elif path in rows:
             repeated += 1
-            for what, above, here in zip(
-                ("label", "split", "group"), rows[path], (label, part, group_name), strict=True
-            ):
+            values = zip(("label", "split", "group"), rows[path], (label, part, group_name), strict=True)
+            for column, above, here in values:
                 if above != here:
-                    fault = f"{path[:200]} has the {what} {here[:80]!r}, and {above[:80]!r} in a row above"
+                    fault = f"{path[:200]} has the {column} {here[:80]!r}, and {above[:80]!r} in a row above"
         elif files and bool(part) != bool(rows[files[0].path][1]):
             fault = "some rows have a split, others none: give each one, or leave the column out"
-        elif group_name and sides.setdefault(group_name, part) != part:
-            fault = f"group {group_name[:80]!r} is in {sides[group_name]} and in {part}: leave it in one"
+        elif group_name and part_of_group.setdefault(group_name, part) != part:
+            fault = f"group {group_name[:80]!r} is in {part_of_group[group_name]} and in {part}: leave it in one"
         else:
             rows[path] = label, part, group_name
             try:
@@ -271,46 +260,47 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
                 files.append(File(path, status.st_size, status.st_mtime_ns))
             except OSError:
                 missing.append(path)
-                files.append(File(path, 0, 0))  # decoding will name it among the damaged
-            except ValueError:  # a NUL, or half a character
+                files.append(File(path, 0, 0))  # decoding reports it as missing
+            except ValueError:  # a NUL, or half of a surrogate pair
                 fault = f"no file can be called {path[:80]!r}"
         if fault:
             raise UsageError(f"{table}, row {number}: {fault}")
 
     if missing and not skip_bad:
-        lost = f"{len(missing):,} of {len(files):,} images of {table} are not there: {_listed(path[:200] for path in missing)}"
-        raise UsageError(f"{lost}; their paths count from {table.parent}/. To go on without them: --data.skip_bad true")
+        examples = _listed(path[:200] for path in missing)
+        raise UsageError(
+            f"{len(missing):,} of {len(files):,} images of {table} do not exist: {examples}; paths are relative to "
+            f"{table.parent}/. To leave them out: --data.skip_bad true"
+        )
     if repeated:
-        note_once(f"{table}: {repeated:,} rows repeat one above, and count once")
+        note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
     classes = sorted({label for label, _, _ in rows.values()})
     check_class_names(classes, f"in {table}, the class")
     if all(re.fullmatch(r"-?[0-9]+", name) for name in classes):
         classes.sort(key=int)
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
-    named = {part for _, part, _ in rows.values()}
-    if "" not in named and ("train" not in named or len(named) == 1):
-        lacking = "val or test" if "train" in named else "train"
+    used = {part for _, part, _ in rows.values()}
+    if "" not in used and ("train" not in used or len(used) == 1):
+        lacking = "val or test" if "train" in used else "train"
         raise UsageError(f"{table} has no {lacking} rows: without a split column, test images are drawn")
     parts: dict[str, Tree] = {
-        part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in named
+        part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
     }
     for file in sorted(files):
         label, part, _ = rows[file.path]
         parts[part or "all"][label].append(file)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
-        raise UsageError(
-            f"{table} has no training images of class {_listed(untrained)}: add some, or leave the class out"
-        )
+        raise UsageError(f"{table} has no training images of class {_listed(untrained)}: add some, or remove the class")
     return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
 
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
-    """The classes below `root` with their files, whose paths get `prefix`; names of other files go to `ignored`."""
-    level = _visible(str(root))
+    """Return the classes below `root` with their files, whose paths get `prefix`. Add other files to `ignored`."""
+    level = visible_entries(str(root), _unreadable)
     table = next((f" Is --data-dir {entry.path} meant?" for entry in level if entry.name.lower().endswith(TABLES)), "")
-    classes = [entry for entry in level if is_folder(entry)]
+    classes = sorted((entry for entry in level if is_folder(entry)), key=lambda entry: entry.name)
     loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
     if loose:
         raise UsageError(
@@ -320,7 +310,7 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     if not classes:
         raise UsageError(f"{root} has no class folders: want {LAYOUT}.{table}")
     if len(classes) == 1:
-        hint = f" Is --data-dir {classes[0].path} meant?" if _has_subfolders(classes[0].path) else table
+        hint = f" Is --data-dir {classes[0].path} meant?" if _has_subfolders(classes[0]) else table
         raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
     check_class_names([entry.name for entry in classes], f"in {root}, the folder")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
@@ -333,17 +323,17 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
 
 
 def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
-    """Yield the image files in the folder `path` and below it. Names of other files go to `ignored`."""
-    for entry in walk(path, _visible):
-        name = prefix + entry.path[len(path) + 1 :].replace(os.sep, "/")
+    """Yield the image files in the folder `path` and below it. Add other files to `ignored`."""
+    for entry in walk(path, _unreadable):
         if is_folder(entry):
             continue
+        name = prefix + entry.path[len(path) + 1 :].replace(os.sep, "/")
         if not entry.name.lower().endswith(SUFFIXES):
             ignored.append(name)
             continue
         try:
             status = os.stat(entry.path)
-        except OSError:  # a link to nothing: decoding reports it as missing
+        except OSError:  # a broken link: decoding reports it as missing
             yield File(name, 0, 0)
             continue
         if stat.S_ISREG(status.st_mode):
@@ -352,29 +342,22 @@ def _images(path: str, prefix: str, ignored: list[str]) -> Iterator[File]:
             ignored.append(name)
 
 
-def _visible(path: str) -> list[os.DirEntry[str]]:
-    """Entries of a folder by name, without hidden ones and what macOS adds to zip files."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(
-                (entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))), key=lambda e: e.name
-            )
-    except OSError as error:
-        raise Failure(f"the folder {path} cannot be read: {error.strerror}") from error
+def _unreadable(error: OSError) -> NoReturn:
+    raise Failure(f"the folder {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _has_subfolders(path: str) -> bool:
-    return any(is_folder(entry) for entry in _visible(path))
+def _has_subfolders(folder: os.DirEntry[str]) -> bool:
+    return any(is_folder(entry) for entry in visible_entries(folder.path, _unreadable))
 
 
 def _fault(bad: Mapping[str, str]) -> str:
-    """Return what is wrong with files, by their reasons."""
+    """Return whether files are damaged or missing, given the reason of each."""
     missing = [reason == MISSING for reason in bad.values()]
     return "missing" if all(missing) else "damaged or missing" if any(missing) else "damaged"
 
 
 def _listed(names: Iterable[str] | Mapping[str, str]) -> str:
-    """The first three names, with the reasons where there are some, and how many more."""
+    """Return the first three names, with their reasons if given, and the number of further names."""
     texts = [f"{name} ({reason})" for name, reason in names.items()] if isinstance(names, Mapping) else list(names)
     more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more

@@ -1,7 +1,7 @@
-"""`data.skip_easy`: late in a training, leave out the images of least loss.
+"""`data.skip_easy`: late in the training, skip the images with the lowest loss.
 
-An epoch then has as many batches as before, but consists of several rounds through the hard images. Each round
-chooses them anew, by the losses of all images when they were last trained on.
+An epoch keeps its number of batches, but consists of several rounds through the hard images. Each round selects them
+again, by the last training loss of every image.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from cifar_lit.errors import UsageError
 
 def check_skipping(skip_easy: float, skip_from: float, *, sampling: str, shuffle: bool) -> None:
     """Raise UsageError for invalid settings."""
-    if not 0 <= skip_easy < 1 or not 0 <= skip_from <= 1:
-        share = "data.skip_easy is a share of the images, from 0 to below 1"
-        raise UsageError(f"{share}, and data.skip_from one of the steps")
+    if not 0 <= skip_easy < 1:
+        raise UsageError(f"data.skip_easy is a share of the images, from 0 to below 1, not {skip_easy:g}")
+    if not 0 <= skip_from <= 1:
+        raise UsageError(f"data.skip_from is a share of the steps, from 0 to 1, not {skip_from:g}")
     if skip_easy and (sampling != "none" or not shuffle):
-        fault = "data.skip_easy chooses images and their order"
-        raise UsageError(f"{fault}: leave data.sampling none and data.shuffle true")
+        raise UsageError("data.skip_easy sets the order of images: leave data.sampling none and data.shuffle true")
 
 
 def first_hard_batch(skip_from: float, length: FitLength) -> tuple[int, int]:
-    """Return the epoch, and the batch in it, from which easy images are left out: after a share of all batches."""
+    """Return the epoch, and the batch in it, from which easy images are skipped."""
     if length.total is None:
-        raise UsageError("data.skip_from must know the training's end: set --epochs or --trainer.max_steps")
+        raise UsageError("data.skip_from needs the length of the training: set --epochs or --trainer.max_steps")
     return divmod(round(skip_from * length.total), length.epoch)
 
 
 class LastLosses:
-    """The loss of each training image when it was last trained on, equal on all devices after `gather`.
+    """The last training loss of each image, equal on all devices after `gather`.
 
     Attributes:
-        latest: float32 (N,), on the device of the net. Losses written by this device since the last `merge`, else -1.
+        latest: float32 (N,) on the device of the net: losses since the last `merge`, -1 for other images.
     """
 
     def __init__(self, images: int, device: torch.device) -> None:
-        self._merged = torch.full((images,), math.inf, device=device)  # images never trained on count as the hardest
+        self._merged = torch.full((images,), math.inf, device=device)  # untrained images count as the hardest
         self.latest = torch.full_like(self._merged, -1.0)
 
     def listen(self, model: Any) -> None:
@@ -67,11 +67,11 @@ class LastLosses:
         return losses
 
     def merge(self) -> None:
-        """Share the losses written by each device with all. Collective: every rank must call this."""
+        """Merge the losses of all devices. Collective: every rank must call this."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.latest, torch.distributed.ReduceOp.MAX)
         self._merged = torch.where(self.latest >= 0, self.latest, self._merged)
-        self.latest.fill_(-1.0)  # in place: captured steps write to this tensor
+        self.latest.fill_(-1.0)  # in place, because captured steps write to this tensor
 
     def gather(self) -> Tensor:
         """Return the loss of every image, float32 (N,), on the CPU. Collective: every rank must call this."""
@@ -79,21 +79,21 @@ class LastLosses:
         return self._merged.cpu()
 
     def restore(self, losses: Tensor) -> None:
-        """Restore the losses that `gather` returned in an earlier part of the training."""
+        """Restore losses returned by `gather` before a resume."""
         if losses.shape == self._merged.shape:
             self._merged.copy_(losses)
 
 
 @dataclass(eq=False)
 class HardRoundsLoader(TrainLoader):
-    """Training batches of one device, from some batch on in rounds through the hardest images.
+    """Training batches of one rank, late in the training in rounds through the hardest images.
 
-    Each round is augmented as an epoch of its own.
+    Each round is augmented like an epoch of its own.
 
     Args:
-        losses: where the training steps record the loss of each image.
-        skip_easy: share of the images that a round leaves out.
-        skip_from: the epoch, and the batch in it, with which the rounds begin.
+        losses: the last loss of each image, recorded by the training steps.
+        skip_easy: share of the images that a round skips.
+        skip_from: the epoch, and the batch in it, of the first round.
     """
 
     _: KW_ONLY
@@ -120,11 +120,11 @@ class HardRoundsLoader(TrainLoader):
             self._hard = hard[torch.isin(hard, self.indices)]
 
     def __iter__(self) -> Iterator[Batch]:
-        self.losses.merge()  # now: in this epoch the devices get other images than in the one before
+        self.losses.merge()  # before the devices get other images
         yield from super().__iter__()
 
     def next_pass(self) -> Pass:
-        """Return the pass over all images until the rounds begin, then the current round."""
+        """Return the pass over all images before the first round, then the current round."""
         begin = self._full_batches(self.epoch)
         if self.position < begin:
             return super().next_pass()._replace(end=begin)
@@ -133,23 +133,22 @@ class HardRoundsLoader(TrainLoader):
         number, batches_done = divmod(self.position - begin, length)
         rounds_per_epoch = -(-len(self) // length)
         epoch, batch = self.skip_from
-        # Rounds are numbered on from the epochs, so that alternating flips alternate.
+        # Round numbers continue the epoch numbers, so that alternating flips alternate.
         draw_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds_per_epoch + number
-        is_other_size = len(self._hard) != size  # a checkpoint of other images
-        if batches_done == 0 or is_other_size:
-            rows = shuffled(self.indices, self.seed, draw_epoch)  # decides between images of equal losses
+        if batches_done == 0 or len(self._hard) != size:  # a new round, or a checkpoint of other images
+            rows = shuffled(self.indices, self.seed, draw_epoch)  # decides between equal losses
             losses = self.losses.gather()[rows]
             self._hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
         return Pass(first, min(first + length, len(self)), *self.epoch_plan(draw_epoch, self._hard))
 
     def plan_next_epoch(self) -> None:
-        """Plan the next epoch ahead if it begins with all images. Hard ones are not known yet."""
+        """Plan the next epoch if it begins with all images. Hard images are not known yet."""
         if self._full_batches(self.epoch + 1):
             super().plan_next_epoch()
 
     def _full_batches(self, epoch: int) -> int:
-        """Return the number of batches of an epoch before the rounds begin."""
+        """Return the number of batches of an epoch before the first round."""
         first_epoch, first_batch = self.skip_from
         if epoch < first_epoch:
             return len(self)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
-from cifar_lit.text import MAX_NAME, is_name
+from cifar_lit.text import MAX_NAME, counted, is_name
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class ImageSet:
     """Images with their labels and class names.
 
     Args:
-        images: uint8 (N, H, W, C), C = 1 or 3.
+        images: uint8 (N, H, W, C), with C = 1 or 3.
         labels: int64 (N,), values in [0, len(classes)).
         classes: names of the classes, in label order.
-        val_rows: rows of training images that the data set itself sets apart for validation; None if there are none.
+        val_rows: rows of the validation images, if the data set comes with its own.
         mapped: whether the images are memory-mapped from a file.
-        groups: int64 (N,), equal for images that must be on the same side of a split; None without groups.
-        names: names of the images, such as paths below the folder; None without names.
+        groups: int64 (N,), equal for images that must stay on the same side of a split.
+        names: names of the images, such as their paths in the folder.
 
     Raises:
-        ValueError: if these do not fit together.
+        ValueError: if the arguments do not fit together.
     """
 
     images: Tensor
@@ -41,7 +41,9 @@ class ImageSet:
     names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        images, labels, groups = self.images, self.labels, self.groups
+        images = self.images
+        labels = self.labels
+        groups = self.groups
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise ValueError(f"images must be uint8 (N, H, W, C), not {images.dtype} {tuple(images.shape)}")
         if images.shape[3] not in (1, 3):
@@ -58,19 +60,19 @@ class ImageSet:
         return len(self.labels)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the images of rows, int64 (B,): uint8 (B, H, W, C)."""
+        """Return the images at `rows`, int64 (B,), as uint8 (B, H, W, C)."""
         self.prefetch(rows)
         return self.images.index_select(0, rows)
 
     def prefetch(self, rows: Tensor | None = None) -> None:
-        """Prefetch memory-mapped images (madvise). Without it, page faults make reads 30 times slower.
+        """Prefetch memory-mapped images at `rows`, int64 (B,), or all (madvise).
 
-        Args:
-            rows: int64 (B,), rows of the images; all images if not given.
+        Without it, page faults make reads 30 times slower.
         """
         if not self.mapped or sys.platform != "linux" or not len(self):
             return
-        madvise, size = ctypes.CDLL(None).madvise, self.images[0].numel()
+        madvise = ctypes.CDLL(None).madvise
+        size = self.images[0].numel()  # bytes
         spans = [(0, self.images.numel())] if rows is None else [(row * size, size) for row in rows.tolist()]
         for offset, length in spans:
             start = self.images.data_ptr() + offset
@@ -85,16 +87,17 @@ class ImageSet:
 
 
 def check_class_names(names: Sequence[object], of: str = "the data set's class") -> None:
-    """Raise UsageError for invalid or repeated class names. The rule also holds for model.safetensors and tables."""
+    """Raise UsageError for an invalid or repeated class name. `of` says in the message whose name it is."""
     for name in names:
         if not is_name(name):
-            rule = f"a class is called by 1 to {MAX_NAME} characters, without tabs, line breaks and other control"
-            raise UsageError(f"{of} {str(name)[:80]!r} has to be renamed: {rule} characters")
+            rule = f"a class name has 1 to {MAX_NAME} characters, without tabs, line breaks or other control characters"
+            raise UsageError(f"{of} {str(name)[:80]!r} has to be renamed: {rule}")
     if len(set(names)) < len(names):
-        raise UsageError(f"{len(names)} classes have {len(set(names))} names only: give each its own")
+        distinct = counted(len(set(names)), "distinct name")
+        raise UsageError(f"{len(names)} classes have {distinct}: give each class its own")
 
 
 def spread_rows(rows: Tensor, most: int) -> Tensor:
-    """Return at most `most` of rows, int64 (N,), at equal distances: the first ones may all be of one class."""
+    """Return at most `most` of `rows`, int64 (N,), evenly spaced. The first rows may all be of one class."""
     count = min(len(rows), most)
     return rows[torch.arange(count) * len(rows) // max(1, count)]

@@ -1,4 +1,4 @@
-"""Sizes of images as settings have them: one number for squares, or height and width."""
+"""Image sizes in settings: one number for squares, or height and width."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from cifar_lit.errors import UsageError
 
-MAX_SIDE = 2048  # pixels; the nets are made for small images
+MAX_SIDE = 2048  # pixels; the nets are designed for small images
 
 ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" for height and width
 
 
 def parse_image_size(value: ImageSize) -> tuple[int, int]:
-    """Return height and width in pixels. Raise UsageError for an invalid size, and for sides beyond `MAX_SIDE`."""
+    """Return height and width in pixels. Raise UsageError for an invalid size or a side above `MAX_SIDE`."""
     sides: Sequence[int | str] = (value,) if isinstance(value, int) else value
     if isinstance(value, str):
         sides = re.split("[x×]", value)

@@ -1,4 +1,4 @@
-"""Orders in which an epoch shows training images, as functions of (seed, epoch)."""
+"""Orders of the training images in an epoch, as functions of (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ORDER = 1  # number of this stream of random numbers; `data.balanced` has 0, `data.augment` 2 and 3
+_ORDER = 1  # number of this random stream; `data.balanced` has 0, `data.augment` 2 and 3
 
-Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to rows in the order of that epoch
+Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to the rows in order
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
@@ -19,10 +19,10 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def shuffled(rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return rows, int64 (N,), in random order, a new one for each epoch."""
+    """Return rows, int64 (N,), in a new random order for each epoch."""
     return rows[epoch_order(len(rows), seed, epoch)]
 
 
 def in_order(rows: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return rows as they are, the same in every epoch."""
+    """Return rows unchanged."""
     return rows

@@ -1,4 +1,4 @@
-"""`Placement`: whether images are kept in the memory of the training device or on the host."""
+"""`Placement`: keep images in the memory of the training device or on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cifar_lit.errors import check_choice
 from cifar_lit.hardware import free_memory
 
 PLACEMENTS = ("auto", "device", "host")
-MAX_MEMORY_SHARE = 0.5  # of free memory; the rest is for the net, activations and other programs
+MAX_MEMORY_SHARE = 0.5  # the net, activations and other programs need the rest
 
 
 class Placement:
@@ -20,13 +20,14 @@ class Placement:
 
     Args:
         parts: the images.
-        kind: device, all images in the memory of the training device; host, in their file or the memory of the host;
-            auto, on the device if they fit into half of its free memory.
+        kind: device, in the memory of the training device; host, in their file or host memory; auto, on the device if
+            they fit into half of its free memory.
     """
 
     def __init__(self, parts: SplitImages, kind: str = "auto") -> None:
         check_choice("data.placement", kind, PLACEMENTS)
-        self.parts, self.kind = parts, kind
+        self.parts = parts
+        self.kind = kind
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
 
     def placed(self, part: str, device: torch.device) -> tuple[ImageSet, str]:
@@ -36,7 +37,7 @@ class Placement:
             images: ImageSet = getattr(self.parts, f"{part}_images")
             place = self.place_of(images, free_memory(device))
             if place == "device":
-                images.prefetch()  # all at once instead of batch by batch
+                images.prefetch()
                 pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
                 images = replace(images, images=pixels, labels=labels, mapped=False)
             self._placed[key] = images, place

@@ -1,4 +1,4 @@
-"""`Preprocessing`: what happens to whole batches on the training device, up to the input of the net."""
+"""`Preprocessing`: augment, resize and normalise whole batches on their device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError
 
-STATISTICS_BYTES = 2048 * 32 * 32 * 3  # measured at once; as floats they take twelve times as many
+STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
 
 Finish = Callable[[Tensor], Tensor]  # from uint8 or float32 (B, H, W, C) in 0 … 255 to float32 (B, C, H, W)
 
@@ -25,10 +25,10 @@ class Preprocessing:
     """Augment, resize and normalise batches on their device.
 
     Args:
-        parts: the images. Their training part is measured for missing statistics.
-        mean: of the channels in [0, 1] units; one number for all channels, or one for each.
+        parts: the images. Missing statistics are measured on their training part.
+        mean: mean of the channels in [0, 1] units, one number for all channels or one for each.
         std: standard deviation of the channels, likewise.
-        augmentation: drawn per image, and computed on the device.
+        augmentation: augmentation on the device.
         resolutions: share of the epochs by side in pixels, in the order of training.
         seed: seed of the augmentation.
     """
@@ -43,8 +43,10 @@ class Preprocessing:
         resolutions: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
-        self.parts, self.augmentation, self.seed = parts, augmentation, seed
+        self.parts = parts
+        self.augmentation = augmentation
         self.resolutions = resolutions or {}
+        self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
 
@@ -58,14 +60,16 @@ class Preprocessing:
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel, as given or measured."""
-        channels, mean, std = self.parts.train_images.input_shape[0], self._mean, self._std
+        images = self.parts.train_images
+        channels = images.input_shape[0]
+        mean, std = self._mean, self._std
         if mean is None or std is None:
-            measured = channel_statistics(self.parts.train_images, self.parts.split[0])
-            mean, std = measured[0] if mean is None else mean, measured[1] if std is None else std
+            measured_mean, measured_std = channel_statistics(images, self.parts.split[0])
+            mean = measured_mean if mean is None else mean
+            std = measured_std if std is None else std
         mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
-            numbers = f"data.mean and data.std need {channels} numbers (std above 0)"
-            raise UsageError(f"{numbers}, one a channel, or one for all")
+            raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
         return mean, std
 
     def mean_colour(self, device: torch.device) -> Tensor:
@@ -73,35 +77,34 @@ class Preprocessing:
         return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(device)
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
-        """Return the side that training images are scaled to in an epoch, None for their own size or without an end."""
+        """Return the side in pixels that training images are scaled to in an epoch, None for full size."""
         return side_at(self.resolutions, epoch, epochs) if epochs else None
 
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
-        """Return images (B, H, W, C) in 0 … 255 as float32 (B, C, H, W), normalised, and scaled to a side if given."""
+        """Normalise images (B, H, W, C) in 0 … 255 to float32 (B, C, H, W), scaled to `side` if given."""
         if side is not None:
             images = shrink(images, side)
         return normalise(images, *self._constants_on(images.device))
 
     def eval_batch(self, batch: Batch) -> Batch:
-        """Return a batch as it is evaluated: normalised."""
+        """Normalise a batch for evaluation."""
         return replace(batch, images=self.normalise(batch.images))
 
     def train_batch(self, batch: Batch, side: int | None = None) -> Batch:
-        """Return a batch as it is trained on: augmented, scaled to a side if given, and normalised."""
+        """Augment and normalise a batch for training, scaled to `side` if given."""
         return self.augment(batch, partial(self.normalise, side=side))
 
     def augment(self, batch: Batch, finish: Finish) -> Batch:
-        """Return a batch after augmentation of its images one by one, `finish`, and mixing of images."""
-        rows, epoch = batch.indices, batch.epoch
-        batch = replace(batch, images=self.augment_images(batch.images, rows, self.seed, epoch, finish))
+        """Augment the images of a batch one by one, apply `finish`, then mix images."""
+        key = (batch.indices, self.seed, batch.epoch)
+        images, targets = self.augment_images(batch.images, *key, finish), batch.targets
         if self.augmentation and self.augmentation.mixes:
             classes = len(self.parts.train_images.classes)
-            images, targets = self.augmentation.mix(batch.images, batch.labels, classes, rows, self.seed, epoch)
-            batch = replace(batch, images=images, targets=targets)
-        return batch
+            images, targets = self.augmentation.mix(images, batch.labels, classes, *key)
+        return replace(batch, images=images, targets=targets)
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
-        """Return images augmented one by one, as functions of (seed, epoch, row), after `finish`."""
+        """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
         if self.augmentation is None:
             return finish(images)
         fill = self._constants_on(images.device)[0] * 255
@@ -114,12 +117,12 @@ class Preprocessing:
 
 
 def channel_statistics(images: ImageSet, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel, in [0, 1] units, rounded to 4 digits.
+    """Return mean and standard deviation of each channel in [0, 1] units, rounded to 4 digits.
 
     Args:
         images: the images.
-        rows: int64 (N,), rows of the images to measure.
-        most: number of these that are read at most.
+        rows: int64 (N,), rows to measure.
+        most: measure at most this many, evenly spaced.
     """
     rows = spread_rows(rows, most)
     channels, height, width = images.input_shape
@@ -137,7 +140,7 @@ def channel_statistics(images: ImageSet, rows: Tensor, most: int = 50_000) -> tu
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return (x / 255 - mean) / std, float32 (B, C, H, W) in channels_last memory.
 
-    It works on whole rows of pixels with tiled constants. This vectorises where a broadcast over 3 channels would not.
+    Constants are tiled to whole rows of pixels, which vectorises better than a broadcast over 3 channels.
 
     Args:
         images: uint8 or float32 (B, H, W, C) in 0 … 255. Floats are changed in place.

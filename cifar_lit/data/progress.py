@@ -1,4 +1,4 @@
-"""Progress of long preparations: a live bar on a terminal, a few plain lines elsewhere."""
+"""Progress of long preparations: a live bar on a terminal, else a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @cache
 def note_once(line: str) -> None:
-    """Prints a note once a process, and in one process a machine: a run opens its data several times."""
+    """Print a note once per process, on local rank 0 only. A run opens its data several times."""
     if not _is_silent():
         note(line)
 
 
 def _is_silent() -> bool:
-    """The first of a machine's processes speaks for all."""
+    """Return whether this process is not the first one on its machine."""
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
@@ -30,9 +30,14 @@ def _is_silent() -> bool:
 def progress(
     what: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how far `what` has come, and at its end, after `min_seconds` at least, a line; yields `advance(amount)`.
+    """Show progress on stderr, on local rank 0 only. Yields `advance(amount)`.
 
-    total: 0 where it is not known. unit: of amounts once multiplied by `scale` (bytes with unit "MB" and scale 1e-6).
+    Args:
+        what: description.
+        total: amount at the end; 0 if unknown.
+        unit: unit of amounts multiplied by `scale`, such as "MB" with 1e-6 for bytes.
+        scale: factor of amounts.
+        min_seconds: print a line at the end after at least this time.
     """
     started = last_line = time.monotonic()
     done, bar = 0, None
@@ -42,12 +47,8 @@ def progress(
         from rich.markup import escape
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}"),
-            TimeRemainingColumn(),
-        )
+        amounts = TextColumn("{task.fields[amount]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), amounts, TimeRemainingColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         task = bar.add_task(escape(printable(what)), total=total or None, amount="")
 

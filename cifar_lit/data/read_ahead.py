@@ -1,4 +1,4 @@
-"""Worker processes that prepare batches ahead of the training, for images that do not fit in memory."""
+"""Worker processes that prefetch batches, for images that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ Result = TypeVar("Result")
 
 
 def read_ahead(
-    items: Sequence[Item],
-    make: Callable[[Item], Result],
-    workers: int,
-    pin_memory: bool,
+    items: Sequence[Item], make: Callable[[Item], Result], workers: int, pin_memory: bool
 ) -> Iterator[Result]:
     """Yield `make(item)` for each item, in order, computed by worker processes.
 
-    Workers are forked where the system supports it: they share the pages of a memory-mapped file instead of copying it.
+    Workers are forked if the system supports it, so that they share the pages of a memory-mapped file.
 
     Args:
         items: arguments of `make`.
-        make: a function that can be pickled.
+        make: picklable function.
         workers: number of processes.
         pin_memory: whether to return page-locked memory.
     """
@@ -44,11 +41,11 @@ def read_ahead(
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
             worker_init_fn=_start_worker,
-            # Without a generator of its own, the loader would draw its seed from the random numbers of dropout.
+            # Without its own generator, the loader would draw its seed from torch's global one.
             generator=torch.Generator(),
         )
         iterator: Any = iter(loader)
-    # At exit Python sends SIGTERM to remaining children and joins them. The workers ignore it, so shut them down first.
+    # At exit, Python sends SIGTERM to its children and joins them. Workers ignore it, so shut them down first.
     atexit.register(iterator._shutdown_workers)
     try:
         yield from iterator
@@ -57,6 +54,6 @@ def read_ahead(
 
 
 def _start_worker(worker: int) -> None:
-    """Set up a worker. It ignores signals: the last training step before a stop still needs its batches."""
+    """Set up a worker. It ignores stop signals, because the last training step still needs its batches."""
     return_freed_memory()
     ignore_stop_signals()

@@ -1,11 +1,10 @@
-"""`shapes`: a data set that the program draws itself, so that a first run needs no download.
+"""`shapes`: a generated data set, so that a first run needs no download.
 
-One figure with random place, size, angle and colours stands before a graded background with thin lines and dots, under noise;
-either may be the brighter one, which leaves a linear model helpless.
+Each image shows a figure with random position, size, angle and colours, on a graded background with thin lines, dots
+and noise. Figure or background may be the brighter one, so a linear model cannot tell the classes apart.
 
-A figure is a function of coordinates x, y (float arrays of one shape) in the figure's own frame, where it fills about the unit
-disc, to the signed distance to its edge: negative inside, with slope 1 across the edge, as antialiasing needs. Every figure is
-its own mirror image, so that a flip never changes a class.
+A figure is a signed distance function of coordinates x, y (float arrays of one shape), negative inside. It fills about
+the unit disc. Every figure is symmetric, so a flip never changes a class.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import free_memory
 
-Array = NDArray[np.floating]  # float32 throughout, which numpy's types do not follow through arithmetic
+Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 
 
 def _length(x: Array, y: Array) -> Array:
-    return np.sqrt(x * x + y * y)  # several times faster than np.hypot, which guards against overflow
+    return np.sqrt(x * x + y * y)  # several times faster than np.hypot
 
 
 def _star(x: Array, y: Array) -> Array:
     tip, notch, sector = 1.08, 0.44, 2 * math.pi / 5
     angle = np.arctan2(y, x)
-    angle = np.abs(angle - sector * np.round(angle / sector))  # folded onto the half sector beside one tip
+    angle = np.abs(angle - sector * np.round(angle / sector))  # folded onto half a sector beside one tip
     radius = _length(x, y)
     notch_x, notch_y = notch * math.cos(sector / 2), notch * math.sin(sector / 2)
     edge = math.hypot(tip - notch_x, notch_y)
@@ -47,10 +46,8 @@ def _cross(x: Array, y: Array) -> Array:
 
 
 def _heart(x: Array, y: Array) -> Array:
-    half, reach = (
-        0.47,
-        0.65,
-    )  # two bars of half width `half`, at right angles from a common corner, each ending in a half disc
+    # Two bars at right angles from a common corner, each with a half disc at its end.
+    half, reach = 0.47, 0.65  # half width of a bar, centre of its disc
     x, y = x + 0.1, y + 0.1
     bars = (np.maximum(np.abs(a - (reach - half) / 2) - (reach - half) / 2, np.abs(b)) for a, b in ((x, y), (y, x)))
     discs = (_length(x - reach, y), _length(x, y - reach))
@@ -78,19 +75,18 @@ FIGURES: dict[str, Callable[[Array, Array], Array]] = {
 }
 CLASSES = (*FIGURES, *(f"{large}+{small}" for large in FIGURES for small in FIGURES))
 MIN_SIZE = 8
-BLOCK_IMAGES = 128  # drawn at a time: one channel of 32×32 stays in the processor's cache
-MAX_LINES, MAX_DOTS = 3, 4  # behind the figure
+BLOCK_IMAGES = 128  # drawn at a time, so that a channel of 32×32 stays in the CPU cache
+MAX_LINES, MAX_DOTS = 3, 4  # in the background
 
 
 def shapes(
     train: bool, *, image_size: ImageSize = 32, channels: int = 3, num_classes: int = 10, count: int, seed: int = 0
 ) -> ImageSet:
-    """Draws `count` images, uint8 (count, H, W, channels), of classes in equal number; figures are as large as the shorter side
-    lets them be.
+    """Draw `count` images with equally many of each class. Figures scale with the shorter side.
 
-    Image i depends on `seed`, `train`, i and the other settings alone, not on `count`. Train and test images never share
-    random numbers. Of the classes, the first ten are single figures, the others pairs ("star+ring": a star and a smaller ring).
-    Raises UsageError for settings that cannot be drawn.
+    Image i depends on `seed`, `train`, i and the other settings, not on `count`. Train and test images never share
+    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring"). Raises
+    UsageError for invalid settings, and if the images do not fit in memory.
     """
     height, width = size = parse_image_size(image_size)
     if min(size) < MIN_SIZE:
@@ -102,14 +98,13 @@ def shapes(
     if count < 1 or seed < 0:
         raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
     free = free_memory(torch.device("cpu"))
-    if free is not None and count * height * width * channels > free:
-        needed = count * height * width * channels / 1e9
-        raise UsageError(
-            f"{count:,} drawn images take {needed:,.1f} GB, of which {free / 1e9:,.1f} GB are free: lower data.count"
-        )
+    size_bytes = count * height * width * channels
+    if free is not None and size_bytes > free:
+        fault = f"{count:,} drawn images take {size_bytes / 1e9:,.1f} GB, of which {free / 1e9:,.1f} GB are free"
+        raise UsageError(f"{fault}: lower data.count")
     images = np.empty((count, height, width, channels), np.uint8)
     labels = np.empty(count, np.int64)
-    rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that blocks keep them in equal number
+    rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that each block is balanced
     with progress(f"drawing shapes ({'train' if train else 'test'})", count, min_seconds=5.0) as advance:
         for block, start in enumerate(range(0, count, rows * num_classes)):
             rng = np.random.default_rng([seed, int(train), block])
@@ -121,16 +116,13 @@ def shapes(
 
 
 def _draw(rng: Generator, labels: NDArray[np.int64], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """Images uint8 (N, *size, channels) of classes `labels` (N,), all with numbers drawn from `rng`.
-
-    Coordinates are in units of the shorter side.
-    """
+    """Return images (N, *size, channels) of classes `labels` (N,). Coordinates are in units of the shorter side."""
     count, unit = len(labels), min(size)
     rows, columns = (((np.arange(side, dtype=np.float32) + 0.5) / unit).astype(np.float32) for side in size)
     x, y = np.broadcast_to(columns, (count, *size)), np.broadcast_to(rows[:, None], (count, *size))
     wide, high = _extents(x)
     ground = rng.random((channels, count, 1, 1), np.float32)
-    # A step of 0.3 to 0.7 around the circle of brightness: plain to see in every channel, brighter or darker alike.
+    # Brightness is a circle. A step of 0.3 to 0.7 is clearly visible in every channel, brighter or darker.
     figure = (ground + _uniform(rng, 0.3, 0.7, (channels, count, 1, 1))) % 1
     slope_x, slope_y = (_uniform(rng, -0.12, 0.12, (channels, count, 1, 1)) for _ in "xy")
     canvas = ground + (slope_x * (2 * x / wide - 1) + slope_y * (2 * y / high - 1))
@@ -144,7 +136,7 @@ def _draw(rng: Generator, labels: NDArray[np.int64], size: tuple[int, int], chan
 
 
 def _extents(x: Array) -> tuple[float, float]:
-    """Width and height of images (N, H, W) in units of the shorter side."""
+    """Return width and height of images (N, H, W) in units of the shorter side."""
     height, width = x.shape[1:]
     return width / min(height, width), height / min(height, width)
 
@@ -154,19 +146,18 @@ def _uniform(rng: Generator, low: float, high: float, shape: tuple[int, ...]) ->
 
 
 def _paint(canvas: Array, coverage: Array, colour: Array) -> None:
-    """Lays `colour` (C, N, 1, 1) over `canvas` (C, N, H, W) where `coverage` (N, H, W) is 1, in part where it is less."""
+    """Blend `colour` (C, N, 1, 1) into `canvas` (C, N, H, W) by `coverage` (N, H, W), in place."""
     for plane, shade in zip(canvas, colour, strict=True):
         plane += coverage * (shade - plane)
 
 
 def _coverage(distance: Array, size: int) -> Array:
-    """How much of each pixel lies inside, from the distance to the edge, where the unit is `size` pixels: antialiasing one pixel
-    wide."""
+    """Return the share of each pixel inside, antialiased over one pixel. The unit of distance is `size` pixels."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
 def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:
-    """Coverages (N, H, W) of a random number of thin lines and small dots."""
+    """Yield coverages (N, H, W) of a random number of thin lines and small dots."""
     shape, size, (wide, high) = (len(x), 1, 1), min(x.shape[1:]), _extents(x)
     number = rng.integers(0, MAX_LINES + 1, shape)
     for line in range(MAX_LINES):
@@ -182,18 +173,18 @@ def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:
 
 
 def _figures(rng: Generator, labels: NDArray[np.int64], x: Array, y: Array) -> Iterator[Array]:
-    """Coverages (N, H, W) of each image's figure and then, where its class is a pair, of the smaller one beside it."""
-    pair = labels >= len(FIGURES)
+    """Yield coverages (N, H, W) of each image's figure, then of the smaller figure beside it if the class is a pair."""
+    is_pair = labels >= len(FIGURES)
     shape = (len(labels), 1, 1)
-    paired = pair.reshape(shape)
+    paired = is_pair.reshape(shape)
     radius = np.where(paired, _uniform(rng, 0.24, 0.28, shape), _uniform(rng, 0.24, 0.4, shape))
     small = np.where(paired, 0.6 * radius, 0)
     gap = np.where(paired, np.float32(0.01), 0)
-    # The middle of the pair (of the figure, where there is one only) lies so that no rim leaves the image.
+    # Place the middle of the figure or pair so that no edge leaves the image.
     reach = radius + small + gap
     middle_x, middle_y = (reach + (extent - 2 * reach) * rng.random(shape, np.float32) for extent in _extents(x))
     towards = _uniform(rng, 0, 2 * np.pi, shape)
-    kinds = (np.where(pair, labels // len(FIGURES) - 1, labels), np.where(pair, labels % len(FIGURES), -1))
+    kinds = (np.where(is_pair, labels // len(FIGURES) - 1, labels), np.where(is_pair, labels % len(FIGURES), -1))
     for kind, size, offset in ((kinds[0], radius, -small - gap), (kinds[1], small, radius + gap)):
         centre_x, centre_y = middle_x + offset * np.cos(towards), middle_y + offset * np.sin(towards)
         angle = _uniform(rng, 0, 2 * np.pi, shape)
@@ -201,7 +192,7 @@ def _figures(rng: Generator, labels: NDArray[np.int64], x: Array, y: Array) -> I
 
 
 def _figure_coverage(kind: NDArray[np.int64], x: Array, y: Array, radius: Array, angle: Array) -> Array:
-    """Coverage (N, H, W) of figure number `kind` (N,), none where that is -1; x, y (N, H, W) are seen from its centre."""
+    """Return the coverage (N, H, W) of figures `kind` (N,), -1 for none; x, y (N, H, W) are relative to the centre."""
     coverage = np.zeros_like(x)
     for number, distance in enumerate(FIGURES.values()):
         rows = np.flatnonzero(kind == number)

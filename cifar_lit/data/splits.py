@@ -1,7 +1,7 @@
-"""Splits by seed: the test images of a data set that has none, validation images, folds.
+"""Splits by seed: test images for a data set without a test set, validation images, and folds.
 
-All are stratified: each class gives its share. Rows of one group, such as the pictures of one patient or near-duplicates, stay on
-one side; then shares are met as well as whole groups allow.
+All splits are stratified. Rows of one group, such as images of one patient or near-duplicates, stay on the same side.
+Groups come first, so shares of classes are only met as closely as whole groups allow.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cifar_lit.text import note
 
 
 def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of the train and the validation part, both int64 in ascending order; of `labels`, int64 (N,).
+    """Split rows into training and validation rows, both int64, ascending.
 
-    Every class gives its proportional share (largest remainders first), chosen as a function of `seed`.
+    Each class gives its proportional share of validation images (largest remainders first).
 
     Args:
         labels: int64 (N,).
-        val_size: a number of images when 1 or more, else a fraction of them.
-        seed: chooses the images.
-        groups: int64 (N,), the same number for rows that must not be parted; None where each may stand alone.
+        val_size: number of validation images if 1 or more, else their fraction.
+        seed: seed of the draw.
+        groups: int64 (N,), equal for rows that must stay together.
 
     Raises:
-        UsageError: where nothing would be left on either side.
+        UsageError: if either side would be empty.
     """
     count = len(labels)
     val_count = round(val_size * count) if val_size < 1 else int(val_size)
@@ -41,42 +41,43 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     exact = counts * (val_count / count)
     sizes = np.floor(exact).astype(int)
-    # those come last that would have none left
+    # Classes that would have no image left come last.
     sizes[np.lexsort((sizes - exact, sizes + 1 >= counts))[: val_count - sizes.sum()]] += 1
-    rng, order = np.random.default_rng(seed), np.empty(count, np.int64)
+    rng = np.random.default_rng(seed)
+    order = np.empty(count, np.int64)
     for rows in rows_by_class(numbers, counts):
         order[rng.permutation(rows)] = np.arange(len(rows))
-    validation = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
-    if val_count and not validation.any():
-        raise UsageError(
-            f"no group of the {count} images can be spared to validate on: use --data.val_size 0, or more groups"
-        )
-    return torch.from_numpy(np.flatnonzero(~validation)), torch.from_numpy(np.flatnonzero(validation))
+    is_val = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
+    if val_count and not is_val.any():
+        fault = f"no group of the {count} images can be spared to validate on"
+        raise UsageError(f"{fault}: use --data.val_size 0, or more groups")
+    return torch.from_numpy(np.flatnonzero(~is_val)), torch.from_numpy(np.flatnonzero(is_val))
 
 
 def rows_by_class(labels: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """The rows of each class in ascending order. labels: int64 (N,) in [0, classes); counts: how many there are of each."""
+    """Return the rows of each class, ascending, from int64 labels (N,) and the sizes of the classes."""
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
 
 
 def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
-    """Which rows are drawn, bool (N,): of each class the first in `order`, as many as `sizes` says.
+    """Draw the first rows of each class in `order`, keeping groups together; return a mask, bool (N,).
 
-    Groups of several rows come before the others, the largest first. One is drawn where that brings its classes nearer to their
-    shares of the groups so far, and leaves some of each. Rows that stand alone fill up what is missing. A class of which nothing
-    was drawn gives its smallest group that leaves some.
+    Groups of several rows come first, the largest before the others. A group is drawn if that brings its classes nearer
+    to their shares of the groups so far, and leaves some of each. Single rows fill up the rest. A class without any
+    drawn row gives its smallest group that leaves some.
 
     Args:
         labels: int64 (N,), values in [0, classes).
-        sizes: int64 (classes,).
-        order: int64 (N,), the place of each row among those of its class, or of all.
-        groups: int64 (N,), the same number for rows that must not be parted; None where each may stand alone.
+        sizes: int64 (classes,), number of rows to draw.
+        order: int64 (N,), position of each row within its class, or among all rows.
+        groups: int64 (N,), equal for rows that must stay together.
     """
-    drawn, together = np.zeros(len(labels), bool), list_groups(labels, order, groups)
+    drawn = np.zeros(len(labels), bool)
+    is_single = np.ones(len(labels), bool)
     totals = np.bincount(labels, minlength=len(sizes)).tolist()
-    counts, surplus = [0] * len(sizes), [0.0] * len(sizes)  # of each class; over its share of the groups so far
     share = [size / max(total, 1) for size, total in zip(sizes.tolist(), totals, strict=True)]
-    alone = np.ones(len(labels), bool)
+    counts = [0] * len(sizes)  # drawn rows of each class
+    surplus = [0.0] * len(sizes)  # drawn rows over the share of the groups so far
 
     def draw(rows: np.ndarray, members: Mapping[int, int]) -> bool:
         if any(totals[label] - counts[label] <= count for label, count in members.items()):
@@ -86,58 +87,60 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
             counts[label] += count
         return True
 
-    for rows, members in together:
-        alone[rows] = False
+    large_groups = list_groups(labels, order, groups)
+    for rows, members in large_groups:
+        is_single[rows] = False
         for label, count in members.items():
             surplus[label] -= share[label] * count
         if further_off(members, surplus, totals) < 0 and draw(rows, members):
             for label, count in members.items():
                 surplus[label] += count
 
-    by_class = np.flatnonzero(alone)
-    by_class = by_class[np.lexsort((order[by_class], labels[by_class]))]
-    own = labels[by_class]
-    places = np.arange(len(own)) - np.searchsorted(own, own)
-    drawn[by_class[places < (sizes - counts)[own]]] = True
+    singles = np.flatnonzero(is_single)
+    singles = singles[np.lexsort((order[singles], labels[singles]))]
+    single_labels = labels[singles]
+    places = np.arange(len(singles)) - np.searchsorted(single_labels, single_labels)
+    drawn[singles[places < (sizes - counts)[single_labels]]] = True
     counts[:] = np.bincount(labels[drawn], minlength=len(sizes)).tolist()
-    for rows, members in reversed(together):
+    for rows, members in reversed(large_groups):
         if any(sizes[label] and not counts[label] for label in members):
             draw(rows, members)
     return drawn
 
 
 def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> Tensor:
-    """The fold of each row for a cross-validation, int64 (N,) in [0, folds).
+    """Return the fold of each row for a cross-validation, int64 (N,) in [0, folds).
 
-    Stratified, as even as the classes allow, and a function of `seed`. Groups of several rows come first, the largest at first,
-    each to the fold that has the least of its classes, as in scikit-learn's StratifiedGroupKFold. Rows that stand alone are then
-    dealt out class by class.
+    Folds are stratified, and as even as the classes allow. As in scikit-learn's StratifiedGroupKFold, groups of several
+    rows come first, largest first, each to the fold with the fewest images of its classes. Single rows are then dealt
+    out class by class.
 
     Args:
         labels: int64 (N,).
-        groups: int64 (N,), the same number for rows that must not be parted; None where each may stand alone.
-        folds: how many.
-        seed: chooses which rows share a fold.
+        groups: int64 (N,), equal for rows that must stay together.
+        folds: number of folds.
+        seed: seed of the draw.
 
     Raises:
-        UsageError: where a fold would be empty.
+        UsageError: if a fold would be empty.
     """
     units = len(labels) if groups is None else len(groups.unique())
     if not 2 <= folds <= units:
-        what = "images" if groups is None else "groups of images"
-        raise UsageError(f"{folds} folds of {units:,} {what} cannot be: choose from 2 to {units:,}")
+        noun = "images" if groups is None else "groups of images"
+        raise UsageError(f"{folds} folds of {units:,} {noun} are invalid: choose from 2 to {units:,}")
     classes, numbers, class_sizes = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     totals: list[int] = class_sizes.tolist()
     order = np.random.default_rng(seed).permutation(len(labels))
     result = np.full(len(labels), -1)
-    counts, sizes = [[0] * len(classes) for _ in range(folds)], [0] * folds
+    counts = [[0] * len(classes) for _ in range(folds)]
+    sizes = [0] * folds
     for rows, members in list_groups(numbers, order, None if groups is None else groups.numpy()):
         fold = min(range(folds), key=lambda fold: (further_off(members, counts[fold], totals), sizes[fold]))
         result[rows] = fold
         sizes[fold] += len(rows)
         for label, count in members.items():
             counts[fold][label] += count
-    few = 0
+    few = 0  # classes that some fold lacks
     for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
         rows = rows[result[rows] < 0]
         heap = [(counts[fold][label], sizes[fold], fold) for fold in range(folds)]
@@ -150,23 +153,22 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
             sizes[fold] = size
         few += min(heap)[0] == 0
     if few:
-        note(
-            f"{few} of {len(classes)} classes have fewer images, or groups of them, than there are folds: some folds lack them"
-        )
+        fault = f"{few} of {len(classes)} classes have fewer images, or groups of them, than there are folds"
+        note(f"{fault}: some folds lack them")
     return torch.from_numpy(result)
 
 
 def further_off(members: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
-    """How much further from 0 a group takes the surpluses of its classes: the change of their squares, in parts of each class."""
+    """Return how much a group increases the sum of squared relative surpluses of its classes."""
     return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in members.items())
 
 
 def list_groups(
     labels: np.ndarray, order: np.ndarray, groups: np.ndarray | None
 ) -> list[tuple[np.ndarray, Counter[int]]]:
-    """Groups of several rows, the largest first: their rows, and how many of each class.
+    """Return the rows and class counts of each group of several rows, the largest first.
 
-    Those of like size, up to the double, are in the order of their first rows, so that another seed draws others of them.
+    Groups of similar size, up to a factor of 2, are in the order of their first rows, so that they vary with the seed.
     """
     if groups is None:
         return []
@@ -179,9 +181,10 @@ def list_groups(
 
 
 def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
-    """Joins the groups of each pair of rows (left, right), in place.
+    """Join the groups of each pair of rows (left, right), int64 (pairs,), in place.
 
-    firsts: int64 (N,), the first row of each row's group; left, right: int64 (pairs,).
+    Args:
+        firsts: int64 (N,), the first row of each row's group.
     """
     while len(left):
         left, right = np.minimum(firsts[left], firsts[right]), np.maximum(firsts[left], firsts[right])
@@ -194,17 +197,21 @@ def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
 def group_files(
     paths: Sequence[str], groups: Mapping[str, str], duplicates: Sequence[Sequence[str]]
 ) -> np.ndarray | None:
-    """The group of each file, int64 (N,): its first row; None where every file stands alone.
+    """Return the first row of each file's group, int64 (N,), or None if every file stands alone.
 
-    paths: of the files. groups: names of groups, by path. duplicates: paths of pictures that are alike.
+    Args:
+        paths: paths of the files.
+        groups: names of groups, by path.
+        duplicates: paths of each set of near-duplicates.
     """
-    known: dict[tuple[str, str | int], int] = {}
-    pairs = [(row, known.setdefault(("group", groups[path]), row)) for row, path in enumerate(paths) if path in groups]
-    if duplicates:
-        copies = {path: number for number, paths in enumerate(duplicates) for path in paths}
-        pairs += [
-            (row, known.setdefault(("copy", copies[path]), row)) for row, path in enumerate(paths) if path in copies
-        ]
+    copies = {path: number for number, same in enumerate(duplicates) for path in same}
+    first_rows: dict[tuple[str, str | int], int] = {}
+    pairs = [
+        (row, first_rows.setdefault((kind, keys[path]), row))
+        for kind, keys in (("group", groups), ("copy", copies))
+        for row, path in enumerate(paths)
+        if path in keys
+    ]
     firsts = np.arange(len(paths))
     connect(firsts, *np.array(pairs, np.int64).reshape(-1, 2).T)
     return None if (firsts == np.arange(len(paths))).all() else firsts

@@ -1,4 +1,4 @@
-"""A table that lists own images: CSV, TSV or JSON lines with a row an image, its columns called as people call them."""
+"""Read a table of own images: CSV, TSV or JSON lines with one image per row, and columns under their usual names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import file_size
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
-COLUMNS = {  # by what is in them; upper case, spaces and underscores make no difference
+COLUMNS = {  # accepted names, ignoring case, spaces and underscores
     "path": ("path", "file", "filename", "image", "imagepath"),
     "label": ("label", "class", "category", "target"),
     "split": ("split", "set", "subset"),
     "group": ("group",),
 }
-MAX_BYTES, MAX_ROWS = 1 << 29, 2_000_000  # of a table; two million take 2 GB of memory
+MAX_BYTES = 1 << 29
+MAX_ROWS = 2_000_000  # they take 2 GB of memory
 MAX_EMPTY_LINES = 500_000
-MAX_LINE, MAX_COLUMNS = 1 << 20, 1000  # characters; the columns that are looked at
+MAX_LINE = 1 << 20  # characters
+MAX_COLUMNS = 1000  # further columns are ignored
 
 
 class Row(NamedTuple):
-    """A row: its number, counted from 1 with the names of the columns, and its cells; split and group may be empty."""
+    """A row: its number, from 1 for the header row, and its cells. split and group may be empty."""
 
     number: int
     path: str
@@ -35,27 +37,29 @@ class Row(NamedTuple):
 
 
 def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
-    """The rows of a table, one at a time.
+    """Yield the rows of a table.
 
-    The first row of CSV (with commas, semicolons or tabs) names the columns, the keys of the first object those of JSON lines.
+    The first row of CSV (with commas, semicolons or tabs) names the columns. In JSON lines, the keys of the first
+    object do.
 
     Args:
         table: the file.
-        group: the column of groups; one called `group` if not given and there is one.
+        group: the column of groups; `group` if not given and the table has it.
 
     Raises:
-        UsageError: where there is no such column, no path or label in a row, or this is no table.
+        UsageError: a column is missing, a row has no path or label, or the file is no table.
     """
     records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
     plain = [_plain(name) for name in names]
     places = {
-        kind: next((plain.index(name) for name in aliases if name in plain), None) for kind, aliases in COLUMNS.items()
+        column: next((plain.index(name) for name in aliases if name in plain), None)
+        for column, aliases in COLUMNS.items()
     }
     columns = ", ".join(name[:80] for name in names[:20])
-    for kind in ("path", "label"):
-        if places[kind] is None:
-            fault = f"has no column called {' or '.join(COLUMNS[kind])}, only {columns}" if any(names) else "is empty"
+    for column in ("path", "label"):
+        if places[column] is None:
+            fault = f"has no column called {' or '.join(COLUMNS[column])}, only {columns}" if any(names) else "is empty"
             raise UsageError(f"{table} {fault}: its first row must name the columns, path and label at least")
     if group is not None:
         if group not in names:
@@ -72,11 +76,11 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
         if rows > MAX_ROWS:
             raise UsageError(f"{table} has more than {MAX_ROWS:,} rows")
     if not rows:
-        raise UsageError(f"{table} has no rows below the names of its columns, {columns}")
+        raise UsageError(f"{table} has no rows below its column names, {columns}")
 
 
 def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV or TSV with their numbers, cells without spaces around them."""
+    """Yield the rows of a CSV or TSV with their numbers; cells are stripped."""
     lines = _lines(table)
     first = next(lines, "")
     delimiter = "\t" if table.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
@@ -90,9 +94,9 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """The keys of the first of JSON lines, then of each the values in their order, with the numbers of the lines."""
+    """Yield the keys of the first JSON object, then the values of each object in their order, with the line numbers."""
     names: list[str] = []
-    known: set[str] = set()
+    first_keys: set[str] = set()
     for number, line in enumerate(_lines(table), 1):
         if not line.strip():
             continue
@@ -101,22 +105,20 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
-            raise UsageError(f'{table}, row {number} is no JSON object such as {{"path": "1.jpg", "label": "cat"}}')
+            raise UsageError(f'{table}, row {number} is not a JSON object such as {{"path": "1.jpg", "label": "cat"}}')
         if not names:
             names = [*values]
-            known = set(names)
+            first_keys = set(names)
             yield 0, names
-        if late := [
-            name for name in values if name not in known and any(_plain(name) in COLUMNS[kind] for kind in COLUMNS)
-        ]:
-            raise UsageError(
-                f"{table}, row {number} has {late[0][:80]!r}, which the first row has not: give it there, null if empty"
-            )
+        for name in values:
+            if name not in first_keys and any(_plain(name) in aliases for aliases in COLUMNS.values()):
+                fault = f"row {number} has {name[:80]!r}, which the first row lacks: add it there, null if empty"
+                raise UsageError(f"{table}, {fault}")
         yield number, [_text(values.get(name)) for name in names]
 
 
 def _plain(name: str) -> str:
-    """The name of a column as `COLUMNS` has it."""
+    """Return the name of a column in the form of `COLUMNS`."""
     return name.lower().replace("_", "").replace(" ", "")
 
 
@@ -125,19 +127,20 @@ def _text(value: Any) -> str:
 
 
 def _lines(table: Path) -> Iterator[str]:
-    """The lines of a text in UTF-8 with or without a byte order mark; raises UsageError for what is none."""
+    """Yield the lines of a UTF-8 text, with or without a byte order mark. Raise UsageError for any other file."""
     try:
         file_size(table, MAX_BYTES)
         empty = 0
         with table.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:
-                    raise UsageError(f"{table} is no text: a line is longer than {MAX_LINE:,} characters, or has a NUL")
+                    fault = f"a line is longer than {MAX_LINE:,} characters, or has a NUL"
+                    raise UsageError(f"{table} is not a text: {fault}")
                 empty += line.isspace()
                 if empty > MAX_EMPTY_LINES:
                     raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")
                 yield line
     except UnicodeDecodeError:
-        raise UsageError(f"{table} is no text in UTF-8: save it as CSV UTF-8") from None
+        raise UsageError(f"{table} is not a UTF-8 text: save it as CSV UTF-8") from None
     except OSError as error:
         raise UsageError(f"{table} cannot be read: {error.strerror}") from None

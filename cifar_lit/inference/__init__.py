@@ -1,1 +1,1 @@
-"""Trained nets in use: classes of one's own images, exported files, a service."""
+"""Use a trained net: classify images, explain predictions, export it, serve it over HTTP."""

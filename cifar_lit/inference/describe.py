@@ -1,4 +1,4 @@
-"""The metadata of a trained net: its settings, and the temperature and novelty threshold fitted on validation images."""
+"""The metadata of a trained net: settings, and temperature and novelty threshold fitted on validation images."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the 
 def model_card(model: Any, data: Any) -> ModelCard:
     """Return the metadata of model.safetensors for an ImageClassifier and its ImageData."""
     h, (mean, std) = model.hparams, data.statistics
-    options, resize = dict(h["net_options"] or {}), data.settings.resize
-    return ModelCard(h["net"], h["width"], h["input_shape"], list(data.classes), mean, std, options, resize=resize)
+    options = dict(h["net_options"] or {})
+    shape, classes = h["input_shape"], list(data.classes)
+    return ModelCard(h["net"], h["width"], shape, classes, mean, std, options, resize=data.settings.resize)
 
 
 def describe_model(model: Any, data: Any) -> ModelCard:
-    """Return the card of a trained net, with the temperature and the novelty threshold of its validation images.
+    """Return the card of a trained net, with the temperature and the novelty threshold fitted on its validation images.
 
-    The net was not trained on these images. Both are None without any.
+    Both are None without validation images.
     """
     card, images = model_card(model, data), data.train_images
     val = spread_rows(data.split[1], MAX_DESCRIBED)
-    # The net in float32, as it will be used.
+    # In float32, as the net will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
     logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
     temperature = fit_temperature(logits, images.labels[val])

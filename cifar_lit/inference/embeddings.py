@@ -1,4 +1,4 @@
-"""Embeddings of a set of images, by which `report` finds test images that are like a training image."""
+"""Compute embeddings of images. `report` compares them to find test images that resemble training images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def logits_and_embeddings(
 ) -> tuple[Tensor, Tensor]:
     """Compute logits and embeddings of rows of a set, which may be larger than the memory.
 
-    The embedding of an image is the input of the last linear or convolutional layer, averaged over its places for maps.
+    The embedding of an image is the input of the last linear or convolutional layer; feature maps are averaged.
 
     Args:
         classifier: the net.

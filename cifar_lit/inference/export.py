@@ -1,7 +1,7 @@
-"""A trained net as a file for other programs: written, run again from the file, and kept only if it answers alike.
+"""Export a trained net for other programs. The file is run and compared with the net, and kept only if they agree.
 
-In ONNX and torch-export the whole way from pixels to probabilities is in the graph: `images`, uint8 (batch, C, H, W) with any
-batch, of values 0 … 255 as decoders give them, to `probabilities`, float32 (batch, classes).
+In ONNX and torch-export, the graph includes normalisation and softmax: from `images`, uint8 (batch, C, H, W) in 0 … 255
+with any batch size, to `probabilities`, float32 (batch, classes).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.data.decode import RESIZES
-from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import writing
 from cifar_lit.inference.load import batch_size_of
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
@@ -40,63 +40,62 @@ SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensor
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
-OPSET = 20  # the first with Gelu as one operator, which onnxruntime computes from 1.17 on
-CHECKED_BATCHES = (1, 7)  # besides those that `classify` computes at once
-MAX_DIFFERENCE = 1e-4  # of a probability, in float32: a hundred times what rounding in another order makes of deep nets
-MIN_AGREEMENT = 0.95  # of the decisions, in int8
-MAX_ACCURACY_LOSS = 0.02  # in int8
+OPSET = 20  # the first with Gelu as one operator; onnxruntime has it from 1.17 on
+CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
+MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
+MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
+MAX_ACCURACY_LOSS = 0.02  # int8
 TIMED_BATCHES = (1, 64)
-TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # of which the fastest counts; after so many seconds there are no further ones
+TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run starts after so many seconds
 
-Runner = Callable[
-    [Tensor], Tensor
-]  # from uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU
+# From uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU.
+Runner = Callable[[Tensor], Tensor]
 
 
 def check_request(to: str, quantize: str | None) -> None:
-    """Raises UsageError for a format or a quantisation that does not exist, Failure where its packages are missing."""
-    if to not in SUFFIXES:
-        raise UsageError(f"--to knows no {to!r}.{nearest(to, SUFFIXES)} There are {', '.join(SUFFIXES)}.")
+    """Raise UsageError for an unknown format or quantisation, Failure if packages are missing."""
+    check_choice("--to", to, SUFFIXES)
     if quantize not in (None, "int8"):
-        raise UsageError(f"--quantize knows int8 only, not {quantize!r}")
+        raise UsageError(f"--quantize must be int8, not {quantize!r}")
     if quantize is not None and to != "onnx":
-        raise UsageError(f"--quantize {quantize} is made and run by onnxruntime: use it with --to onnx")
+        raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
     if to == "onnx" and (missing := [package for package in PACKAGES if find_spec(package) is None]):
         raise Failure(f'--to onnx needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[export]"')
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
-    """Where the file goes if nothing is said: beside the model.safetensors that it is made from."""
+    """Return the default path of the exported file, beside the model.safetensors it is made from."""
     if to == "safetensors":
-        raise UsageError(f"{model} is the run's own: name a place for its checked copy with --out FILE")
+        raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
     return model.with_name(model.stem + (f".{quantize}" if quantize else "") + SUFFIXES[to])
 
 
 class Check(NamedTuple):
-    """A file beside its net over the same images."""
+    """Comparison of a file with its net on the same images."""
 
-    images: int  # how many
-    difference: float  # the largest of any probability; infinite where shapes differ or something is no number
-    agreeing: int  # images on which both decide alike
-    accuracy: tuple[float, float] | None  # fraction right, of the net and of the file; None where no labels are known
+    images: int
+    difference: float  # the largest of any probability; infinity if shapes differ or a value is not finite
+    agreeing: int  # images with the same prediction
+    accuracy: tuple[float, float] | None  # net and file; None without labels
 
 
 def export(
     net: LoadedNet, to: str, path: Path, sample: RunImages, calibration: Tensor | None = None
 ) -> tuple[Check, dict[int, list[float]]]:
-    """Writes a net to a file, runs the file on the sample, and keeps it only if it answers alike; else `path` stays as it was.
+    """Write a net to a file and compare both on the sample. If they disagree, leave `path` unchanged.
 
     Args:
         net: on the CPU, in evaluation mode.
         to: a key of `SUFFIXES`.
-        sample: what it is checked on, at least one image.
+        path: the file.
+        sample: at least one image.
         calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
 
     Returns:
-        The check, and for each of `TIMED_BATCHES` the seconds that the net and the file take.
+        The check, and the seconds of the net and of the file for each of `TIMED_BATCHES`.
 
     Raises:
-        Failure: the net cannot be written, the file answers otherwise, or the disk does not take it.
+        Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
         write(net, to, part, calibration)
@@ -111,20 +110,20 @@ def export(
 
 
 def fastest(call: Callable[[], object]) -> float:
-    """The seconds of the fastest of some calls."""
+    """Return the seconds of the fastest of several calls."""
     times: list[float] = []
     while len(times) < TIMED_RUNS and sum(times) < TIMED_SECONDS:
         times.append(timeit(call, number=1))
     return min(times)
 
 
-# ---- Whether an exported file answers as the net that it was made from.
+# ---- Comparison of an exported file with its net.
 
 
 def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> Check:
-    """Runs both over uint8 images (N, C, H, W), the file's first in batches of 1 and of 7, which must come out as all others.
+    """Compare net and file on uint8 images (N, C, H, W) with labels, int64 (N,), or None.
 
-    labels: int64 (N,), or None. Fewer images than a batch are repeated to fill it.
+    The first images also run in batches of other sizes, and must give the same probabilities.
     """
     most = max(8, batch_size_of(images))
     expected, answers = (torch.cat([run(batch) for batch in images.split(most)]) for run in (net, file))
@@ -142,45 +141,45 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
 
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
-    """Raises Failure where a file does not answer as its net within the limits above; in float these leave only rounding."""
+    """Raise Failure if a file differs from its net by more than the limits above."""
     if not int8 and not result.difference <= MAX_DIFFERENCE:
         raise Failure(
-            f"the file does not answer as the net: a probability differs by {result.difference:.2g}, more than "
-            f"{MAX_DIFFERENCE:g}, so it was not kept; another --to, or another version of torch or onnxruntime may do"
+            f"the file differs from the net: a probability differs by {result.difference:.2g}, more than "
+            f"{MAX_DIFFERENCE:g}, so it was not kept: use another --to, or another version of torch or onnxruntime"
         )
     agreement = result.agreeing / result.images
     loss = result.accuracy[0] - result.accuracy[1] if result.accuracy else 0.0
     if int8 and (result.difference == math.inf or agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
         raise Failure(
-            f"int8 changes too much of this net: {agreement:.1%} of the decisions agree (at least {MIN_AGREEMENT:.0%} must), "
-            f"{100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the file was "
-            "not kept: leave --quantize out"
+            f"int8 changes this net too much: {agreement:.1%} of the predictions agree (at least {MIN_AGREEMENT:.0%} "
+            f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the "
+            "file was not kept: leave --quantize out"
         )
 
 
-# ---- How each format is written, and how what was written is run again.
+# ---- Writing and running each format.
 
 
 class Probabilities(nn.Module):
-    """A loaded net whose answers are float32 probabilities (B, classes)."""
+    """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W)."""
 
     def __init__(self, net: LoadedNet) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, images: Tensor) -> Tensor:
-        """Of uint8 images (B, C, H, W)."""
+        """Return the probabilities."""
         return self.net.probabilities(self.net(images))
 
 
 def runner_of(net: LoadedNet) -> Runner:
-    """The net itself, as PyTorch computes it."""
+    """Return the net itself as a runner."""
     return torch.no_grad()(Probabilities(net).eval())
 
 
 def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
     """Write a net in one of the formats. Raise Failure for a net that the format cannot express."""
-    if to == "safetensors":  # as a run's own model.safetensors: what `cifar_lit.load` takes
+    if to == "safetensors":  # `cifar_lit.load` reads it
         save_weights(path, net.net.state_dict(), net.card)
     elif to == "torch-export":
         program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
@@ -194,7 +193,7 @@ def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None
 
 
 def open_file(path: Path, to: str) -> Runner:
-    """Runs a file that `write` made; ONNX by onnxruntime on the CPU, on as many threads as torch uses."""
+    """Return a runner of an exported file. ONNX runs in onnxruntime on the CPU, with as many threads as torch."""
     if to == "safetensors":
         return runner_of(load_model_file(path))
     if to == "torch-export":
@@ -210,7 +209,7 @@ def open_file(path: Path, to: str) -> Runner:
 
 
 def metadata(net: LoadedNet) -> dict[str, str]:
-    """What a user of an exported file must know, as texts: lists and numbers are JSON."""
+    """Return the metadata of an exported file, as texts; lists and numbers are JSON."""
     channels, height, width = net.card.input_shape
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     return {
@@ -229,7 +228,7 @@ def metadata(net: LoadedNet) -> dict[str, str]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Keeps what exporters print, log and warn from the console; what they raise goes through."""
+    """Suppress what exporters print, log and warn."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
@@ -240,22 +239,20 @@ def silenced() -> Iterator[None]:
 
 
 def traced(net: LoadedNet) -> ExportedProgram:
-    """The graph of a net, from uint8 images of any batch to probabilities; raises Failure for a net that cannot be traced."""
+    """Trace a net with any batch size. Raise Failure if torch cannot."""
     from torch.export import Dim, export
 
-    example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # a batch of 1 would be taken for a constant
+    example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch takes a batch of 1 for a constant
     try:
         with silenced(), torch.no_grad():
             return export(Probabilities(net).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
-    except Exception as error:  # of many kinds, all internal to torch
-        reason = first_line(error)
-        raise Failure(
-            f"torch cannot trace the net {net.card.net}: {reason}; --to safetensors keeps its weights"
-        ) from error
+    except Exception as error:  # torch raises many kinds of internal errors
+        text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use --to safetensors"
+        raise Failure(text) from error
 
 
 def onnx_model(net: LoadedNet) -> ModelProto:
-    """A net as an ONNX model with its metadata; raises Failure for one that ONNX cannot express, or hold in its 2 GiB."""
+    """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it, or it exceeds 2 GiB."""
     program = traced(net)
     try:
         with silenced():
@@ -268,7 +265,7 @@ def onnx_model(net: LoadedNet) -> ModelProto:
         model.ByteSize()
     except Exception as error:
         raise Failure(f"torch cannot write the net {net.card.net} as ONNX: use --to torch-export") from error
-    # The exporter's notes go, among them paths of this machine's source files, and the free dimension gets its name.
+    # Remove the exporter's notes, which include paths of source files, and name the free dimension.
     free = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         del value.metadata_props[:]
@@ -284,23 +281,23 @@ def onnx_model(net: LoadedNet) -> ModelProto:
     return model
 
 
-# ---- 8-bit ONNX: weights and the activations between them as int8, their ranges taken from training images.
+# ---- 8-bit ONNX: weights and activations as int8, with ranges calibrated on training images.
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 CALIBRATION_IMAGES = 512
 CALIBRATION_BATCH = 64
-MAX_FLOAT_FRACTION = 0.05  # of all weights: a layer at either end that holds more is not left in float
+MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
 
 
 def quantised(model: ModelProto, images: Tensor) -> ModelProto:
-    """The model, in float before, with quantise and dequantise operators around its layers (QDQ), its metadata kept.
+    """Return a float model with quantise and dequantise operators around its layers (QDQ), and its metadata.
 
-    The least and greatest value of each activation over training images, uint8 (N, C, H, W), are its range: percentiles and
-    entropy gained nothing on CIFAR-10 (JPEG). Weights have a scale for each channel. Activations are signed, which no processor's
-    8-bit products overflow on. The first and the last layer stay in float where they hold few weights: there rounding costs most,
-    of pixels and of logits, and saves least.
+    The range of an activation is its minimum and maximum over training images, uint8 (N, C, H, W). Percentiles and
+    entropy gave no better accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so
+    that 8-bit products overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these
+    stay in float if they hold few weights.
 
-    Raises Failure where nothing is left to quantise, or onnxruntime cannot.
+    Raise Failure if there is nothing to quantise, or onnxruntime cannot.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -313,7 +310,7 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
         Path(plain).write_bytes(model.SerializeToString())
         try:
             with silenced():
-                # folds what can be folded into the layers; shapes are known from the exporter
+                # Fold operators into the layers. The exporter has already inferred the shapes.
                 quant_pre_process(plain, prepared, skip_symbolic_shape=True)
                 layers, kept = _layers(onnx.load(prepared))
                 if layers:
@@ -324,22 +321,20 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
                     )  # fmt: skip
                     result: ModelProto = onnx.load(ready)
         except Exception as error:
-            raise Failure(
-                f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
-            ) from error
+            text = f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
+            raise Failure(text) from error
     if not layers:
-        raise Failure("this net has no layer that int8 would pay for: leave --quantize out")
+        raise Failure("this net has no layer to quantise: leave --quantize out")
     del result.metadata_props[:]
     result.metadata_props.extend(model.metadata_props)
-    result.metadata_props.add(
-        key="quantized", value=f"int8 weights and activations, calibrated on {len(images)} training images"
-    )
+    calibration = f"int8 weights and activations, calibrated on {len(images)} training images"
+    result.metadata_props.add(key="quantized", value=calibration)
     result.producer_name = model.producer_name
     return result
 
 
 def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
-    """The names of the layers that are quantised, and of those that are kept in float."""
+    """Return the names of the layers to quantise, and of those that stay in float."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     layers = [node for node in model.graph.node if node.op_type in LAYERS]
     weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}

@@ -1,4 +1,4 @@
-"""`Classifier`: a trained net that takes images as one has them and answers with class names."""
+"""`Classifier`, a trained net that predicts class names for images of any kind and size."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cifar_lit.data.decode import decode, pixels_of
+from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.inference.novelty import novelty
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import printable
 
-BATCH, BATCH_PIXELS = 256, 1 << 20  # images that are computed at once, and their pixels, on which the memory depends
-READ_AT_ONCE = 2048  # images of a set, which may be mapped from a file
+BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
+READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Prediction:
     """The prediction for one image."""
 
     label: str
-    probability: float  # of the label, 0 … 1
-    top: tuple[tuple[str, float], ...]  # the likeliest classes with their probabilities, the best first
+    probability: float  # 0 … 1
+    top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
     novelty: float  # energy of the logits: the higher, the more unlike the training images
     unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold
 
 
 def batch_size_of(images: Tensor) -> int:
-    """How many of images (B, C, H, W), B above 0, are computed at once."""
+    """Return the batch size for images (B, C, H, W), B > 0."""
     return max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
 
 
@@ -44,7 +44,7 @@ class Classifier:
 
     Args:
         net: the net with its model card.
-        device: where the net computes. Images may be on any device.
+        device: device of the net. Images may be on any device.
         accuracy: test accuracy of the run, 0 … 1, if known.
     """
 
@@ -52,8 +52,8 @@ class Classifier:
         self.accuracy = accuracy
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
-        self.channels, height, width = net.card.input_shape  # 3 channels for RGB, 1 for grey
-        self.size, self.resize = (height, width), net.card.resize
+        channels, height, width = net.card.input_shape
+        self.preparation = Preparation((height, width), channels, net.card.resize)
 
     def __repr__(self) -> str:
         """Return net, classes, image size and test accuracy in one line."""
@@ -63,7 +63,7 @@ class Classifier:
         return printable(f"Classifier({self.card.net}, {len(self.classes)} classes ({names}), images {size}{accuracy})")
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return float32 logits (B, classes), on the CPU, of uint8 images (B, C, H, W) of the net's size."""
+        """Return float32 logits (B, classes), on the CPU, for uint8 images (B, C, H, W) of the net's size."""
         if not len(images):
             return torch.zeros(0, len(self.classes))
         device = self.net.mean.device
@@ -72,13 +72,13 @@ class Classifier:
         return torch.cat(logits).float().cpu()
 
     def predict(self, images: Any, top: int = 3) -> list[Prediction]:
-        """A prediction for each image, in order; one image by itself gives a list of one.
+        """Return a prediction for each image, in order; a list of one for a single image.
 
         Args:
-            images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W), (H, W, C)
-                or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are scaled to the
-                net's size as its training images were, see `ModelCard.resize`.
-            top: how many classes `Prediction.top` names.
+            images: paths, PIL images of any mode, NumPy arrays, tensors, or a list of any of them. Arrays are (H, W),
+                (H, W, C) or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are
+                resized to the net's size like its training images, see `ModelCard.resize`.
+            top: number of classes in `Prediction.top`.
 
         Raises:
             DecodeError: a file is no readable image.
@@ -88,10 +88,10 @@ class Classifier:
         return self.predict_batch(self.prepare(images), top)
 
     def predict_batch(self, images: Tensor, top: int = 3) -> list[Prediction]:
-        """`predict` for uint8 images (B, C, H, W) that are of the net's size already."""
+        """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
         logits = self(images)
         if not logits.isfinite().all():
-            raise Failure("the net's answers are not finite numbers, as its weights are too large: use another model")
+            raise Failure("the net's logits are not finite, because its weights are too large: use another model")
         threshold = self.card.novelty_threshold
         best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
         predictions = []
@@ -102,24 +102,23 @@ class Classifier:
         return predictions
 
     def prepare(self, images: Any) -> Tensor:
-        """uint8 images (N, C, H, W) of the net's size from what `predict` takes."""
+        """Return images of any kind that `predict` takes as uint8 (N, C, H, W) of the net's size."""
         if isinstance(images, Tensor | np.ndarray) and images.ndim == 4:
             images = list(images)
         elif not isinstance(images, Sequence) or isinstance(images, str):
             images = [images]
         arrays = [self._prepare_one(image) for image in images]
-        array = np.stack(arrays) if arrays else np.zeros((0, *self.size, self.channels), np.uint8)
+        size, channels, _ = self.preparation
+        array = np.stack(arrays) if arrays else np.zeros((0, *size, channels), np.uint8)
         return torch.from_numpy(array).permute(0, 3, 1, 2)
 
     def _prepare_one(self, image: Any) -> np.ndarray:
-        """One image as uint8 (H, W, C) of the net's size, by the same steps as a file."""
         if isinstance(image, str | Path):
-            return decode(image, self.size, self.channels, self.resize)
-        picture = image if isinstance(image, Image.Image) else _to_picture(image)
-        return pixels_of(picture, self.size, self.channels, self.resize)
+            return decode(image, *self.preparation)
+        return pixels_of(image if isinstance(image, Image.Image) else _to_pil(image), *self.preparation)
 
 
-def _to_picture(image: Any) -> Image.Image:
+def _to_pil(image: Any) -> Image.Image:
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     if isinstance(image, Tensor) and image.ndim == 3:
         array = array.transpose(1, 2, 0)
@@ -127,20 +126,18 @@ def _to_picture(image: Any) -> Image.Image:
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
         if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
-            raise ValueError(
-                "an image of floating numbers must lie in 0 … 1: leave out the normalisation, or give uint8"
-            )
+            raise ValueError("a floating-point image must be in 0 … 1: do not normalise it, or pass uint8")
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
-        raise ValueError(f"an image must be uint8 or floating in 0 … 1, not {array.dtype}")
+        raise ValueError(f"an image must be uint8, or floating-point in 0 … 1, not {array.dtype}")
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
 def load(path: str | Path, device: str = "cpu") -> Classifier:
-    """Return the classifier of a run folder, or of its `model.safetensors` alone. device: where it computes, such as "cuda".
+    """Return the classifier of a run folder, or of a `model.safetensors`, on a device such as "cuda".
 
-    Raises UsageError when there is no such file, Failure when it is damaged or was not written by this program.
+    Raise UsageError if there is no such file, Failure if it is damaged or was not written by this program.
     """
     net = load_model_file(path)
-    test = read_metrics(Path(path)).get("test") or {}  # no metrics.json lies below a file
+    test = read_metrics(Path(path)).get("test") or {}
     return Classifier(net, device, test.get("accuracy"))

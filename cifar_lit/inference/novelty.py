@@ -1,4 +1,4 @@
-"""How unlike the training images an image is: the energy of its logits.
+"""Out-of-distribution detection by the energy of the logits.
 
 The score is -T · logsumexp(logits / T) with T = 1 (W. Liu et al., Energy-based Out-of-distribution Detection, NeurIPS
 2020). It needs the logits alone. `results/cpu/scores.json` compares it with other scores for the recipe `laptop`: the

@@ -41,8 +41,10 @@ CLASSES = 6  # same as in the recipe
 RECIPE = "signs_mlp"  # a small net, so that reading dominates
 DRAWN_AT_ONCE = 4096  # images
 SAMPLE_SECONDS = 0.2  # between two samples of memory use
-DECODE = """import sys; from pathlib import Path; from cifar_lit.data.folder import folder
-folder(Path(sys.argv[1]), True, int(sys.argv[2]))"""
+DECODE = """import sys
+from cifar_lit.data.folder import folder
+from cifar_lit.data.source_settings import SourceSettings
+folder(SourceSettings(root=sys.argv[1], image_size=int(sys.argv[2])), True)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -92,7 +92,7 @@ def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> No
         (("fit", "--folds", "5"), "--folds trains and tests: use it with `train`"),
         (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
         (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
-        (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 cannot be"),
+        (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 is invalid"),
     ],
 )
 def test_what_no_cross_validation_can_be_made_of_is_answered_in_one_line(words: tuple[str, ...], line: str) -> None:

@@ -54,7 +54,7 @@ def test_labels_and_ways_of_resizing_that_a_data_set_does_not_have_are_refused_b
     for dataset, flag, kind, line in (
         ("cifar10", "--data.labels", "coarse", "cifar10 has no labels called 'coarse': leave data.labels out"),
         ("cifar100", "--data.labels", "rough", "cifar100 has no labels called 'rough': use fine or coarse"),
-        ("cifar10", "--data.resize", "letterbox", "the images of cifar10 have one size: leave data.resize out"),
+        ("cifar10", "--data.resize", "letterbox", "all images of cifar10 have the same size: leave data.resize out"),
     ):
         assert_refused(run_command("--accelerator", "cpu", "--dataset", dataset, flag, kind), 2, line)
 

@@ -87,7 +87,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.image_size 96x", ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),
     (f"{S} --data.image_size 96x2049", ["2,048", "96×2049"]),
     (f"{S} --data.resize letterbx", ["data.resize must be one of crop, letterbox, squash", "Did you mean letterbox?"]),
-    (f"{S} --data.resize squash", ["shapes are drawn in the size", "leave data.resize out"]),
+    (f"{S} --data.resize squash", ["shapes are drawn at their final size", "leave data.resize out"]),
     (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
     (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from cifar_lit.data.folder import folder
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.source_settings import SourceSettings
 
 
 def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
@@ -45,7 +47,8 @@ def damage(path: Path) -> None:
 
 
 def open_set(root: Path, train: bool = True, **settings: object) -> ImageSet:
-    return folder(root, train, cache_dir=root.parent / "cache", **settings)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"root": str(root), "cache_dir": str(root.parent / "cache"), **settings}
+    return folder(SourceSettings(**values), train)
 
 
 def values(root: Path, train: bool = True, **settings: object) -> list[int]:

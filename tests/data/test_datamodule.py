@@ -57,11 +57,11 @@ def test_too_few_images_of_a_class_or_to_validate_on_are_told_at_the_start(
     settings = {"dataset": "folder", "root": str(tmp_path / "pets"), "cache_dir": str(tmp_path / "cache")}
     ImageData(**settings, val_size=3).setup("fit")
     err = capsys.readouterr().err
-    assert "1 of 2 classes have one training image or none (dog): add some to them\n" in err
-    assert "3 images choose the best epoch: raise --data.val_size, or set it to 0" in err
+    assert "1 of 2 classes have fewer than 2 training images (dog): add more\n" in err
+    assert "the best epoch is chosen on 3 validation images only: raise --data.val_size, or set it to 0" in err
     shapes_data(count=400, val_size=40).setup("fit")
     ImageData(**settings, val_size=0).setup("validate")
-    assert "choose" not in capsys.readouterr().err
+    assert "chosen" not in capsys.readouterr().err
 
 
 def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
@@ -110,7 +110,7 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
     batches = iter(data.train_dataloader())
     next(batches)
     resumed.load_state_dict(data.state_dict())
-    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at that"):
+    with pytest.raises(UsageError, match="batches of 16: leave --batch-size at 16"):
         other.load_state_dict(data.state_dict())
     rest = rows_of(batches)
     assert rows_of(resumed.train_dataloader()) == rest and len(rest) == 34
@@ -187,7 +187,7 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
         for epoch, side in ((1, 8), (2, 12)):
             data.trainer = trainer_at(epoch, epochs, max_steps=4 * -(-batches // gathered), accumulate=gathered)
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
-    with pytest.raises(UsageError, match="names 24 pixels: use 4 … 12"):
+    with pytest.raises(UsageError, match="a side of 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()
 
 

@@ -18,7 +18,16 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from security.hostile_files import progressive_jpeg
 
-from cifar_lit.data.decode import DecodeError, SizesDiffer, decode, decode_files, image_size, pixels_of, start_worker
+from cifar_lit.data.decode import (
+    DecodeError,
+    Preparation,
+    SizesDiffer,
+    decode,
+    decode_files,
+    image_size,
+    pixels_of,
+    start_worker,
+)
 
 
 def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
@@ -224,21 +233,19 @@ def test_many_files_give_the_same_pixels_and_reasons_in_processes_without_main_s
         blocks(seed=number).save(tmp_path / f"{number}.png")
     (tmp_path / "4.png").write_bytes(b"GIF89a")
     paths = [str(tmp_path / f"{number}.png") for number in (3, 4, 5)]
-    pixels, bad = decode_files(paths, (32, 32), 3)
+    pixels, bad = decode_files(paths, Preparation((32, 32)))
     assert pixels == blocks(seed=3).tobytes() + blocks(seed=5).tobytes() and list(bad) == [1]
     blocks(16, 16).save(tmp_path / "0.png")
     with pytest.raises(SizesDiffer):
-        decode_files([*paths, str(tmp_path / "0.png")], (32, 32), 3, all_of_size=True)
+        decode_files([*paths, str(tmp_path / "0.png")], Preparation((32, 32)), all_of_size=True)
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "from functools import partial\n"
-        "from cifar_lit.data.decode import decode_chunks, decode_files\n"
+        "from cifar_lit.data.decode import Preparation, decode_chunks\n"
         "print('ran')\n"
         "os.sched_getaffinity = lambda pid: {0, 1}\n"  # two processes, also on one core
         "chunks = [[f'{sys.argv[1]}/{n}.png', f'{sys.argv[1]}/{n + 1}.png'] for n in (0, 2, 4)]\n"
-        "work = partial(decode_files, size=(32, 32), channels=3)\n"
-        "alone, together = (list(decode_chunks(work, chunks, all_cores=cores)) for cores in (False, True))\n"
+        "alone, together = (list(decode_chunks(chunks, Preparation((32, 32)), cores)) for cores in (False, True))\n"
         "print(alone == together, [list(bad) for _, bad in together])\n"
         "assert 'torch' not in sys.modules and sys.modules['__main__'].__file__\n"
     )

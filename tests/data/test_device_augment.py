@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.device_augment import CHUNK_BYTES, DeviceAugmentation
-from cifar_lit.data.transforms import OPERATIONS
+from cifar_lit.data.device_augment import CHUNK_BYTES, OPERATIONS, DeviceAugmentation
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.training.captured import batches_of_side

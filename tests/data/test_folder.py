@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -163,15 +161,6 @@ def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
     assert decodings(capsys) == 0
 
 
-@pytest.mark.parametrize("size", [12, None])
-def test_caches_of_squares_are_found_where_they_lay_before_there_were_other_shapes(
-    root: Path, size: int | None
-) -> None:
-    open_set(root, image_size=size)
-    key = sha256(json.dumps([2, str(root.resolve()), size, 3]).encode()).hexdigest()[:16]
-    assert [path.name for path in (root.parent / "cache").iterdir()] == [f"pets-{key}"]
-
-
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
 @pytest.mark.parametrize("test", [True, False])
 def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(
@@ -191,8 +180,8 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
-    assert ": data.val_size 0 is left aside" in told
-    assert (f"{root}: no test images but those to validate on" in told) is not test
+    assert ": data.val_size 0 is ignored" in told
+    assert (f"{root}: no test images except the validation images" in told) is not test
 
 
 def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +231,7 @@ def archive_in_place(root: Path) -> None:
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
-            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class is",
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
     ],

@@ -56,7 +56,7 @@ def test_mixed_images_have_targets() -> None:
 
 def test_settings_that_do_not_fit_the_size_of_the_images_are_refused() -> None:
     preprocessing(resolutions={4: 0.5}).check()
-    with pytest.raises(UsageError, match="names 12 pixels: use 4 … 8"):
+    with pytest.raises(UsageError, match="a side of 12 pixels: use 4 … 8"):
         preprocessing(resolutions={12: 0.5}).check()
     with pytest.raises(UsageError, match=r"data\.augment\.blur"):
         preprocessing(augmentation=DeviceAugmentation(blur=50.0)).check()

@@ -59,11 +59,11 @@ def test_sides_follow_their_shares_in_their_order_with_ends_at_whole_epochs(
 @pytest.mark.parametrize(
     ("resolutions", "line"),
     [
-        ({40: 0.5}, r"data\.resolutions names 40 pixels: use 4 … 30 for these images"),
-        ({3: 0.5}, "names 3 pixels: use 4 … 30"),
-        ({24: 0.0}, r"gives 24 pixels a share of 0 of the epochs: use above 0, up to 1"),
+        ({40: 0.5}, r"data\.resolutions has a side of 40 pixels: use 4 … 30 for these images"),
+        ({3: 0.5}, "a side of 3 pixels: use 4 … 30"),
+        ({24: 0.0}, r"has a share of 0 of the epochs for 24 pixels: use above 0, up to 1"),
         ({24: 1.5}, "a share of 1.5"),
-        ({16: 0.6, 24: 0.5}, r"the shares in data\.resolutions add up to 1.1: at most 1"),
+        ({16: 0.6, 24: 0.5}, r"the shares in data\.resolutions add up to 1.1: use at most 1"),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_refused_and_one_at_the_ends_of_what_is_allowed_is_taken(

@@ -277,7 +277,7 @@ def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root:
         (("a", ""), "class '' has to be renamed"),
         (("a", "b" * 301), "class 'b{80}' has to be renamed"),
         ((0, 1), "class '0' has to be renamed"),
-        (("a", "a"), "2 classes have 1 names only"),
+        (("a", "a"), "2 classes have 1 distinct name: give"),
     ],
 )
 def test_classes_that_could_not_be_told_by_their_names_are_refused(names: Any, reason: str) -> None:

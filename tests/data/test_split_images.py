@@ -31,7 +31,7 @@ def test_each_image_is_in_the_test_set_of_one_fold_and_never_trained_on_there() 
         assert torch.equal(parts.test_images.images, parts.train_images.images[parts.fold_rows])
         assert parts.settings.test_size is None  # no image is set apart for good
     for wrong in ({"folds": 1}, {"folds": 3, "fold": 3}, {"folds": 3, "fold": -1}):
-        with pytest.raises(UsageError, match="folds are 2 or more, and counted from 0"):
+        with pytest.raises(UsageError, match="use 2 folds or more, counted from 0"):
             SplitImages("shapes", SETTINGS, **wrong)
 
 
@@ -39,4 +39,4 @@ def test_validation_images_of_the_data_set_take_the_place_of_drawn_ones(capsys: 
     parts = SplitImages("shapes", replace(SETTINGS, root="given"), val_size=0)
     parts.train_images = replace(parts.train_images, val_rows=range(50, 60))
     assert parts.split[1].tolist() == list(range(50, 60)) and parts.split[0].tolist() == list(range(50))
-    assert "given: data.val_size 0 is left aside" in capsys.readouterr().err
+    assert "given: data.val_size 0 is ignored" in capsys.readouterr().err

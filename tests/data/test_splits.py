@@ -136,7 +136,7 @@ def test_a_class_of_too_few_images_for_all_folds_is_told_and_only_an_empty_fold_
     assert capsys.readouterr().err.startswith(
         "2 of 2 classes have fewer images, or groups of them, than there are folds"
     )
-    with pytest.raises(UsageError, match="4 folds of 3 groups of images cannot be: choose from 2 to 3"):
+    with pytest.raises(UsageError, match="4 folds of 3 groups of images are invalid: choose from 2 to 3"):
         fold_rows(torch.arange(6), torch.tensor([0, 0, 1, 1, 2, 2]), 4, seed=0)
     with pytest.raises(UsageError, match="1 folds of 6 images"):
         fold_rows(torch.arange(6), None, 1, seed=0)

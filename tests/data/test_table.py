@@ -115,14 +115,16 @@ def test_labels_that_are_whole_numbers_are_sorted_by_value(pets: Path) -> None:
 def test_a_row_that_repeats_another_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
     table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")
-    assert values(table) == [0, 1, 2, 3] and "2 rows repeat one above, and count once\n" in capsys.readouterr().err
+    assert values(table) == [0, 1, 2, 3] and "2 rows repeat an earlier row, and count once\n" in capsys.readouterr().err
 
 
 def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},{'test' if name[-5] in '25' else 'train'}" for name in NAMES]
     gone = [f"gone/{number}.png,cat,train" for number in range(5)]
     table = write(pets / "a.csv", "path,label,split", *rows, *gone)
-    text = r"5 of 11 images of .*a.csv are not there: gone/0.png, gone/1.png, gone/2.png and 2 more; .*--data.skip_bad true"
+    text = (
+        r"5 of 11 images of .*a.csv do not exist: gone/0.png, gone/1.png, gone/2.png and 2 more; .*--data.skip_bad true"
+    )
     with pytest.raises(UsageError, match=text):
         open_set(table)
     assert values(table, skip_bad=True) == [0, 1, 3, 4]
@@ -148,9 +150,9 @@ HEAD = "path,label,split,group"
         (
             "a.jsonl",
             ['{"path": "cat/0.png", "label": "cat"}', '{"path": "dog/3.png", "label": "dog", "Split": "test"}'],
-            "row 2 has 'Split', which the first row has not: give it there, null if empty",
+            "row 2 has 'Split', which the first row lacks: add it there, null if empty",
         ),
-        ("a.csv", [HEAD], "has no rows below the names of its columns, path, label, split, group"),
+        ("a.csv", [HEAD], "has no rows below its column names, path, label, split, group"),
         ("a.csv", [HEAD, "", ",,,"], "has no rows"),
         ("a.csv", [HEAD, "cat/0.png,cat", "cat/1.png,cat"], r"one class only \(cat\)"),
         ("a.csv", [HEAD, "cat/0.png,cat,train", ",dog,train"], "row 3 has no path"),
@@ -181,13 +183,13 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
     [
         ("a.csv", b"", "is empty"),
         ("a.jsonl", b"\n\n", "is empty"),
-        ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "no text in UTF-8"),
-        ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "no text in UTF-8"),
-        ("a.csv", b"path,label\ncat/0.png\0,cat", "no text: .* or has a NUL"),
+        ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
+        ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "not a UTF-8 text"),
+        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text: .* or has a NUL"),
         (
             "a.csv",
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
-            "no text: a line is longer than 1,048,576 characters",
+            "not a text: a line is longer than 1,048,576 characters",
         ),
         ("a.csv", b"a," * 400_000, "no column called path"),
         (
@@ -198,11 +200,11 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
         (
             "a.csv",
             b"path,label\n" + b"x" * 100_000 + b",cat\ndog/3.png,dog",
-            r"1 of 2 images .* are not there: x{200}; ",
+            r"1 of 2 images .* do not exist: x{200}; ",
         ),
-        ("a.jsonl", b"[" * 100_000, "row 1 is no JSON object such as"),
-        ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is no JSON object"),
-        ("a.jsonl", b'{"path": "a", "label": ' + b"9" * 100_000 + b"}", "row 1 is no JSON object"),
+        ("a.jsonl", b"[" * 100_000, "row 1 is not a JSON object such as"),
+        ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is not a JSON object"),
+        ("a.jsonl", b'{"path": "a", "label": ' + b"9" * 100_000 + b"}", "row 1 is not a JSON object"),
         ("a.jsonl", b'{"path": "a", "label": {"b": 1}}', "row 1 has no label"),
         ("a.jsonl", rb'{"path": "a\u0000b", "label": "b"}', r"row 1: no file can be called 'a\\x00b'"),
         ("a.jsonl", rb'{"path": "\ud800", "label": "b"}', r"row 1: no file can be called '\\ud800'"),
@@ -265,7 +267,7 @@ def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
         UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
     ):
         list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.group names a column of a table, and .*pets is none"):
+    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is no table"):
         open_set(pets, group="patient")
     assert (
         list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as oracle
 
-from cifar_lit.data import transforms as ours
+from cifar_lit.data import device_augment as ours
 
 COUNT, HEIGHT, WIDTH = 24, 18, 26
 
@@ -114,7 +114,9 @@ def test_images_are_turned_sheared_and_moved_as_torchvision_does(images: Tensor)
 
 def test_a_product_of_moves_is_one_after_the_other_and_what_they_leave_empty_is_filled(images: Tensor) -> None:
     fill, zeros = torch.tensor([9.0, 99.0, 199.0])[: images.shape[1]], torch.zeros(COUNT)
-    right, down = (ours.translation_matrices(*move, HEIGHT, WIDTH) for move in ((zeros + 4, zeros), (zeros, zeros - 3)))
+    size = (zeros + HEIGHT, zeros + WIDTH)
+    boxes = ((zeros, zeros - 4, *size), (zeros + 3, zeros, *size))
+    right, down = (ours.crop_matrices(torch.stack(box, 1), HEIGHT, WIDTH) for box in boxes)
     turn = ours.rotation_matrices(zeros + 180, HEIGHT, WIDTH)
     moved = ours.warp(images.float(), (right @ down @ turn)[:, :2], fill)
     expected = [

@@ -138,7 +138,7 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
     os.mkfifo("pipe.png")
     _, out, _ = classify(capsys, run, "--csv", "empty", "none*.png", "pipe.png", "pictures/2.png", "pictures/notes.txt")
     assert [row["error"].partition(",")[0] for row in rows(out)] == [
-        "the folder holds no JPEG", "no file fits this pattern", "it is a pipe or a device", "", "not a JPEG",
+        "the folder contains no JPEG", "no file matches this pattern", "it is a pipe or a device", "", "not a JPEG",
     ]  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_long_names_and_a_home_folder_are_taken(run: Path, capsys: Capture, monk
 
 def test_nets_without_maps_and_weights_that_are_not_finite_are_refused(tmp_path: Path, capsys: Capture) -> None:
     run = write_net(tmp_path / "mlp", "signs_mlp")
-    line = "cifar-lit: signs_mlp has no maps of features that could show a place: leave --explain out\n"
+    line = "cifar-lit: signs_mlp has no feature maps of 4 × 4 or more: leave --explain out\n"
     assert classify(capsys, run, "pictures", "--explain", "--csv=rows.csv") == (2, "", line)
     assert not Path("rows.csv").exists()
     code, out, err = classify(capsys, write_net(tmp_path / "nan", gain=float("nan")), "pictures")

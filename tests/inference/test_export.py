@@ -116,7 +116,7 @@ def test_int8_is_smaller_and_decides_nearly_alike_or_is_not_kept(
     assert metadata["format"] == module.FORMAT
     assert "calibrated on 200 training images" in metadata["quantized"]
     dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # ranges of black images cut off all others
-    text = r"int8 changes too much of this net: \d+\.\d% of the decisions agree .*leave --quantize out"
+    text = r"int8 changes this net too much: \d+\.\d% of the predictions agree .*leave --quantize out"
     with pytest.raises(Failure, match=text):
         export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), dark)
     assert not list(tmp_path.glob("a.onnx*"))
@@ -152,7 +152,7 @@ def test_a_file_that_answers_otherwise_is_removed_and_the_old_one_stays(
     with pytest.raises(Failure, match=r"cannot write .*nowhere.*"):
         export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1))
     monkeypatch.setattr(module, "write", lambda net, *args: write(other, *args))
-    with pytest.raises(Failure, match="does not answer as the net: a probability differs by 0"):
+    with pytest.raises(Failure, match="the file differs from the net: a probability differs by 0"):
         export(fresh("tudui"), "safetensors", tmp_path / "a", noise(9))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["of before"]
 

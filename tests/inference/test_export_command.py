@@ -80,9 +80,9 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
     [
         ("damaged/model.safetensors --to onnx", r"config\.yaml is not valid YAML at line 1"),
         ("RUN --to onxx", "Did you mean onnx"),
-        ("RUN --to onnx --quantize int4", "--quantize knows int8 only"),
+        ("RUN --to onnx --quantize int4", "--quantize must be int8, not 'int4'"),
         ("RUN --to torch-export --quantize int8", "with --to onnx"),
-        ("RUN --to safetensors", "name a place for its checked copy with --out FILE"),
+        ("RUN --to safetensors", "name the copy with --out FILE"),
         ("RUN --to onnx --out no/where.onnx", "is in a folder that does not exist"),
         ("RUN --to onnx --out RUN", "is a folder"),
         ("RUN --to safetensors --out RUN/model.safetensors", "is the file of the net itself"),

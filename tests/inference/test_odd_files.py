@@ -13,6 +13,7 @@ from small_nets import write_net
 
 from cifar_lit.data.decode import SUFFIXES, decode
 from cifar_lit.data.folder import folder
+from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load
 
@@ -40,7 +41,8 @@ def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) ->
             picture().save(class_dir / "beside.png")
         path.write_bytes(file.data)
     rows = [row for chunk, _ in classify_files(load(run), [ImageFile(str(path)) for path in paths]) for row in chunk]
-    images = folder(work_dir, train=True, image_size=32, skip_bad=True, cache_dir=work_dir / "cache")
+    cache = str(work_dir / "cache")
+    images = folder(SourceSettings(root=str(work_dir), image_size=32, skip_bad=True, cache_dir=cache), train=True)
     counts = images.labels.bincount(minlength=len(paths)).tolist()
     answers = [service.predict(file.data, {"Content-Type": "application/octet-stream"}) for file in odd]
     return [

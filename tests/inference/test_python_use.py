@@ -96,8 +96,8 @@ def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, t
     ("image", "error", "text"),
     [
         (Image.new("F", (8, 8), 200.0), DecodeError, "floating pixels must lie in 0 … 1"),
-        (np.full((8, 8), 2.0), ValueError, "leave out the normalisation, or give uint8"),
-        (np.zeros((8, 8), np.int64), ValueError, "must be uint8 or floating in 0 … 1, not int64"),
+        (np.full((8, 8), 2.0), ValueError, "do not normalise it, or pass uint8"),
+        (np.zeros((8, 8), np.int64), ValueError, "must be uint8, or floating-point in 0 … 1, not int64"),
         (np.zeros((8, 8, 5), np.uint8), ValueError, "an image must be"),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_is_no_image_is_refused(run: Path, image: object, error: type[Excep
 def test_a_net_whose_answers_are_not_finite_is_refused(tmp_path: Path) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, gain=1e30))
     with pytest.raises(
-        Failure, match="the net's answers are not finite numbers, as its weights are too large: use another"
+        Failure, match="the net's logits are not finite, because its weights are too large: use another"
     ):
         classifier.predict(picture())
 

@@ -187,7 +187,7 @@ def test_a_full_disk_of_any_rank_is_told_by_that_rank_and_ends_the_others(
     lines = [line for line in (folder / f"rank-{rank}.txt").read_text().splitlines() if "cifar-lit: " in line]
     assert codes == [1, 1], lines
     (line,) = lines
-    assert "could not be written to" in line and "No space left on device; they need 0.1 MB there" in line
+    assert "could not be written to" in line and "No space left on device; free 0.1 MB there" in line
     assert not (folder / "lightning_logs").exists()
 
 

@@ -296,7 +296,7 @@ ATTACKS: dict[str, Attack] = {
     "a table whose images are a pipe": Attack(
         table_of_pipes, [*TABLE, "pipes.csv", "--data.image_size=null"], says="it is a pipe or a device"
     ),
-    "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="are not there"),
+    "a table of rows with 70,000 keys": Attack(keys_of_rows, [*TABLE, "keys.jsonl"], says="do not exist"),
     "a table of 20 million empty lines": Attack(
         empty_lines("t.csv", "path,label\n"), [*TABLE, "t.csv"], says="empty lines"
     ),

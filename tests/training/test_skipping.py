@@ -121,12 +121,12 @@ def test_a_training_that_is_gone_on_with_shows_the_same_images(step: int, tmp_pa
 def test_what_cannot_be_meant_is_refused() -> None:
     for settings, line in (
         ({"skip_easy": 1.0}, r"data\.skip_easy is a share of the images, from 0 to below 1"),
-        ({"skip_easy": 0.5, "skip_from": 1.5}, r"data\.skip_from one of the steps"),
+        ({"skip_easy": 0.5, "skip_from": 1.5}, r"data\.skip_from is a share of the steps"),
         ({"skip_easy": 0.5, "shuffle": False}, r"leave data\.sampling none and data\.shuffle true"),
     ):
         with pytest.raises(UsageError, match=line):
             shapes_data(**settings)
-    with pytest.raises(UsageError, match=r"must know the training's end: set --epochs or --trainer\.max_steps"):
+    with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):
         fitted(classifier(), shapes_data(**SKIPS), max_epochs=-1)
 
 

@@ -1,1 +1,1 @@
-"""The HTTP service: `http` starts it and answers, `connections` limits clients, `bodies` reads, `workers` decode and compute."""
+"""The HTTP service: `http` answers, `connections` limits clients, `bodies` parses, `workers` decode and predict."""

@@ -1,4 +1,4 @@
-"""Connections that end: what a client may take of time, of headers and of pieces, and who has to go when too many are there."""
+"""Connections with limits on time, header size and number, so that no client can keep out others."""
 
 from __future__ import annotations
 
@@ -14,41 +14,38 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cifar_lit.inference.serve.bodies import Limits
 
 MAX_CONNECTIONS = 2048  # 7 KB each
-ACCEPTED_AT_ONCE = 64  # so few that others which were there before are not all closed for them before they are read
-QUEUE = 512  # that the system lets wait
-MAX_HEADER_BYTES = 16 * 1024  # of the request line, the headers and the trailers, as Node.js takes them
-TOO_LONG = f"the request's header is too long: at most {MAX_HEADER_BYTES // 1024} KB"
-MAX_DRAINED_BYTES = (
-    256_000_000  # of a body whose answer was given before its end: closed at once, the answer might be lost
-)
-PIECE_BYTES = 1000  # that each piece of a body counts for beside its own: small ones cost more time than bytes
+MAX_HEADER_BYTES = 16 * 1024  # request line, headers and trailers together; the limit of Node.js
+TOO_LONG = f"the request's header is too long: send at most {MAX_HEADER_BYTES // 1024} KB"
+MAX_DRAINED_BYTES = 256_000_000  # read and dropped after an early answer; closing at once could lose the answer
+PIECE_BYTES = 1000  # added to the size of each piece of a body: small pieces cost more time than their bytes
 MIN_RATE = 8000  # bytes/s that keep a connection open
 LINGER_SECONDS = 1.0
 
 
 def connection_limit() -> int:
-    """How many connections are kept: half as many as there may be open files, which may be more than a shell says at first."""
-    files = 2 * MAX_CONNECTIONS
+    """Return the number of connections to keep, and raise the soft limit of open files to twice as many if possible."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return MAX_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MAX_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < files:
-        files = files if hard == resource.RLIM_INFINITY else min(files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     return files // 2
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on time, headers, pieces and connections, and errors in JSON; uvicorn would wait for ever.
+    """uvicorn's protocol with limits, and with errors in JSON.
 
-    A client that has to send, or to take its answer, uses up the `body_seconds` that it is given at first, and earns them back
-    by the bytes that move: one that stops, or is slower than `MIN_RATE` for long, is let go, however little was left to do.
+    uvicorn waits for slow clients without end. Here each client starts with `body_seconds`. They run down while the
+    client has to send, or to receive the answer, and are earned back at `MIN_RATE` by each byte transferred. A client
+    that has used them up is disconnected.
 
-    deadline: when it will be; infinity while the service is at work for it. Where room is needed, the earliest goes first.
-    part: of a request that is awaited: nothing of it yet, "header", "body"; "whole" while it waits for its answer, "answered"
-        when that was given before the body's end, "refused" when nothing more is read.
+    Attributes:
+        deadline: loop time at which the client is disconnected; infinity while the service works on the request.
+        part: progress of the request: "" (nothing received), "header", "body", "whole" (complete, not yet answered),
+            "answered" (before the end of its body), or "refused" (further bytes are dropped).
     """
 
     def __init__(self, limits: Limits, max_connections: int, **settings: Any) -> None:
@@ -56,19 +53,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self.part = ""
         self.deadline = math.inf
         self._limits, self._max_connections = limits, max_connections
-        self._bytes = self._header_bytes = 0  # of the request so far
-        self._unsent = 0  # bytes of the answer that the system did not take yet
+        self._bytes = self._header_bytes = 0  # received for the current request
+        self._unsent = 0  # bytes of the answer that the system has not accepted yet
 
     def connection_made(self, transport: Any) -> None:
-        """Takes the connection; where there are too many, some of the slowest go."""
+        """Accept a connection. Drop some of the slowest if there are too many."""
         super().connection_made(transport)
         self._give_time()
         if len(self.connections) > self._max_connections:
             for connection in slowest(self.connections, 1 + self._max_connections // 32):
-                connection.drop()
+                connection.transport.abort()
+                self.connections.discard(connection)
 
     def data_received(self, data: bytes) -> None:
-        """Reads on; what has no end is refused before it fills the memory."""
+        """Parse received bytes. Refuse the request before it can fill the memory."""
         if self.part in ("", "header", "body"):
             self._earn_time(len(data))
         if self.part != "refused":
@@ -77,24 +75,24 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.part == "header" and self._bytes > MAX_HEADER_BYTES:
             self.refuse(431, TOO_LONG)
         elif self.part == "body" and self._bytes > 2 * self._limits.body + MAX_HEADER_BYTES:
-            self.refuse(413, "the body takes too much to be sent: send larger pieces, and no more than the image")
+            self.refuse(413, "the body is sent in too many pieces: send larger pieces, and nothing besides the image")
         elif self._bytes > max(MAX_DRAINED_BYTES, 2 * self._limits.body):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """A request's first byte; one that comes before the answer to the last is dropped, and the connection closed then."""
+        """Start a request. Reject one that arrives before the previous request is answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise ValueError("pipelined")
         self.part, self._bytes, self._header_bytes = "header", 0, 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the address."""
+        """Count a part of the address."""
         self._count_header(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer behind the body."""
+        """Count a header, or a trailer after the body."""
         self._count_header(len(name) + len(value))
         super().on_header(name, value)
 
@@ -104,30 +102,30 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError(TOO_LONG)
 
     def on_headers_complete(self) -> None:
-        """The body follows."""
+        """Expect the body."""
         self.part = "body"
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Count a piece of the body."""
         self._bytes += PIECE_BYTES
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is here: answering it has a time of its own."""
+        """Stop the client's clock while the service works on the request."""
         self.part = "" if self.part == "answered" else "whole"
         self._give_time(math.inf if self.part else self._limits.body_seconds)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer was given: it is to be taken, and the next request or the rest of this one's body to come."""
+        """Give time to receive the answer, and to send the rest of this body or the next request."""
         self.part = {"whole": "", "body": "answered"}.get(self.part, self.part)
         self._give_time()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or comes before its turn; uvicorn's own answer is plain text."""
-        if self.part == "whole":
+        """Refuse invalid HTTP. uvicorn's own answer is plain text."""
+        if self.part == "whole":  # a pipelined request: answer the previous one, then close
             self.part, self.cycle.keep_alive = "refused", False
         elif self._header_bytes > MAX_HEADER_BYTES:
             self.refuse(431, TOO_LONG)
@@ -135,7 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(400, "this is not a valid HTTP request: send HTTP/1.1, as curl or a browser does")
 
     def refuse(self, status: int, text: str) -> None:
-        """The last answer on this connection. What still comes is dropped for a while: closed at once, it might be lost."""
+        """Send the last answer on this connection, and drop further bytes. Closing at once could lose the answer."""
         if self.part != "answered":
             body = json.dumps({"error": text}, ensure_ascii=False).encode()
             head = (
@@ -146,17 +144,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.part = "refused"
         self._give_time(LINGER_SECONDS)
-        if self.cycle is not None:  # as if the client were gone
+        if self.cycle is not None:  # tell the application that the client has disconnected
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
-    def drop(self) -> None:
-        """Closes the connection without a word, to make room."""
-        self.transport.abort()
-        self.connections.discard(self)
-
     def close_if_due(self) -> None:
-        """Lets the client go if its time is over; to be called several times a second."""
+        """Disconnect the client if its deadline has passed. To be called several times a second."""
         unsent = self.transport.get_write_buffer_size()
         self._earn_time(self._unsent - unsent)
         self._unsent = unsent
@@ -164,9 +157,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self.part in ("header", "body"):
             limit = f"{self._limits.body_seconds:g} s"
-            self.refuse(
-                408, f"the request did not go on within {limit}: send it faster, or serve with more --body-seconds"
-            )
+            text = f"the request paused for more than {limit}: send it faster, or serve with a larger --body-seconds"
+            self.refuse(408, text)
         else:
             self.transport.abort()
 
@@ -179,6 +171,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def slowest(connections: Iterable[Any], count: int) -> list[Any]:
-    """Those of the connections that wait for their clients whose time is over first."""
+    """Return the `count` connections with the earliest deadlines, without those that wait for the service."""
     waiting = (connection for connection in connections if connection.deadline < math.inf)
     return heapq.nsmallest(count, waiting, key=lambda connection: connection.deadline)

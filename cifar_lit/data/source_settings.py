@@ -1,0 +1,38 @@
+"""`SourceSettings`, what `ImageData` passes to a data source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.data.image_size import ImageSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning."""
+
+    root: str | None = None
+    url: str | None = None
+    image_size: ImageSize | None = None
+    channels: int | None = None
+    num_classes: int | None = None
+    count: int = 10_000
+    test_size: float | None = 0.2
+    split_seed: int = 0
+    skip_bad: bool = False
+    cache_dir: str | None = None
+    labels: str | None = None
+    resize: str = "crop"
+    group: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """The root as a path, `data` if not given."""
+        return Path(self.root or "data").expanduser()
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder of decoded images, and of features computed from them."""
+        return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
