@@ -120,7 +120,7 @@ def file_size(path: str | Path, most: int | None = None) -> int:
 
     An empty file is refused too: kernel files such as /proc/kmsg have size 0, and reading them may never end.
     """
-    state = Path(path).stat()
+    state = os.stat(path)  # noqa: PTH116 (faster than Path for many small files)
     if stat.S_ISDIR(state.st_mode):
         raise OSError(errno.EISDIR, "it is a folder", str(path))
     if not stat.S_ISREG(state.st_mode):
@@ -136,7 +136,7 @@ def file_size(path: str | Path, most: int | None = None) -> int:
 def read_bytes(path: str | Path, most: int) -> bytes:
     """Return the contents of a file; raise OSError like `file_size`."""
     size = file_size(path, most)
-    with Path(path).open("rb") as file:
+    with open(path, "rb") as file:  # noqa: PTH123 (faster than Path)
         return file.read(size)
 
 

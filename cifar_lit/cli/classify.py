@@ -106,9 +106,8 @@ def _settings(argv: list[str]) -> Namespace:
 
 
 def _may_be_run(path: str) -> bool:
-    return path.endswith(".safetensors") or any(
-        Path(path, name).exists() for name in ("config.yaml", "model.safetensors")
-    )
+    files = [os.path.join(path, name) for name in ("config.yaml", "model.safetensors")]  # noqa: PTH118
+    return path.endswith(".safetensors") or any(map(os.path.exists, files))  # Path raises errors for impossible names
 
 
 def _sorted_argv(argv: list[str]) -> list[str]:
@@ -144,7 +143,7 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
         target = Path(settings[flag] or "-")
         if flag != "sheet" and target.name.lower().endswith(SUFFIXES):
             raise UsageError(f"--{flag}={target} has the name of an image: name a .{flag} file")
-        if target.is_file() and any(Path(file.path).exists() and target.samefile(file.path) for file in files):
+        if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is one of the images to classify: choose another file")
 
 

@@ -422,7 +422,9 @@ def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Pa
         contents, damaged = read_checkpoint(checkpoint), None
     else:
         checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
-    step = int(contents["global_step"])
+    step = contents.get("global_step")
+    if step is None:
+        raise UsageError(f"{display_path(checkpoint)} holds weights only, so no training can be resumed from it")
     if damaged and first:
         note(f"{damaged}: resuming {display_path(checkpoint)} of step {step}")
     os.environ[RESUMED_CHECKPOINT] = str(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def _check_target(out: Path, files: Sequence[ImageFile]) -> None:
 def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     """Return the images of files as training data, in this order and in the size used for training."""
     for file in files:
-        if file.error or not Path(file.path).exists():
+        if file.error or not os.path.exists(file.path):  # noqa: PTH110 (Path raises errors for impossible names)
             raise UsageError(f"{file.path}: {file.error or 'there is no such file'}")
     paths = [file.path for file in files]
     configured = settings["image_size"]

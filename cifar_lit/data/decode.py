@@ -188,7 +188,7 @@ def walk(folder: str, on_error: Callable[[OSError], object]) -> Iterator[os.DirE
     def enter(path: str) -> bool:
         """Return whether a folder is new, and put its entries on the stack."""
         with suppress(OSError):  # reading the folder raises it again
-            status = os.stat(path)
+            status = os.stat(path)  # noqa: PTH116
             if (status.st_dev, status.st_ino) in visited:
                 return False
             visited.add((status.st_dev, status.st_ino))

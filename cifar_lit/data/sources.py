@@ -221,6 +221,6 @@ def _source(dataset: str) -> Source:
         target = import_callable(dataset)
         return target if isinstance(target, Source) else Source(target)
     check_no_file(dataset)
-    is_folder = os.path.isdir(dataset)
+    is_folder = os.path.isdir(dataset)  # noqa: PTH112 (Path raises errors for impossible names)
     hint = f" Did you mean --dataset folder --data-dir {dataset}?" if is_folder else nearest(dataset, SOURCES)
     raise UsageError(f"no data set is called {dataset!r}.{hint} There are {', '.join(SOURCES)}.")

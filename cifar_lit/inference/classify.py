@@ -58,7 +58,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
         else:
             names = [path]
         for name in names:
-            if os.path.isdir(name):
+            if os.path.isdir(name):  # noqa: PTH112
                 files = _files_below(name)
                 yield next(files, ImageFile(name, "the folder contains no JPEG, PNG, WebP, BMP or GIF"))
                 yield from files
@@ -70,15 +70,15 @@ def _matches(pattern: str) -> set[str]:
     """Return the paths that match a pattern; with **, files only. Folders are visited once, as in `walk`."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
-        return set(glob.glob(pattern))
+        return set(glob.glob(pattern))  # noqa: PTH207
     place = parts.index("**")
     below = "/".join(part for part in parts[place + 1 :] if part) or "*"
     matches: set[str] = set()
-    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:
+    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:  # noqa: PTH207
         folders = [top, *(f"{entry.path}/" for entry in walk(top, lambda error: None) if is_folder(entry))]
         folders = folders if place else [path.removeprefix("./") for path in folders]
         matches |= {match for folder in folders for match in _matches(glob.escape(folder) + below)}
-    return {match for match in matches if not os.path.isdir(match)}
+    return {match for match in matches if not os.path.isdir(match)}  # noqa: PTH112
 
 
 def _files_below(folder: str) -> Iterator[ImageFile]:

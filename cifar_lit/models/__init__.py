@@ -1,1 +1,1 @@
-"""Nets as plain `nn.Module`s. Nothing is imported here, so that naming a net of ours does not load torchvision's."""
+"""Nets as plain `nn.Module`s. Imports nothing, so that our own nets load without torchvision."""

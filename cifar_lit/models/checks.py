@@ -1,4 +1,4 @@
-"""Try a net before it is trained: its output for blank images, and its build without memory."""
+"""Checks of a net before training: its output shape for blank images, and a build that allocates no memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cifar_lit.models.registry import build_net
 
 
 def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
-    """Raise UsageError unless `net` takes images (B, *input_shape) to logits (B, num_classes).
+    """Raise UsageError unless `net` maps images (B, *input_shape) to logits (B, num_classes).
 
-    Two blank images pass through the net in evaluation mode. Its weights, buffers and modes stay as they are, and so does
-    torch's random number generator.
+    Two blank images pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state stay
+    the same.
     """
     weight = next(net.parameters(), torch.empty(0))
     modes = {module: module.training for module in net.modules()}
@@ -29,30 +29,27 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
             output = net(weight.new_zeros(2, *input_shape))
     except Exception as error:
         if _NEEDS_GPU.search(str(error)):
-            return  # a net with kernels for GPUs only, built on the CPU
+            return  # the net has GPU kernels only, and is still on the CPU
         images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
-        remedy = "A net must be built for its arguments channels and image_size."
+        remedy = "Build the net for its arguments channels and image_size."
         reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
         raise UsageError(f"{name} cannot take {images}: {reason}. {remedy}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
     if not isinstance(output, Tensor):
-        raise UsageError(
-            f"{name} must return a tensor of logits (images, {num_classes}), not a {type(output).__name__}"
-        )
+        raise UsageError(f"{name} must return a tensor of logits (B, {num_classes}), not a {type(output).__name__}")
     if tuple(output.shape) != (2, num_classes):
-        shape = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
-        raise UsageError(
-            f"{name} {shape}: the data have {num_classes} classes, so its last layer must have num_classes outputs"
-        )
+        fault = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
+        remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
+        raise UsageError(f"{name} {fault}: {remedy}")
 
 
 _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
 
 
 def _failed_layer(net: nn.Module, error: Exception) -> str:
-    """Return the layer without children that an error was raised in, as the beginning of a sentence; '' if there is none."""
+    """Return the start of a sentence that names the leaf layer in which an error was raised; '' if there is none."""
     names = {module: name for name, module in net.named_modules()}
     modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
@@ -62,14 +59,14 @@ def _failed_layer(net: nn.Module, error: Exception) -> str:
 
 
 def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
-    """`build_net(name, **settings)` with weights that have shapes and dtypes, but take no memory; raises what it raises."""
+    """Return `build_net(name, **settings)` with its weights on the meta device, where they take no memory."""
     with _WeightsOnMetaDevice():
         return build_net(name, **settings)
 
 
 class _WeightsOnMetaDevice(TorchFunctionMode):
-    """Layers' weights on the meta device; small tensors that builders compute with (as torchvision's regnets) stay real."""
+    """Create weights on the meta device. Other tensors stay real: torchvision's regnets compute with their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        place = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}
-        return func(*args, **{**(kwargs or {}), **place})
+        device = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}
+        return func(*args, **{**(kwargs or {}), **device})

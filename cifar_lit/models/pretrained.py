@@ -1,10 +1,11 @@
-"""timm's nets by name, and how the pretraining of a net of timm's or torchvision's prepared its images.
+"""timm's nets, and the image preprocessing of pretrained nets.
 
-timm is an extra: `pip install "cifar-lit[finetune]"`.
+timm is an optional dependency: `pip install "cifar-lit[finetune]"`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -15,18 +16,20 @@ from torch.nn import functional as F
 from cifar_lit.errors import UsageError, first_line, nearest
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, takes
 
-TIMM = "timm/"  # begins the names of timm's nets
+TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
-MAX_SIDE = 2048  # pixels, as of the images that are given
+MAX_SIDE = 2048  # pixels
 SIDE_STEP = 32  # pixels: most nets halve their images five times
-OPTIONS = ("side", "drop_rate", "drop_path_rate")  # of timm's nets
+OPTIONS = ("side", "drop_rate", "drop_path_rate")
 
 
 class Preprocessing(NamedTuple):
-    """How a net's pretraining prepared its images: mean and std of the channels in [0, 1] units.
+    """Preprocessing of the images on which a net was pretrained.
 
-    image_size: (height, width) at which whole images show things as large as the pretraining's test did, which cut its images
-    out of the middle of larger ones: for 224 from 256, it is 256. Nets that take one size have that.
+    Args:
+        mean, std: of the channels, for pixels in 0 … 1.
+        image_size: (height, width) at which objects have the size they had in the pretraining's test, where a central
+            crop was taken: 256 for crops of 224 from 256. For a net with a fixed input size, that size.
     """
 
     mean: list[float]
@@ -35,14 +38,14 @@ class Preprocessing(NamedTuple):
 
 
 def import_timm() -> Any:
-    """The package; raises UsageError where it is not installed."""
+    """Return the package timm. Raise UsageError if it is not installed."""
     if find_spec("timm") is None:
-        raise UsageError(f"this net is timm's, which is not installed: {EXTRA}")
+        raise UsageError(f"this net needs timm, which is not installed: {EXTRA}")
     return import_module("timm")
 
 
 def timm_name(name: str) -> str:
-    """The name as timm knows it; raises UsageError for one that it does not, and never looks into a network for it."""
+    """Return the name without our prefix. Raise UsageError if timm has no such net; no network is used."""
     timm, short = import_timm(), name.removeprefix(TIMM)
     if not timm.is_model(short):
         hint = nearest(short, timm.list_models())
@@ -51,9 +54,8 @@ def timm_name(name: str) -> str:
         timm.get_pretrained_cfg(short)
     except RuntimeError:
         tags = timm.list_pretrained(f"{short.partition('.')[0]}.*")
-        raise UsageError(
-            f"timm has no weights named {short!r}: there are {', '.join(tags) or 'none for this net'}"
-        ) from None
+        valid = ", ".join(tags) or "none for this net"
+        raise UsageError(f"timm has no weights named {short!r}: there are {valid}") from None
     return short
 
 
@@ -67,23 +69,25 @@ def build_timm_net(
     side: int | None = None,
     **options: float,
 ) -> nn.Module:
-    """timm's net `name` (with "timm/" before it) with random weights and a head of its own for `num_classes`.
+    """Return the timm net `name`, which has the prefix "timm/", with random weights; see `registry.build_net`.
 
     Args:
-        side: pixels that the shorter side of images is scaled to within the net, for images that are smaller than those of its
-            pretraining; None for as they are.
-        **options: drop_rate, drop_path_rate: of dropout before the head, and of whole residual branches.
+        side: the net first upscales images so that their shorter side has this many pixels; None for no scaling.
+        **options: drop_rate (dropout before the head) and drop_path_rate (stochastic depth).
 
-    Raises UsageError where timm is not installed, has no such net, or the net cannot take images of that size.
+    Raises:
+        UsageError: if timm is not installed or has no such net, or the net cannot take images of this size.
     """
     if width != 1:
-        raise UsageError(f"{name} has a width of its own: leave width at 1")
+        raise UsageError(f"{name} has a fixed width: leave width at 1")
     if side is not None and not (type(side) is int and min(image_size) <= side <= MAX_SIDE):
-        raise UsageError(
-            f"model.net_options.side is {side!r}, not a number of pixels from {min(image_size)} to {MAX_SIDE}"
-        )
-    timm, short = import_timm(), timm_name(name)
-    size = scaled_size(image_size, side) if side else image_size
+        raise UsageError(f"model.net_options.side must be {min(image_size)} … {MAX_SIDE} pixels, not {side!r}")
+    timm = import_timm()
+    short = timm_name(name)
+    size = image_size
+    if side:
+        shorter = min(image_size)
+        size = (round(side * image_size[0] / shorter), round(side * image_size[1] / shorter))
     cfg = timm.get_pretrained_cfg(short)
     fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}
     try:
@@ -95,35 +99,22 @@ def build_timm_net(
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise UsageError(f"{name} cannot be built for {size[0]}×{size[1]} images: {first_line(error)}") from None
     if side:
-        net.register_forward_pre_hook(Upscaling(size))
+        net.register_forward_pre_hook(partial(_upscale, size=size))
     return net
 
 
+def _upscale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:
+    return F.interpolate(inputs[0], size, mode="bilinear", align_corners=False)
+
+
 def takes_any_size(name: str) -> bool:
-    """Whether a net of timm's that was built for one size takes images of others too."""
+    """Return whether a timm net that was built for one image size accepts other sizes too."""
     cfg = import_timm().get_pretrained_cfg(timm_name(name))
     return not (cfg is not None and cfg.fixed_input_size)
 
 
-def scaled_size(image_size: tuple[int, int], side: int) -> tuple[int, int]:
-    """(height, width) scaled so that the shorter one is `side`."""
-    height, width = (round(side * length / min(image_size)) for length in image_size)
-    return height, width
-
-
-class Upscaling:
-    """A hook that scales a net's images, float (B, C, H, W), to a size before it sees them."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.size = size
-
-    def __call__(self, net: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The images in their new size."""
-        return F.interpolate(inputs[0], self.size, mode="bilinear", align_corners=False)
-
-
 def preprocessing(net: str) -> Preprocessing | None:
-    """That of a net of timm's or torchvision's, by name; None of others."""
+    """Return the preprocessing of a timm or torchvision net by name, None for other nets."""
     if net.startswith(TIMM):
         cfg = import_timm().get_pretrained_cfg(timm_name(net))
         if cfg is None:
@@ -140,7 +131,7 @@ def preprocessing(net: str) -> Preprocessing | None:
         return None
     transform = models.get_model_weights(net).DEFAULT.transforms()
     mean, std = list(transform.mean), list(transform.std)
-    if net in INCEPTIONS:  # built from published weights, they change ImageNet's mean and std to these within
+    if net in INCEPTIONS:  # torchvision's builder converts ImageNet's mean and std to these inside the net
         mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
     return Preprocessing(mean, std, (side, side))

@@ -1,6 +1,6 @@
-"""torchvision's classification nets, fitted to small images: any channel and class count, checked for the image size.
+"""torchvision's classification nets, adapted to small images and any number of channels.
 
-torchvision.models is imported when one of its nets is named or listed: it takes seconds that the other nets need not wait for.
+torchvision.models is imported on first use, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cifar_lit.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
-MAX_SMALL = 64  # pixels of the shorter side, up to which they have it; larger images would take 16 times the work
-INCEPTIONS = ("googlenet", "inception_v3")  # whose weights come from TensorFlow
-FIXED_SIZE = ("vit_", "maxvit_")  # begin the names of nets that take the size that they were built for
-MAXVIT_STEP = 224  # five halvings, then windows of 7×7
-MAX_TRIED_SIZE = 224  # every net of torchvision was made for images of about this size
+MAX_SMALL = 64  # pixels of the shorter side of small images; for larger ones this stem costs 16 times the work
+INCEPTIONS = ("googlenet", "inception_v3")  # their weights come from TensorFlow
+FIXED_SIZE = ("vit_", "maxvit_")  # prefixes of nets that accept only the image size they were built for
+MAXVIT_STEP = 224  # pixels: five halvings, then windows of 7×7
+MAX_TRIED_SIZE = 224  # pixels: every torchvision net accepts this size
 
 
 def torchvision_names() -> list[str]:
-    """The names of torchvision's classification nets."""
+    """Return the names of torchvision's classification nets."""
     from torchvision import models
 
     return models.list_models(module=models)
@@ -33,34 +33,32 @@ def torchvision_names() -> list[str]:
 def build_torchvision_net(
     name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float
 ) -> nn.Module:
-    """torchvision's net `name` with random weights, from images (B, channels, *image_size) to logits (B, num_classes).
+    """Return the torchvision net `name` with random weights; see `registry.build_net`.
 
-    The nets of `SMALL_STEM` get a stem for small images, if these are; all others are as published but for the first
-    convolution's channels.
-    Raises UsageError for another width than 1, and when the net cannot take images of that (height, width).
+    For small images, nets of `SMALL_STEM` get a small stem. Other nets change only the channels of the first
+    convolution. Raises UsageError for a width other than 1, or if the net cannot take images of this size.
     """
     from torchvision import models
 
     if width != 1:
-        raise UsageError(f"{name} has a width of its own: leave width at 1")
+        raise UsageError(f"{name} has a fixed width: leave width at 1")
     net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
     if name in SMALL_STEM and min(image_size) <= MAX_SMALL:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
-        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does it
+        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # torchvision's initialisation
         net.maxpool = nn.Identity()
-    if channels != 3:  # another first convolution, its weights drawn with the spread of the old ones
+    if channels != 3:  # Replace the first convolution; initialise its weights with the same standard deviation.
         path, old = next((path, module) for path, module in net.named_modules() if isinstance(module, nn.Conv2d))
         settings: Any = {name: getattr(old, name) for name in ("kernel_size", "stride", "padding")}
         new = nn.Conv2d(channels, old.out_channels, bias=old.bias is not None, **settings)
-        if not old.weight.is_meta:  # of a net without memory for its weights
+        if not old.weight.is_meta:
             nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         net.set_submodule(path, new)
     if not takes(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
         least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: takes(net, channels, (side, side)))
-        raise UsageError(
-            f"{name} cannot take {image_size[0]}×{image_size[1]} images; the least size is {least}×{least}."
-        )
+        shape = "×".join(map(str, image_size))
+        raise UsageError(f"{name} cannot take {shape} images; the smallest size is {least}×{least}.")
     return net
 
 
@@ -69,24 +67,20 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
     if name.startswith("vit_"):
         patch = int(name.rsplit("_", 1)[1])
         if height != width or height % patch:
-            raise UsageError(
-                f"{name} needs square images with a side that is a multiple of {patch}, not {height}×{width}."
-            )
+            raise UsageError(f"{name} needs square images with a side divisible by {patch}, not {height}×{width}.")
         return {"image_size": height}
     if name.startswith("maxvit_"):
         if height % MAXVIT_STEP or width % MAXVIT_STEP:
-            raise UsageError(
-                f"{name} needs images with sides that are multiples of {MAXVIT_STEP}, not {height}×{width}."
-            )
+            raise UsageError(f"{name} needs images with sides divisible by {MAXVIT_STEP}, not {height}×{width}.")
         return {"input_size": image_size}
     if name in INCEPTIONS:
-        # Without the auxiliary heads forward returns a tensor; to say how to begin silences a warning about that choice.
+        # Without auxiliary heads, forward returns a tensor. An explicit init_weights silences a warning.
         return {"aux_logits": False, "init_weights": False}
     return {}
 
 
 def takes(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
-    """Whether images of (height, width) go through a net, by shapes alone: on the meta device nothing is computed."""
+    """Return whether a net accepts images of (height, width). Runs on the meta device, where nothing is computed."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
     net.eval()

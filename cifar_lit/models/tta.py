@@ -1,4 +1,4 @@
-"""Test-time views: one answer from several looks at an image, as the CIFAR speed records report it."""
+"""Test-time augmentation (`model.tta`), as in the CIFAR speed records."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ VIEWS = ("none", "mirror", "full")
 
 
 def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
-    """Logits averaged over views of each image, as in K. Jordan's airbench (2024).
+    """Return logits averaged over views of each image, as in K. Jordan's airbench (2024).
 
     Args:
-        net: in evaluation mode.
+        net: the net, in evaluation mode.
         images: float (B, C, height, width).
-        views: none: the images as they are. mirror: and left-right mirrored, half each. full: both of these a quarter each,
-            and an eighth each the images moved by one pixel down and right, by one up and left, and the mirrors of these two;
-            what comes in at the edge is reflected.
+        views: `none`: plain images. `mirror`: plain and mirrored, weights 1/2. `full`: these two with weights 1/4, and
+            with weights 1/8 the four shifted by (1, 1) or (-1, -1) pixels, plain and mirrored. Shifts reflect at the
+            edges.
 
     Returns:
-        (B, classes), at least float32 where there are several views.
+        (B, classes); with several views at least float32.
     """
 
     def with_mirror(images: Tensor) -> Tensor:
         logits = net(images)
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return (logits.type(exact) + net(images.flip(3)).type(exact)) / 2
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return (logits.type(dtype) + net(images.flip(3)).type(dtype)) / 2
 
     if views == "none":
         return net(images)

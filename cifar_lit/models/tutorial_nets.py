@@ -1,7 +1,6 @@
-"""The nets of the tutorials that this project replaces, layer for layer, and `shapenet`, the small net of the quickstart.
+"""The nets of the tutorials that this project replaces, and `shapenet`, the small net of the quickstart.
 
-All are `nn.Sequential`: float images (B, channels, height, width) in, logits (B, num_classes) out, for any size, channels and
-classes. `nn.Flatten` reads images in NCHW order whatever their memory format, so weights carry over between the two formats.
+All are `nn.Sequential` modules that map float images (B, channels, height, width) to logits (B, num_classes).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from torch import nn
 
 
 def scaled(units: int, width: float) -> int:
-    """`units` channels or hidden units times `width`, rounded, at least one."""
+    """Return the number of channels or hidden units times `width`, rounded, at least 1."""
     return max(1, round(units * width))
 
 
 def tudui(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """Three 5×5 convolutions with max pooling and two linear layers, and no activation anywhere (seeds 000 and 003)."""
+    """Return a net of three 5×5 convolutions with max pooling and two linear layers, without any activation."""
     narrow, wide = scaled(32, width), scaled(64, width)
     rows, columns = (side // 8 for side in image_size)
     return nn.Sequential(
@@ -34,7 +33,7 @@ def tudui(*, channels: int, image_size: tuple[int, int], num_classes: int, width
 
 
 def signs_mlp(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """Pixels through hidden layers of 25 and 16 units with ReLU (seed 001)."""
+    """Return a multilayer perceptron with hidden layers of 25 and 16 units and ReLU."""
     return nn.Sequential(nn.Flatten(), *_mlp(channels * image_size[0] * image_size[1], 25, 16, num_classes, width))
 
 
@@ -46,11 +45,9 @@ def lenet(
     width: float,
     units: tuple[int, int, int, int] = (6, 16, 120, 84),
 ) -> nn.Module:
-    """LeNet-5 in its ReLU and max-pooling form (seed 002)."""
+    """Return LeNet-5 with ReLU and max pooling. units: widths of the two convolutions and the two hidden layers."""
     first, second = scaled(units[0], width), scaled(units[1], width)
-    rows, columns = (
-        ((side - 4) // 2 - 4) // 2 for side in image_size
-    )  # two 5×5 convolutions without padding, each halved
+    rows, columns = (((side - 4) // 2 - 4) // 2 for side in image_size)  # 5×5 without padding, then pooled, twice
     layers = [
         nn.Conv2d(channels, first, 5),
         nn.ReLU(),
@@ -62,7 +59,7 @@ def lenet(
     return nn.Sequential(*layers, nn.Flatten(), *_mlp(second * rows * columns, *units[2:], num_classes, width))
 
 
-fashion_cnn = partial(lenet, units=(6, 12, 120, 60))  # LeNet's smaller sibling for 28×28 grey images (seed 004)
+fashion_cnn = partial(lenet, units=(6, 12, 120, 60))  # a smaller LeNet for 28×28 grey images
 
 
 def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> list[nn.Module]:
@@ -71,10 +68,10 @@ def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> li
 
 
 def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """Four 3×3 convolutions of 16, 32, 64 and 128 channels with batch norm and ReLU, pooled between, then averaged.
+    """Return a net of four 3×3 convolutions of 16, 32, 64 and 128 channels, with batch norm, ReLU and pooling.
 
-    Takes any `image_size` from 8×8 on. The first convolution, the only one at full size, is narrow: on two CPU cores a net that
-    starts with 32 channels takes twice as long for the same accuracy on `shapes`.
+    It accepts any `image_size` from 8×8. The first convolution is narrow because it runs at full resolution. On two CPU
+    cores, 32 channels instead of 16 take twice as long for the same accuracy on `shapes`.
     """
     layers: list[nn.Module] = []
     for units in (16, 32, 64, 128):

@@ -90,7 +90,7 @@ def _is_huge(node: yaml.ScalarNode) -> bool:
     """Return whether an integer in any YAML notation exceeds 64 bits."""
     try:
         return len(node.value) > MAX_DIGITS or abs(yaml.SafeLoader("").construct_yaml_int(node)) >= MAX_INTEGER
-    except ValueError:  # a string tagged as an integer; the constructor refuses it
+    except (ValueError, IndexError):  # a string tagged as an integer; the constructor refuses it
         return False
 
 

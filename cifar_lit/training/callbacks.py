@@ -27,7 +27,11 @@ from cifar_lit.text import counted, note, say
 
 
 class Clock(Callback):
-    """Measures the fit, also a resumed one: `seconds` in all, `training_seconds` without validation, and `images` trained on."""
+    """Measure the duration of a fit, including its earlier parts if it is resumed.
+
+    Attributes:
+        images: number of images trained on.
+    """
 
     def __init__(self) -> None:
         self.images = 0
@@ -37,85 +41,86 @@ class Clock(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of the fit so far."""
+        """Wall-clock time of the fit so far."""
         return self._total + (time.perf_counter() - self._started if self._started is not None else 0.0)
 
     @property
     def training_seconds(self) -> float:
-        """Wall time of the fit so far without its validations."""
+        """Wall-clock time of the fit so far, without validation."""
         return self.seconds - self._validation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the clock; set-up is over."""
+        """Start the clock, after the set-up."""
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Counts the images of the global batch, of which this device's part has `loss_weight / world_size`."""
+        """Count the images of the global batch; this device has the fraction `loss_weight / world_size` of them."""
         if batch.loss_weight:
             self.images += round(len(batch.labels) * trainer.world_size / batch.loss_weight)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation begins."""
+        """Start the clock of the validation."""
         self._validation_started = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation ends."""
+        """Stop the clock of the validation."""
         if self._started is not None:
             self._validation += time.perf_counter() - self._validation_started
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops the clock."""
+        """Stop the clock."""
         self._total, self._started = self.seconds, None
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return the times and the number of images."""
         return {"seconds": self.seconds, "validation": self._validation, "images": self.images}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From checkpoints."""
-        self._total, self._validation, self.images = state["seconds"], state["validation"], state["images"]
+        """Restore the times and the number of images."""
+        self._total = state["seconds"]
+        self._validation = state["validation"]
+        self.images = state["images"]
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning's own without a generator for each of some fifty calls a step: a tenth of what the Trainer adds to a step."""
+    """A profiler with one context manager for all of the fifty calls per step.
 
-    _NOTHING: AbstractContextManager[None] = nullcontext()
+    Lightning's default creates a generator for each, a tenth of the Trainer's overhead per step.
+    """
+
+    _CONTEXT: AbstractContextManager[None] = nullcontext()
 
     def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
-        """One context manager for all."""
-        return self._NOTHING
+        """Return a context manager that does nothing."""
+        return self._CONTEXT
 
 
-# ---- what a resumed run needs to go on as if nothing had been
+# ---- random state
 
 
 class RandomState(Callback):
-    """Saves every device's random state (dropout draws from it), so that a resumed run draws what it would have drawn.
+    """Save and restore the random state of every device, so that a resumed run draws the same numbers (dropout).
 
-    On another number of devices, each starts from a seed computed from the saved states and its rank. Dropout masks then
-    differ from those of an undisturbed run, but are reproducible. A line says what batch norm changes there.
+    With another number of devices, each one derives a seed from the saved states and its rank. Dropout masks are then
+    reproducible, but differ from those of an uninterrupted run. A line warns of batch norm in that case.
     """
 
     def __init__(self) -> None:
-        self._restored: list[Tensor] | None = None  # uint8 (devices, n) of the CPU, and of the accelerator
+        self._restored: list[Tensor] | None = None  # CPU and accelerator, uint8 (devices, n) each
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Collects the states of all devices."""
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Gather the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
         checkpoint["random_state"] = [gather_rows(trainer, pl_module, state).cpu() for state in states]
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Keeps the states until set-up, which draws numbers too, is over."""
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the states until the end of the set-up, which also draws numbers."""
         self._restored = checkpoint.get("random_state")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts this device's state in place or, where the checkpoint knew another number of devices, a new one."""
+        """Restore the state of this device, or derive a seed for another number of devices."""
         if self._restored is None:
             return
         if len(self._restored[0]) != trainer.world_size:
@@ -127,12 +132,10 @@ class RandomState(Callback):
                 for module in pl_module.modules()
             ):
                 devices = f"{len(self._restored[0])} → {trainer.world_size} devices"
-                remedy = " (GPUs: --trainer.sync_batchnorm true in all parts of a run takes them over the whole batch)"
-                say(
-                    f"{devices}: batch norm takes its statistics on each device, so the results differ slightly{remedy}"
-                )
+                remedy = "to avoid this on GPUs, use --trainer.sync_batchnorm true in all parts of a run"
+                say(f"{devices}: batch norm has statistics per device, so results differ slightly; {remedy}")
             return
-        # cloned, as torch reads a state through a pointer that must be aligned: a row in the middle crashes it
+        # Cloned, because torch reads a state through an aligned pointer; a row of the tensor may not be aligned.
         own = [states[trainer.global_rank].clone() for states in self._restored]
         torch.set_rng_state(own[0])
         if len(own) > 1 and pl_module.device.type != "cpu":
@@ -140,22 +143,25 @@ class RandomState(Callback):
 
 
 def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
-    """The rows (n,) of all devices as (devices, n), on each; Lightning's `all_gather` warns of what torch 2.15 deprecates."""
+    """Return the rows (n,) of all devices as (devices, n). Collective: every rank must call this.
+
+    Lightning's `all_gather` calls a function that torch 2.15 deprecates.
+    """
     rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
     rows[trainer.global_rank] = row
     return trainer.strategy.reduce(rows, reduce_op="sum")
 
 
-# ---- what a training shows while it runs
+# ---- progress
 
 
 class LiveBar(RichProgressBar):
-    """Lightning's rich bar on one line, with the training loss and accuracy logged last. It never waits for the device.
+    """Lightning's rich bar on one line. It shows the values logged last, so that it never synchronises the device.
 
     The bar disappears at the end: the epoch lines above it stay.
     """
 
-    WIDE = 110  # columns: room for the elapsed time, the speed and the metrics beside the bar
+    WIDE = 110  # columns for the bar, elapsed time, speed and all metrics
 
     def __init__(self) -> None:
         # Two updates a second: drawing more often costs a few percent of a small net's training.
@@ -169,7 +175,7 @@ class LiveBar(RichProgressBar):
         return [*columns[:3], TimeRemainingColumn(compact=True)]
 
     def _init_progress(self, trainer: pl.Trainer) -> None:
-        """Let the bar absorb a lack of width: rich would wrap the metrics instead."""
+        """Shrink the bar on a narrow terminal, where rich would wrap the metrics."""
         super()._init_progress(trainer)
         if self.progress is None:
             return
@@ -179,7 +185,7 @@ class LiveBar(RichProgressBar):
                 column._table_column = Column(no_wrap=True)
 
     def _get_train_description(self, current_epoch: int) -> str:
-        """Return the epoch, counted from 1 as in the epoch lines; Lightning counts from 0."""
+        """Return the epoch, counted from 1."""
         epochs = last_epoch(self.trainer)
         return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
 
@@ -191,7 +197,7 @@ class LiveBar(RichProgressBar):
 
 
 def last_epoch(trainer: pl.Trainer) -> int | None:
-    """Return the number of epochs that the training will have, None if it has no limit. `max_steps` may end it early."""
+    """Return the number of epochs of the training, None without a limit. `max_steps` may end it earlier."""
     epochs = getattr(trainer.datamodule, "epochs", None) or trainer.max_epochs or -1  # type: ignore[attr-defined]
     return epochs if epochs > 0 else None
 
@@ -205,16 +211,16 @@ class EpochLines(Callback):
         self._validated = False  # since the last line
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count from here, in a resumed run too."""
+        """Start counting here, also in a resumed run."""
         self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         self._validated = False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the validation's figures in the next line only."""
+        """Show the validation in the next line only."""
         self._validated = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that the training was stopped early, and why."""
+        """Print why the training was stopped early."""
         for each in trainer.early_stopping_callbacks:
             if trainer.is_global_zero and each.stopped_epoch and each.wait_count >= each.patience:
                 say(f"stopped early: {counted(each.wait_count, 'validation')} without a better {each.monitor}")
@@ -259,48 +265,49 @@ class NotFiniteLoss(RuntimeError):
 
 
 class DivergenceWarning(Callback):
-    """Says once when the logged training loss is far above that of the start, and each time that a validation's is not finite.
+    """Warn once if the training loss is far above its start, and after every validation with a loss that is not finite.
 
-    The start is the first logged loss, or that of guessing, log(classes), where this is higher: a resumed run has a low one.
+    The start is the first logged loss, but at least log(classes), the loss of guessing: a resumed run starts low.
     """
 
-    FAR_ABOVE = 3.0  # times the loss of the start; spikes of a warm-up stay below twice that
+    FAR_ABOVE = 3.0  # times the start; the spikes of a warm-up stay below 2
 
     def __init__(self) -> None:
-        self._start = 0.0  # unknown as yet; infinite once it was said
+        self._start = 0.0  # 0 before the first logged loss, infinite after the warning
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Looks at the last logged loss, which all devices share."""
+        """Check the loss logged last, which is equal on all devices."""
         loss = pl_module.logged_loss
         if loss > 0 and not self._start:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > self.FAR_ABOVE * self._start:
             if trainer.is_global_zero:
-                where = f"the training loss is {loss:.4g} at step {trainer.global_step}, far above its start ({self._start:.4g})"
-                note(f"{where}: the training diverges; lower --lr or raise --model.warmup_epochs")
+                above = f"far above its start ({self._start:.4g})"
+                fault = f"the training loss is {loss:.4g} at step {trainer.global_step}, {above}"
+                note(f"{fault}: the training diverges; lower --lr or raise --model.warmup_epochs")
             self._start = math.inf
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Says that an epoch whose validation loss is not finite cannot be the best."""
+        """Warn that weights with a validation loss that is not finite are never the best."""
         if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
-            what = f"the validation loss is not finite after step {trainer.global_step}"
-            note(f"{what}: these weights do not count as the best; lower --lr if it stays so")
+            fault = f"the validation loss is not finite after step {trainer.global_step}"
+            note(f"{fault}: these weights do not count as the best; lower --lr if this persists")
 
 
 def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
-    """Raises NotFiniteLoss where a checkpoint is to hold a number that is not finite, though the last loss was.
+    """Raise NotFiniteLoss if a weight, its average, norm statistics or momenta in a checkpoint are not finite.
 
-    Such as weights that the last update of an epoch has let overflow, their average, a norm's statistics, or momenta, which
-    would spoil the first step of a resumed training. Other buffers are a net's own: a mask may well be infinite.
+    This happens if the last step overflows a weight although its loss was finite. Other buffers may be infinite, such
+    as masks.
     """
-    own = {name for name, _ in model.named_parameters()}
-    states = (checkpoint["state_dict"], checkpoint.get("current_model_state", {}))
-    numbers = [(name.removeprefix("net."), value) for state in states for name, value in state.items()
-               if name in own or "running_" in name]  # fmt: skip
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors: list[tuple[str, Any]] = []
+    for state in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):
+        tensors += [pair for pair in state.items() if pair[0] in parameters or "running_" in pair[0]]
     for optimizer in checkpoint.get("optimizer_states", ()):
-        for place, state in optimizer["state"].items():
-            numbers += [(f"{place}'s {name}", value) for name, value in state.items() if isinstance(value, Tensor)]
-    for name, value in numbers:
-        if not bool(value.isfinite().all()):
+        for index, state in optimizer["state"].items():
+            tensors += [(f"{index}'s {name}", value) for name, value in state.items() if isinstance(value, Tensor)]
+    for name, tensor in tensors:
+        if not bool(tensor.isfinite().all()):
             where = f"at step {model.global_step} of epoch {model.current_epoch}"
-            raise NotFiniteLoss(f"the weight {name} is no longer finite {where}")
+            raise NotFiniteLoss(f"the weight {name.removeprefix('net.')} is no longer finite {where}")

@@ -1,6 +1,6 @@
-"""Training steps as CUDA graphs: the kernels of a step are recorded once and replayed, which costs the host almost no time.
+"""Training steps as CUDA graphs (`model.capture`): the kernels of a step are captured once, then replayed.
 
-With `model.capture false` Lightning's own `optimizer_step` runs, with the same results.
+With `model.capture false`, Lightning's own `optimizer_step` runs, with the same results.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from cifar_lit.training.whitening import Whitening
 
-WARM_UP_STEPS = 3  # before a capture: libraries choose their kernels, and optimizers create their states
-# A replayed step cannot call these hooks.
+WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states
+# Hooks that a replayed step cannot call.
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
 def device_graphs(device: torch.device) -> Any:
-    """The device's module where it can capture graphs, else None."""
+    """Return the module of a device that supports graphs (such as `torch.cuda`), else None."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return module if hasattr(module, "CUDAGraph") else None
 
 
 def can_capture(trainer: Any, wanted: bool) -> bool:
-    """Whether the steps of a fit can be replayed: the device has graphs, it works alone, and nothing looks in between."""
+    """Return whether steps can be replayed: one device that supports graphs, and nothing that runs within a step."""
     if not wanted or device_graphs(trainer.strategy.root_device) is None:
         return False
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
     )
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    # asked of objects, as LambdaCallback's hooks are not its class's
+    # Ask the instance: LambdaCallback sets its hooks there.
     observed = any(
         getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
         for callback in trainer.callbacks
@@ -47,15 +47,15 @@ def can_capture(trainer: Any, wanted: bool) -> bool:
 
 
 class CapturedSteps(Callback):
-    """Replace the model's `optimizer_step` by replays of captured steps for one fit, if `can_capture` allows it."""
+    """Replace the `optimizer_step` of the model for one fit, if `can_capture` allows it."""
 
     def __init__(self) -> None:
         self._steps: GraphedSteps | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Capture a step for each shape of batch before the training time starts.
+        """Capture a step for each shape of batch, before the training time starts.
 
-        A resumed fit captures later: loading its checkpoint replaces the optimizer's states.
+        A resumed fit captures later, because its checkpoint replaces the optimizer states.
         """
         self._release(pl_module)
         if not can_capture(trainer, pl_module.hparams["capture"]):
@@ -71,7 +71,7 @@ class CapturedSteps(Callback):
         self._steps.step(optimizer_closure)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Pass the batch on: `optimizer_step` is not given it."""
+        """Keep the batch, which `optimizer_step` does not receive."""
         if self._steps is not None:
             self._steps.batch = batch
 
@@ -80,7 +80,7 @@ class CapturedSteps(Callback):
         self._release(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Release the graphs of a failed fit, whose model a traceback may keep alive."""
+        """Release the graphs after a failed fit: a traceback may keep the model alive."""
         self._release(pl_module)
 
     def _release(self, pl_module: Any) -> None:
@@ -89,7 +89,7 @@ class CapturedSteps(Callback):
 
 
 def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
-    """Yield a batch of each shape that the fit will meet, the largest first, with the net in the state it will have then."""
+    """Yield a batch of each shape in the fit, the largest first, and set `net.bias_is_final` as it will be then."""
     net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
     if not hasattr(data, "train_loader"):
         return
@@ -103,12 +103,7 @@ def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
 
 
 def batches_of_side(data: Any, side: int | None) -> Iterator[Any]:
-    """Yield the first training images in a batch of each size that an epoch has, the largest first, as they are trained on.
-
-    Args:
-        data: an ImageData.
-        side: the side that images are scaled to, None for their own size.
-    """
+    """Yield a training batch of each size in an epoch, the largest first. side: see `ImageData.side`."""
     loader = data.train_loader
     rows, make = loader.epoch_plan(0)
     sizes = {len(part) for part in rows.split(loader.batch_size)[: len(loader)]}
@@ -118,30 +113,30 @@ def batches_of_side(data: Any, side: int | None) -> Iterator[Any]:
 
 
 class GraphedSteps:
-    """The optimizer steps of one fit, captured for each shape of batch, and anew when the whitening's bias is final.
+    """The optimizer steps of one fit, with one graph per shape of batch, before and after the whitening bias is final.
 
-    Weights, optimizer states, rates and running metrics stay where they are in memory, so that a replay reads and writes them as
-    a step would. One stream for warm-ups and captures, since gradients remember theirs, and memory that another stream freed
-    could not be used again; one memory pool, as graphs never run at the same time. Both end with the fit.
+    Weights, optimizer states, rates and running metrics keep their addresses, so that replays read and write them. All
+    warm-ups and captures use one stream: gradients belong to a stream, and memory freed on another stream is not
+    reused. All graphs share one memory pool, because they never run concurrently.
+
+    Attributes:
+        batch: the next batch to train on.
     """
 
     def __init__(self, model: Any) -> None:
-        self.batch: Any = None  # the next one to train on
+        self.batch: Any = None
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
         self._warm_ups: dict[Any, int] = {}
-        self._captured: dict[Any, tuple[Any, Any, Tensor]] = {}  # the graph, the batch it reads, the loss it writes
+        self._captured: dict[Any, tuple[Any, Any, Tensor]] = {}  # graph, its input batch, its output loss
 
     def step(self, closure: Any) -> None:
-        """One step on `batch`. closure: Lightning's, which is not run; it is handed the loss that it is asked for later."""
+        """Run a step on `batch`, and store its loss in Lightning's closure, which is not called."""
         closure._result = ClosureResult(self._step(self.batch))
 
     def rehearse(self, batches: Iterable[Any]) -> None:
-        """Warms up and captures a step on each of these batches, and puts all that they change back: the clock has not started.
-
-        Only in a fit from its beginning: the states of an optimizer that is resumed take others' places later on.
-        """
+        """Warm up and capture a step on each batch, then restore all state. Do not call this in a resumed fit."""
         model = self._model
         written = [tensor for hook in model.loss_hooks for tensor in getattr(hook, "tensors", ())]
         tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *written]
@@ -156,7 +151,7 @@ class GraphedSteps:
             torch._foreach_copy_(tensors, before)
             for state in model.trainer.optimizers[0].state.values():
                 for value in state.values():
-                    value.zero_()  # as they are before the first step
+                    value.zero_()  # the initial value
 
     def _step(self, batch: Any) -> Tensor:
         key = (tuple(batch.images.shape), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
@@ -177,7 +172,7 @@ class GraphedSteps:
         else:
             static = batch.clone()
             graph = self._module.CUDAGraph()
-            # thread_local: a thread that pins memory meanwhile does not spoil the capture
+            # thread_local: otherwise another thread that pins memory invalidates the capture
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._run(static)
             self._captured[key] = graph, static, loss
@@ -185,7 +180,7 @@ class GraphedSteps:
         return loss
 
     def _run(self, batch: Any) -> Tensor:
-        """A step without a look at any value; a loss that is not finite changes nothing from then on (`found_inf`)."""
+        """Run a step without synchronising. After a non-finite loss, `found_inf` keeps steps from changing anything."""
         model, trainer = self._model, self._model.trainer
         optimizer = trainer.optimizers[0]
         with trainer.precision_plugin.train_step_context():

@@ -1,4 +1,4 @@
-"""Class weights in the training loss (`model.class_weights`), for training sets with unequal classes."""
+"""Class weights in the training loss (`model.class_weights`), for unequal classes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from cifar_lit.errors import UsageError
 
 CLASS_WEIGHTS = ("none", "balanced", "effective")
-BETA = 0.999  # of the effective number of samples: the authors' value for ImageNet and iNaturalist
+BETA = 0.999  # the paper's value for ImageNet and iNaturalist
 
 
 def class_weights(counts: Tensor, kind: str) -> list[float]:
-    """Return the weight of each class, with a mean of 1 over all training images and 0 for a class without images.
+    """Return the weight of each class; their mean over all training images is 1. Classes without images get 0.
 
     Args:
-        counts: training images of each class, int64 (classes,).
-        kind: `balanced`, one over the count; or `effective`, one over the effective number of samples (1 − βⁿ) / (1 − β)
-            (Cui et al., Class-Balanced Loss, CVPR 2019).
+        counts: number of training images of each class, int64 (classes,).
+        kind: `balanced` (1 / count) or `effective` (1 / effective number of samples, (1 − βⁿ) / (1 − β); Cui et al.,
+            Class-Balanced Loss, CVPR 2019).
     """
     sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
     weights = torch.where(counts > 0, 1 / sizes, 0.0)
@@ -29,10 +29,10 @@ def class_weights(counts: Tensor, kind: str) -> list[float]:
 
 
 class ClassWeights(Callback):
-    """Multiply each image's training loss by the weight of its class.
+    """Multiply the training loss of each image by the weight of its class, then divide by the number of images.
 
-    The weighted losses are divided by the number of images. `F.cross_entropy(weight=…)` divides by the weights of this device's
-    images instead, and weighs what label smoothing spreads too, which favours the rare classes.
+    `F.cross_entropy(weight=…)` divides by the weights of this device's images. It also weighs the smoothed part of
+    labels, which favours rare classes.
 
     Attributes:
         weights: float32 (classes,), set when a fit starts.
@@ -47,7 +47,7 @@ class ClassWeights(Callback):
         counts = getattr(trainer.datamodule, "class_counts", None)  # type: ignore[attr-defined]
         if counts is None:
             raise UsageError(
-                f"model.class_weights {self._kind} counts the training images: fit a datamodule that has class_counts"
+                f"model.class_weights {self._kind} needs class_counts of the datamodule: define it, or use none"
             )
         self.weights = torch.tensor(class_weights(counts, self._kind), device=pl_module.device)
         pl_module.loss_hooks.append(self._weigh)

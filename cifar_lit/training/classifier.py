@@ -30,15 +30,13 @@ from cifar_lit.training.resume import check_restored_state, check_resumable, ove
 
 DEFAULT_SHAPE = (3, 32, 32)
 
-# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs in a fit.
+# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs to
+# a fit.
 LossHook = Callable[[Tensor, Any], Tensor]
 
 
 def check_model(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings of ImageClassifier that are invalid for any images; builds no net.
-
-    Imports a net and an optimizer that are named by their import paths.
-    """
+    """Raise UsageError for settings of ImageClassifier that are invalid for any images. No net is built."""
     check_net(settings["net"], settings["net_options"] or {})
     if is_import_path(settings["optimizer"]):
         import_callable(settings["optimizer"])
@@ -55,57 +53,61 @@ def _check_choices(h: Mapping[str, Any]) -> None:
 class ImageClassifier(pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
-    It trains and tests on any datamodule or DataLoader of batches `(images, labels)`: normalised float images (B, C, H, W), int64
-    labels (B,). A batch may also have the further attributes of `data.batch.Batch`.
+    Trains and tests on any datamodule or DataLoader with batches `(images, labels)`: normalised float images (B, C, H,
+    W) and int64 labels (B,). A batch may also have the other attributes of `data.batch.Batch`.
 
     Args:
-        net: name of a net, or the import path of a class or function (see `models.registry`), or a torch module. A module is not
-            saved in `hparams`: pass it to `load_from_checkpoint` again.
-        input_shape: channels, height and width of the images; by default those of the datamodule, or [3, 32, 32].
-        num_classes: by default `class_count` of the datamodule.
-        width: factor of the hidden widths of our nets.
+        net: name of a net, import path of a class or function (see `models.registry`), or a torch module. A module is
+            not saved in `hparams`: pass it to `load_from_checkpoint` again.
+        input_shape: channels, height and width of the images. Default: from the datamodule, else [3, 32, 32].
+        num_classes: number of classes. Default: `class_count` of the datamodule.
+        width: multiplier of the hidden widths of our nets.
         net_options: further options of the net, such as {widths: [32, 96, 96]} for `whitened`.
-        label_smoothing: share of the target spread over all classes, 0 … 1.
-        class_weights: weights of the training loss for unequal classes: none, balanced (one over the number of training images
-            of the class) or effective (one over their effective number, which evens out less).
-        optimizer: sgd, adamw, muon (orthogonalised filters, SGD for the rest), or the import path of a torch optimizer.
-        lr: highest learning rate; under muon, that of the filters.
-        momentum: momentum of SGD; under muon, that of the filters.
-        nesterov: use Nesterov's momentum.
-        weight_decay: of weights, not of biases and norms; coupled in SGD, decoupled in AdamW. Under muon, the share that
-            parameters other than filters lose in a step at the highest rate.
-        bias_lr: under muon, rate of biases and norms; default lr.
-        head_lr: under muon, rate of the last layer; default lr.
-        rest_momentum: under muon, momentum of the SGD part.
-        rescale_filters: under muon, bring each filter tensor to the norm √outputs at every step.
-        whiten_epochs: epochs after which the rate of a whitening layer's bias is 0, and the bias costs no more time; default
-            the schedule of the other parameters.
+        label_smoothing: share of the target spread over all classes, from 0 to below 1.
+        class_weights: loss weights for unequal classes: none, balanced (1 / number of training images), or effective (1
+            / effective number of images, a weaker correction).
+        optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters), or the import path of a torch
+            optimizer.
+        lr: highest learning rate. With muon: that of the filters.
+        momentum: momentum of SGD. With muon: that of the filters.
+        nesterov: use Nesterov momentum.
+        weight_decay: decay of weights, not of biases and norms; coupled in SGD, decoupled in AdamW. With muon: share
+            that parameters other than filters lose in a step at the highest rate.
+        bias_lr: with muon, learning rate of biases and norms. Default: lr.
+        head_lr: with muon, learning rate of the last layer. Default: lr.
+        rest_momentum: with muon, momentum of the SGD part.
+        rescale_filters: with muon, rescale each filter tensor to norm √outputs at every step.
+        whiten_epochs: epochs over which the learning rate of a whitening layer's bias falls to 0. Its gradient is no
+            longer computed after that. Default: the schedule of the other parameters.
         schedule: constant, cosine, one_cycle or triangular.
-        schedule_every: change the rate every step or every epoch.
+        schedule_every: update the learning rate every step or every epoch.
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
-        final_lr: rate at the end, as a fraction of lr.
-        ema_decay: decay per step of an average of the weights, which is validated and kept; 0 for none.
-        channels_last: keep convolution weights in channels_last memory, which CPUs and tensor cores prefer.
+        final_lr: final learning rate, as a fraction of lr.
+        ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
+        channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
+            cores.
         compile: compile the net with torch.compile.
-        capture: replay training steps as CUDA graphs where nothing has to run between them.
-        tta: test-time augmentation, scored beside the plain accuracy: none, mirror, or full (mirror and shifts by a pixel).
-        weights: pretrained weights: imagenet, or a file (.safetensors, .pth); default random weights.
-        head_views: views of each training image (one plain, the others augmented) on whose features the last layer of a
-            pretrained net is fitted before training; 0 to skip that fit.
-        unfreeze: train the pretrained net after that fit; false to keep all but the last layer.
-        frozen: share of the pretrained net's parameters, from the input on, that keep their values.
-        input_lr: rate of the first trained layers, rising in equal ratios to lr in the last ones; default lr.
-        fixed_norms: keep the running statistics of batch norms, and normalise by them in training too.
-        metrics: further torchmetrics for validation and test by name, given logits (B, classes) and labels (B,).
-        monitor: validation score that the best checkpoint is chosen by: accuracy, balanced_accuracy, macro_f1, top5 (of more
-            than five classes), loss (the lowest), or one of `metrics`.
-        patience: stop after this many validations without a better score, or, below 1, after that share of the epochs; 0 to
-            train to the end. An EarlyStopping among the Trainer's callbacks takes precedence.
+        capture: replay training steps as CUDA graphs unless other code must run within a step.
+        tta: test-time augmentation, scored next to the plain accuracy: none, mirror, or full (mirror and 1-pixel
+            shifts).
+        weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.
+        head_views: number of views of each training image, the first plain, the others augmented. The last layer of a
+            pretrained net is first fitted on them. 0 skips that fit.
+        unfreeze: train the pretrained net after that fit. With false, only the last layer is fitted.
+        frozen: share of the pretrained net's parameters, starting at the input, that stay fixed.
+        input_lr: learning rate of the first trained layers; rates rise geometrically to lr in the last ones. Default:
+            lr.
+        fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+        metrics: additional torchmetrics for validation and test by name; they receive logits (B, classes) and labels
+            (B,).
+        monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
+            more than five classes), loss (the lowest), or one of `metrics`.
+        patience: stop after this many validations without a better score; below 1, after this share of the epochs. 0
+            disables it. An EarlyStopping among the Trainer's callbacks takes precedence.
     """
 
     net: nn.Module
-    is_pretrained = False  # whether the pretrained weights of `weights` are loaded
-    weighs_batches = True  # for ImageData: this module knows `Batch.loss_weight` and padded labels
+    weighs_batches = True  # tells ImageData that this module supports `Batch.loss_weight` and padded labels
 
     def __init__(
         self,
@@ -153,27 +155,27 @@ class ImageClassifier(pl.LightningModule):
         if isinstance(net, nn.Module):
             self.net = net
         self.loss_hooks: list[LossHook] = []
-        self.running = RunningMetrics(self.device)  # of this device's training steps
+        self.running = RunningMetrics(self.device)  # this device's training steps
         self.logged_step = 0
         self.logged_loss = math.nan  # the training loss of the last row
         self._collector = PredictionCollector()
-        self.score: Score | None = None  # of the last validation or test
-        self.views_score: Score | None = None  # of the last test, with test-time views
-        self.predictions: dict[str, Tensor] | None = None  # of the last test or validation outside of a fit
-        self._reads_losses = True  # at every step; on other devices than CPUs that would wait for them
+        self.score: Score | None = None  # last validation or test
+        self.views_score: Score | None = None  # last test, with test-time augmentation
+        self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
+        self._reads_losses = (
+            True  # whether each step checks its loss on the host; only CPUs do so without synchronising
+        )
         if num_classes is not None:
             self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
 
     def _build(self, input_shape: list[int], num_classes: int) -> None:
-        """Build net and metrics, once the shape of the images and the number of classes are known."""
+        """Build net and metrics."""
         h = self.hparams
-        h["input_shape"], h["num_classes"] = input_shape, num_classes
+        h["input_shape"] = input_shape
+        h["num_classes"] = num_classes
         if not hasattr(self, "net"):
-            shape: dict[str, Any] = {
-                "channels": input_shape[0],
-                "image_size": tuple(input_shape[1:]),
-                "num_classes": num_classes,
-            }
+            channels, height, width = input_shape
+            shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
             self.net = build_net(h["net"], **shape, width=h["width"], options=h["net_options"])
         if h["channels_last"]:
             for parameter in self.net.parameters():
@@ -184,20 +186,22 @@ class ImageClassifier(pl.LightningModule):
         for parameter in parameters[: int(h["frozen"] * len(parameters))]:
             parameter.requires_grad_(False)
         if h["compile"]:
-            self.net.compile(dynamic=False)  # a graph for each size, rather than a slower one for all
-        self.evaluation, self.views = Evaluation(num_classes, self._metrics), Evaluation(num_classes)
+            self.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
+        self.evaluation = Evaluation(num_classes, self._metrics)
+        self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) of normalised float images (B, C, H, W), in the precision of the weights."""
+        """Return logits (B, classes) for normalised float images (B, C, H, W), in the dtype of the weights."""
         return self.net(images.type(self.dtype))
 
     # ---- training
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch, times its `loss_weight` if it has one; see `data.batch.Batch`."""
+        """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
         images, labels = batch
-        weight, targets = getattr(batch, "loss_weight", 1.0), getattr(batch, "targets", None)
+        weight = getattr(batch, "loss_weight", 1.0)
+        targets = getattr(batch, "targets", None)
         logits = self(images)
         targets = labels if targets is None else targets
         smoothing = self.hparams["label_smoothing"]
@@ -216,26 +220,27 @@ class ImageClassifier(pl.LightningModule):
             raise self._not_finite(f"{value}", self.global_step)
         return loss if weight == 1.0 else loss * weight
 
-    # Less of Lightning's bookkeeping per step, with `callbacks.NoProfiler`: `lenet` trains in 0.81 times the time (n = 7).
+    # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81
+    # times the time (n = 7).
     training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Skip nn.Module's checks for the hook names that Lightning sets about forty times a step."""
+        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step."""
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def configure_optimizers(self) -> Any:
-        """Return optimizer and schedule; the schedule spans the training that the Trainer is to make."""
+        """Return the optimizer and its schedule, which spans the whole training."""
         return configure_optimizers(self.net, self.hparams, self.trainer)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Build the net from the datamodule if it is not built yet. Return the callbacks that the settings ask for."""
+        """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""
         if self.hparams["num_classes"] is None:
             data = self.trainer.datamodule  # type: ignore[attr-defined]
             if not hasattr(data, "class_count"):
-                raise UsageError("the number of classes is not known: use ImageClassifier(num_classes=…)")
+                raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
             shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
             self._build(list(shape), data.class_count)
         self.loss_hooks = []
@@ -245,11 +250,12 @@ class ImageClassifier(pl.LightningModule):
         """Reset the state of an earlier fit."""
         if stage == "fit":
             self.running = RunningMetrics(self.trainer.strategy.root_device)
-            self.logged_step, self.logged_loss = 0, math.nan
+            self.logged_step = 0
+            self.logged_loss = math.nan
             self._reads_losses = True
 
     def on_fit_start(self) -> None:
-        """Choose how losses are checked, and what happens with freed memory."""
+        """Configure the check of losses, and whether freed memory is kept."""
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
             return_freed_memory()  # the images do not fit into memory
         elif self.device.type == "cpu":
@@ -258,9 +264,9 @@ class ImageClassifier(pl.LightningModule):
             self.watch_losses()
 
     def watch_losses(self) -> None:
-        """Check losses on the device, without reading each. After one that is not finite, steps change nothing."""
+        """Check losses on the device, without synchronising it. After a non-finite loss, steps change nothing."""
         self._reads_losses = False
-        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a GradScaler does the same
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a GradScaler sets found_inf itself
             for optimizer in self.trainer.optimizers:
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
 
@@ -270,12 +276,12 @@ class ImageClassifier(pl.LightningModule):
             check_restored_state(optimizer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count the images on the host: a replayed step cannot."""
+        """Count the images here, because replayed steps run no Python code."""
         self.running.images += len(batch[1]) if getattr(batch, "loss_weight", 1.0) else 0
         self.running.batches += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log a row when it is due, at the end of an epoch, and at the end of the training."""
+        """Log a row every `log_every_n_steps` steps, at the end of an epoch and at the end of the training."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
             shown = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
@@ -288,12 +294,13 @@ class ImageClassifier(pl.LightningModule):
 
     def _log_row(self) -> dict[str, float]:
         loss, hits, images = sums = self._device_sums().sum(0).tolist()
-        self.running.epoch = [before + now for before, now in zip(self.running.epoch, sums, strict=True)]
+        self.running.epoch = [total + new for total, new in zip(self.running.epoch, sums, strict=True)]
         self.running.start_row()
-        self.logged_step, self.logged_loss = self.global_step, loss / images
+        self.logged_step = self.global_step
+        self.logged_loss = loss / images
         group = self.trainer.optimizers[0].param_groups[0]
         rate = float(group["lr"])
-        if self.hparams["input_lr"] is not None:  # the group of the first layers; log the rate of the last ones
+        if self.hparams["input_lr"] is not None:  # Group 0 holds the first layers. Log the rate of the last ones.
             rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
         values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
         if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
@@ -302,49 +309,48 @@ class ImageClassifier(pl.LightningModule):
         return values
 
     def _write_row(self, values: Mapping[str, float]) -> None:
-        """Write values to the loggers at the current step; `self.log` at every step costs more than a step of a small net."""
+        """Write values to the loggers at the current step. `self.log` takes longer than a step of a small net."""
         for logger in self.trainer.loggers:
             logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
 
     def _device_sums(self) -> Tensor:
-        """Return loss, hits and images of each device since the last row, (devices, 3). Raise NotFiniteLoss if need be."""
+        """Return loss, hits and images of each device since the last row: float32 (devices, 3).
+
+        Collective: every rank must call this. Raises NotFiniteLoss if a loss was not finite.
+        """
         rows = gather_rows(self.trainer, self, self.running.sums()).cpu()
         if rows[:, 3].any():
-            steps = int(self.running.finite_steps) // self.trainer.accumulate_grad_batches  # batches were counted
+            steps = int(self.running.finite_steps) // self.trainer.accumulate_grad_batches
             raise self._not_finite("not finite", self.logged_step + steps)
         return rows[:, :3]
 
-    def _not_finite(self, what: str, step: int) -> NotFiniteLoss:
-        return NotFiniteLoss(f"the loss is {what} at step {step} of epoch {self.current_epoch}")
+    def _not_finite(self, value: str, step: int) -> NotFiniteLoss:
+        return NotFiniteLoss(f"the loss is {value} at step {step} of epoch {self.current_epoch}")
 
     def on_train_epoch_end(self) -> None:
-        """Log the means of the epoch for callbacks that monitor them."""
+        """Log the means of the epoch for callbacks such as EarlyStopping."""
         loss, accuracy = self.running.epoch_means()
         self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
         self.running.epoch = [0.0, 0.0, 0.0]
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
-        """Log values that are equal on all devices. The maximum over devices keeps every bit, which their mean would not."""
-        device = self.device if self.trainer.world_size > 1 else "cpu"  # Apple's GPUs have no float64
-        for name, value in values.items():
-            tensor = torch.tensor(value, dtype=torch.float64, device=device)
-            self.log(
-                name, tensor, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings
-            )
+        """Log values that are equal on all devices. They are reduced by `max`, which does not round as `mean` would."""
+        device = self.device if self.trainer.world_size > 1 else "cpu"  # MPS does not support float64
+        tensors = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in values.items()}
+        self.log_dict(tensors, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings)
 
     # ---- evaluation
 
     @property
     def monitored(self) -> tuple[str, str]:
-        """The score that the best checkpoint is chosen by, such as `val/accuracy`, and whether its `max` or `min` is best."""
+        """Name of the score that selects the best checkpoint, such as `val/accuracy`, and its mode, `max` or `min`."""
         name = self.hparams["monitor"]
-        lowest = name == "loss" or (
-            name in self.evaluation.further and self.evaluation.further[name].higher_is_better is False
-        )
-        return f"val/{name}", "min" if lowest else "max"
+        further = self.evaluation.further
+        minimized = name == "loss" or (name in further and further[name].higher_is_better is False)
+        return f"val/{name}", "min" if minimized else "max"
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the metrics, and give all devices the norm statistics of the first one."""
+        """Reset the metrics, and broadcast the running statistics of norms from the first device."""
         for metric in (self.evaluation, self.views, self._collector):
             metric.reset()
         if self.trainer.world_size > 1:
@@ -355,7 +361,7 @@ class ImageClassifier(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Count one batch. Outside of a fit, keep the prediction of each image if the batch has `indices`."""
+        """Score one batch. Outside of a fit, also keep the prediction of each image if the batch has `indices`."""
         images, labels = batch
         logits = self(images)
         self.evaluation.update(logits, labels)
@@ -363,14 +369,14 @@ class ImageClassifier(pl.LightningModule):
             self._collector.update(logits, labels, batch.indices)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Count one batch, also by its test-time views if `tta` is set."""
+        """Score one batch, also with test-time augmentation if `tta` is set."""
         self.validation_step(batch, batch_idx)
         if self.hparams["tta"] != "none":
             images, labels = batch
             self.views.update(view_logits(self.net, images.type(self.dtype), self.hparams["tta"]), labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the scores as `val/accuracy`, `val/loss` and so on, in a test as `test/…`."""
+        """Log the scores as `val/accuracy`, `val/loss` and so on, or as `test/…` in a test."""
         self.score = self.evaluation.compute()
         self.predictions = self._collector.predictions() if self._collector.update_called else None
         stage = "test" if self.trainer.testing else "val"
@@ -379,9 +385,9 @@ class ImageClassifier(pl.LightningModule):
         scores = self.score.logged(stage)
         fits = self.trainer.state.fn == "fit"
         if fits and not self.trainer.sanity_checking:
-            self._write_row(scores)  # Lightning would write it one step too early
-        if fits and not math.isfinite(self.score.loss):
-            scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}  # never the best, however accurate
+            self._write_row(scores)  # Lightning would log it at the previous step
+        if fits and not math.isfinite(self.score.loss):  # Such weights are never the best, however accurate.
+            scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
         accuracy = f"{stage}/accuracy"
         self._log_scalars({accuracy: scores.pop(accuracy)}, prog_bar=True, logger=not fits)
         self._log_scalars(scores, logger=not fits)
@@ -389,7 +395,7 @@ class ImageClassifier(pl.LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Return the `probabilities` (B, classes) of a batch, with its `labels` and `indices` if it has them; no padding."""
+        """Return `probabilities` (B, classes) of a batch without padding, and its `labels` and `indices`, if any."""
         if isinstance(batch, Tensor):
             return {"probabilities": self(batch).float().softmax(1)}
         images, labels = batch
@@ -402,8 +408,8 @@ class ImageClassifier(pl.LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what an exact resume needs beyond Lightning's states. Raise NotFiniteLoss if it is not finite."""
-        if self.running.batches and self._row_is_due:  # callbacks save before the row of this step is logged
+        """Save the running metrics and the last score. Raise NotFiniteLoss for values that are not finite."""
+        if self.running.batches and self._row_is_due:  # Callbacks save before the row of this step is logged.
             self._log_row()
         check_finite(self, checkpoint)
         checkpoint["cifar_lit"] = {
@@ -414,14 +420,15 @@ class ImageClassifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore that state for a fit. Raise UsageError if the checkpoint is of another net or kind of schedule."""
-        if self._trainer is None or self.trainer.state.fn != "fit":  # loaded for use, or for a test
+        """Restore that state to resume a fit. Raise UsageError for another net or kind of schedule."""
+        if self._trainer is None or self.trainer.state.fn != "fit":
             return
         check_resumable(checkpoint.get("hyper_parameters", {}), self.hparams)
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):
-            rows, rank = state["device_sums"], self.trainer.global_rank
-            if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all.
+            rows = state["device_sums"]
+            rank = self.trainer.global_rank
+            if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all devices.
                 rows = [[sum(column) for column in zip(*rows, strict=True)]]
             if rank < len(rows):
                 self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])

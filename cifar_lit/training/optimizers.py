@@ -1,4 +1,4 @@
-"""Optimizers by name or import path, over groups of parameters by what they are for."""
+"""Optimizers by name or import path, and their parameter groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import SCHEDULES, schedule_from
 
 OPTIMIZERS = ("sgd", "adamw", "muon")
-REST_MOMENTUM = 0.85  # of airbench94_muon's SGD part
+REST_MOMENTUM = 0.85  # SGD part of airbench94_muon
 
-# How a group's step is computed is for the machine to say, not for a checkpoint from another one.
+# These settings depend on the machine. A checkpoint does not override them.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
 
 
@@ -38,37 +38,37 @@ def parameter_groups(
     rescale_filters: bool = True,
     input_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of `net` in groups, each with its `role`, rate and settings; empty groups are left out.
+    """Return the trainable parameters of `net` in non-empty groups, each with its `role`, rate and settings.
 
-    sgd, adamw and those by import path: "weights" of two dimensions or more, with decay, and "biases" (norms' parameters too)
-    without it: decay on the latter costs accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr` in groups of
-    neighbouring layers, whose rates rise in equal steps of their logarithm from that of the first layer to `lr` of the last one
-    (J. Howard and S. Ruder, Universal Language Model Fine-tuning, 2018, section 3.2).
+    All optimizers but muon have two groups. Only "weights", of two or more dimensions, decay: decay of "biases" (also
+    of norms) costs accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr`, each group is split by
+    depth. Rates then rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018, section 3.2).
 
-    muon, which follows airbench94_muon (K. Jordan, 2024), has Muon for "filters", what has two dimensions or more but the head,
-    and Nesterov's SGD with `rest_momentum` for "biases", of norms too; for the "head", the last parameter of two dimensions; and
-    for "whitening", `net.whiten.bias` where there is one, whose rate has an end of its own. Rates not given are `lr`. All are for
-    the mean loss of a batch: airbench sums it, so that its 0.053 for biases at batch 2,000 is 106 here.
+    muon follows airbench94_muon (K. Jordan, 2024). Default rates are `lr`. They apply to the mean loss of a batch;
+    airbench sums it, so that its 0.053 for biases at batch 2,000 is 106 here. The groups:
 
-    Under muon `weight_decay` is the share of itself that a parameter loses in a step at the highest rate, less as the
-    schedule falls, whatever its group's rate. Filters have none while `rescale_filters` sets their norm. airbench's is
-    2e-6 · batch, but within the gradient, where momentum makes it 1 / (1 − 0.85) as much: 0.027 here at batch 2,000.
+    - "filters": parameters of two or more dimensions except the head. They use Muon; the others Nesterov SGD.
+    - "biases": vectors, also of norms.
+    - "head": the last parameter of two dimensions.
+    - "whitening": `net.whiten.bias`, if any, whose schedule may end earlier.
+
+    With muon, `weight_decay` is the share that a parameter loses in a step at the highest rate. Filters have none if
+    `rescale_filters` sets their norm. airbench adds 2e-6 · batch to the gradient, which momentum multiplies by
+    1 / (1 − 0.85): 0.027 here at batch 2,000.
     """
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     if optimizer != "muon":
         shared: dict[str, Any] = {"lr": lr}
-        if optimizer == "sgd" or (
-            optimizer != "adamw" and momentum
-        ):  # one by import path keeps its own where none is set
+        # An optimizer by import path keeps its own momentum unless one is set.
+        if optimizer == "sgd" or (optimizer != "adamw" and momentum):
             shared |= {"momentum": momentum, "nesterov": nesterov}
-        decays = (("weights", weights, weight_decay), ("biases", others, 0.0))
         plain = [
-            {"role": role, "params": params, **shared, "weight_decay": decay}
-            for role, params, decay in decays
-            if params
+            {"role": "weights", "params": weights, **shared, "weight_decay": weight_decay},
+            {"role": "biases", "params": others, **shared, "weight_decay": 0.0},
         ]
+        plain = [group for group in plain if group["params"]]
         return plain if input_lr is None else [part for group in plain for part in by_depth(group, trained, input_lr)]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
@@ -82,18 +82,18 @@ def parameter_groups(
         {"role": "whitening", "params": [bias for bias in others if bias is whitening], "lr": bias_lr, **rest},
     ]
     for group in groups:
-        # the optimizer multiplies by the rate, which holds the schedule's factor and the highest rate
+        # The optimizer multiplies by the current rate: the highest rate times the factor of the schedule.
         group["weight_decay"] = 0.0 if group.get("rescale") else weight_decay / group["lr"]
     return [group for group in groups if group["params"]]
 
 
-DEPTHS = 8  # groups of neighbouring layers
+DEPTHS = 8  # groups of adjacent layers
 
 
 def by_depth(group: dict[str, Any], trained: list[nn.Parameter], input_lr: float) -> list[dict[str, Any]]:
-    """A group cut by the depth of its parameters, the first layers' at `input_lr`; `trained` has all in the net's order."""
+    """Return a group split by depth, with rates from `input_lr`. trained: all trainable parameters in order."""
     count = min(DEPTHS, len(trained))
-    depths = {parameter: place * count // len(trained) for place, parameter in enumerate(trained)}
+    depths = {parameter: index * count // len(trained) for index, parameter in enumerate(trained)}
     parts: dict[int, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         parts.setdefault(depths[parameter], []).append(parameter)
@@ -104,10 +104,10 @@ def by_depth(group: dict[str, Any], trained: list[nn.Parameter], input_lr: float
     ]
 
 
-# Under the names that ImageClassifier's hyper-parameters have.
+# Hyper-parameters of ImageClassifier that are arguments of `parameter_groups`.
 GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 
-# Which values of a setting can be meant, and how others are answered; null is always one of them.
+# A check for the value of each setting, and the message if it fails. null is always valid.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
         ("momentum", "rest_momentum", "label_smoothing"),
@@ -115,7 +115,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     **dict.fromkeys(
         ("bias_lr", "head_lr", "whiten_epochs", "input_lr"),
-        (lambda value: value > 0, "must be above 0, or null for none of its own"),
+        (lambda value: value > 0, "must be above 0, or null"),
     ),
     "weight_decay": (lambda value: value >= 0, "must be 0 or more"),
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
@@ -123,7 +123,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
     "patience": (lambda value: 0 <= value < math.inf, "is a number of validations, or below 1 a share of them"),
 }
-# What other optimizers than muon leave at these values.
+# Settings of muon only, with their defaults.
 _MUON_ONLY = {
     "bias_lr": None,
     "head_lr": None,
@@ -134,7 +134,7 @@ _MUON_ONLY = {
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises UsageError when these settings of ImageClassifier cannot be meant, or not together."""
+    """Raise UsageError for invalid settings of ImageClassifier, or an invalid combination."""
     optimizer, decay = settings["optimizer"], settings["weight_decay"]
     if "." not in optimizer:  # else an import path
         check_choice("model.optimizer", optimizer, OPTIMIZERS)
@@ -147,19 +147,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if settings["nesterov"] and settings["momentum"] == 0:
         raise UsageError("model.nesterov needs model.momentum above 0")
     if optimizer == "muon" and settings["input_lr"] is not None:
-        raise UsageError("model.input_lr does not go with model.optimizer muon: use adamw or sgd")
+        raise UsageError("model.optimizer muon does not support model.input_lr: use adamw or sgd")
     if optimizer == "muon" and decay >= 1:
         raise UsageError(f"model.weight_decay is a share per step under muon, below 1, not {decay:g}")
-    for name, unset in _MUON_ONLY.items():
-        if optimizer != "muon" and settings[name] != unset:
-            text = "null" if unset is None else str(unset).lower()
-            raise UsageError(
-                f"model.{name} goes only with model.optimizer muon: leave it out, or set --model.{name} {text}"
-            )
+    for name, default in _MUON_ONLY.items():
+        if optimizer != "muon" and settings[name] != default:
+            text = "null" if default is None else str(default).lower()
+            raise UsageError(f"model.{name} needs model.optimizer muon: leave it out, or set --model.{name} {text}")
     if settings["schedule_every"] not in ("step", "epoch"):
         raise UsageError(f"model.schedule_every must be step or epoch, not {settings['schedule_every']!r}")
     if settings["schedule_every"] == "epoch" and (settings["warmup_epochs"] or settings["schedule"] == "one_cycle"):
-        raise UsageError("a warm-up by the epoch would train the first one at final_lr: use model.schedule_every step")
+        raise UsageError("a warm-up per epoch would train the first one at final_lr: use model.schedule_every step")
 
 
 def build_optimizer(
@@ -171,19 +169,20 @@ def build_optimizer(
     capturable: bool = False,
     **settings: Any,
 ) -> Optimizer:
-    """The optimizer over all trainable parameters of `net`, which is where it will be trained.
+    """Return the optimizer of all trainable parameters of `net`.
 
-    sgd and adamw do a step in one kernel, on CPUs too: only so do they heed `found_inf`, as Muon does by itself.
+    sgd and adamw are fused, on CPUs too, because only fused kernels support `found_inf`. Muon supports it.
 
     Args:
-        net: the net.
+        net: the net, on the device where it is trained.
         optimizer: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
-        lr: the highest rate.
-        precision: the Trainer's; without bf16 in it Muon's products are of float32 on a CPU, which may compute bf16 slowly.
-        capturable: keep each group's rate in a 0-dim float32 tensor beside the parameters, where a captured step reads it anew.
-        **settings: as of `parameter_groups`.
+        lr: highest learning rate.
+        precision: precision of the Trainer. Without bf16, Muon's products are float32 on a CPU, where bf16 may be slow.
+        capturable: keep the rate of each group in a 0-dim float32 tensor on the device, which captured steps read.
+        **settings: see `parameter_groups`.
 
-    Raises UsageError for an optimizer by import path that is none, or would not heed a setting.
+    Raises:
+        UsageError: if the import path is not of an optimizer, or the optimizer ignores a setting.
     """
     groups = parameter_groups(net, optimizer, lr, **settings)
     first = groups[0]["params"][0]
@@ -199,11 +198,9 @@ def build_optimizer(
     elif optimizer == "sgd":
         built = SGD(groups, lr, fused=True)
         for group in built.param_groups:
-            if group[
-                "momentum"
-            ]:  # at 0, which counts as none; torch's own buffers stay unwritten where `found_inf` skips a first step
-                for parameter in group["params"]:
-                    built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            # Create the buffers here: torch leaves new ones uninitialised if `found_inf` skips the first step.
+            for parameter in group["params"] if group["momentum"] else ():
+                built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     elif capturable:
         raise UsageError(f"a step of {optimizer} cannot be captured: add --model.capture false")
     else:
@@ -213,35 +210,33 @@ def build_optimizer(
         for setting in ("momentum", "nesterov", "weight_decay"):
             if settings.get(setting) and setting not in built.defaults:
                 raise UsageError(f"{optimizer} takes no {setting}: leave model.{setting} out, or set it to 0")
-    # A fused step can unscale gradients itself, too late for clipping: let Lightning's plugin for mixed precision do so.
+    # A fused step would unscale gradients after clipping. Lightning's precision plugin does it before.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(built)
     return built
 
 
 def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: Any) -> Any:
-    """Return what a LightningModule's `configure_optimizers` returns: the optimizer and, unless rates are constant, its schedule.
+    """Return the optimizer and, unless rates are constant, its schedule, as Lightning expects them.
 
-    Raises UsageError for a schedule of a training without an end.
+    Raises UsageError for a schedule if the training has no limit.
     """
     captures = can_capture(trainer, settings["capture"])
     groups = {name: settings[name] for name in GROUP_SETTINGS}
     optimizer = build_optimizer(net, precision=str(trainer.precision), capturable=captures, **groups)
     if settings["schedule"] == "constant" and not settings["warmup_epochs"] and settings["whiten_epochs"] is None:
         return optimizer
-    trainer.fit_loop.setup_data()  # Lightning's estimate leaves it out if there is no limit of epochs
+    trainer.fit_loop.setup_data()  # for num_training_batches: Lightning's estimate skips it without a limit of epochs
     steps = trainer.estimated_stepping_batches
     if steps == math.inf:
-        raise UsageError(
-            "a schedule must know its end: set --epochs or --trainer.max_steps, or --model.schedule constant"
-        )
+        raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
     steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
     schedule = schedule_from(optimizer, settings, int(steps), steps_per_epoch)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": settings["schedule_every"]}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:
-    """Makes state dicts independent of the machine: with plain rates, and without a say in how a step is computed."""
+    """Make state dicts independent of the machine: save rates as floats, and never load MACHINE_SETTINGS."""
     kept = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
     rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -252,7 +247,7 @@ def _keep_machine_settings(optimizer: Optimizer) -> None:
     def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         groups = state["param_groups"]
         if len(groups) != len(kept):
-            return state  # torch says what is wrong
+            return state  # torch raises an error
         return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, kept, strict=True)]}
 
     def rates_in_place(optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Stop a training after a step on a signal, with a checkpoint of that step."""
+"""Stop a training after the current step on a signal, with a checkpoint of that step."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from cifar_lit.training.checkpoint import LastCheckpoint, validates_next, within
 
 
 class Interrupted(BaseException):
-    """The user or the system asked the run to stop (Ctrl-C, SIGTERM, SIGHUP, SLURM's signal to requeue)."""
+    """The user or the system stopped the run (Ctrl-C, SIGTERM, SIGHUP, SLURM's requeue signal)."""
 
-    latest: Interrupted | None = None  # matplotlib's compiled code raises "Invalid bounding box" in its place
+    latest: Interrupted | None = None  # the last one: matplotlib's compiled code replaces it by another error
 
     def __init__(self, number: int, requeue: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
         Interrupted.latest = self
         self.exit_code = 128 + number
-        self.requeue = requeue  # SLURM is to start the job again
-        self.resume: str | None = None  # the command that goes on, once it is known
+        self.requeue = requeue  # whether SLURM should start the job again
+        self.resume: str | None = None  # the command to resume, once known
 
 
 class NoSignalHandlers(Callback):
-    """Keeps the Trainer from taking the signals over at the start of each stage, so that they raise `Interrupted` as before it.
+    """Keep the Trainer from registering its signal handlers.
 
-    Its handlers write SLURM's checkpoint in the middle of a step, which resumes inexactly, and speak to the other processes
-    inside the handler, which can wait for ever. In a training `OrderlyStop` takes the signals, and the processes need not ask
-    each other for a SIGTERM before each step, which waits for the device.
+    Its handlers write SLURM's checkpoint within a step, which is not resumed exactly, and communicate with other
+    processes, which can deadlock. `OrderlyStop` handles signals during a training. The Trainer's broadcast of SIGTERM
+    before each step, which synchronises the device, is then unnecessary.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the Trainer would register them."""
+        """Replace the Trainer's methods."""
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # with max_steps, Lightning goes on from an epoch's end as from its middle, and counts that epoch twice
+        # With max_steps, Lightning would resume from the end of an epoch as from its middle, and count it twice.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
 
 class OrderlyStop(Checkpoint):
-    """Stop the training after the step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal, with that step in `last.ckpt`.
+    """Write `last.ckpt` and stop after the current step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal.
 
-    A validation that is due right after the step runs first. During validation the epoch ends first, which writes a
-    checkpoint anyway. All devices stop at the same step. A second signal stops at once, unless one of the two is SIGHUP: a
-    lost session sends several. It is a `Checkpoint` because the Trainer calls those after the callbacks that change what is
-    saved, such as the average.
+    If a validation follows the step, it runs first. A signal during validation stops after the epoch, which writes a
+    checkpoint. All devices stop at the same step. A second signal stops immediately, unless one of them is SIGHUP: a
+    lost session sends several. This class is a `Checkpoint` so that the Trainer calls it after callbacks that change
+    what is saved.
     """
 
     SIGNALS = STOP_SIGNALS
@@ -73,13 +73,11 @@ class OrderlyStop(Checkpoint):
             raise self._interrupted(number)
         self._received = self._received or number
         self._last.asked_for = True
-        if (
-            number == signal.SIGINT
-        ):  # typed by somebody who looks; a scheduler may send others to what cannot go on anyway
-            note("", "stopping after this step; once more to stop at once")
+        if number == signal.SIGINT:
+            note("", "stopping after this step; press Ctrl-C again to stop immediately")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Learns from SLURM's plugin which signal asks for a requeue."""
+        """Get SLURM's requeue signal."""
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment):
             self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
@@ -87,26 +85,26 @@ class OrderlyStop(Checkpoint):
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning, which would end with exit code 0 or without a checkpoint."""
+        """Register the handlers. Lightning's would end with exit code 0, or without a checkpoint."""
         handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
         self._before = {number: signal.signal(number, self._receive) for number in handled if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
-        """The signal that any of the devices received, 0 for none."""
+        """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
         if trainer.world_size == 1:
             return self._received
         received = torch.tensor(self._received, device=pl_module.device)
-        # not strategy.reduce, which adds a barrier: this runs at every step
+        # strategy.reduce would add a barrier at every step.
         torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
         return int(received)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops in the middle of an epoch; at its end, a checkpoint comes anyway."""
+        """Stop within an epoch."""
         if (self._received or trainer.world_size > 1) and not validates_next(trainer):
             self._stop_within_epoch(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops after a validation in the middle of an epoch."""
+        """Stop after a validation within an epoch."""
         if trainer.state.fn == "fit":
             self._stop_within_epoch(trainer, pl_module)
 
@@ -116,21 +114,21 @@ class OrderlyStop(Checkpoint):
             raise self._interrupted(number)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops between epochs, where the last one has left its checkpoint; where it has left none, after the next step."""
+        """Stop between epochs if there is a checkpoint of the last step; otherwise after the next step."""
         if self._last.is_of(trainer) and (number := self._agreed(trainer, pl_module)):
             raise self._interrupted(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gives the signals back; one that came in the last epoch counts now."""
-        self._give_back()
+        """Restore the handlers. Stop if a signal arrived in the last epoch."""
+        self._restore_handlers()
         if self._received:
             raise self._interrupted(self._received)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Gives the signals back."""
-        self._give_back()
+        """Restore the handlers."""
+        self._restore_handlers()
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -1,4 +1,4 @@
-"""The prediction of every image of an evaluation."""
+"""Collect the predictions of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PredictionCollector(Metric):
-    """The logits of every image of one pass over a set, in the order of the set.
+    """The logits of every image in one pass over a set, in the order of the set.
 
-    Batches are kept without synchronising the device, and gathered from all processes at the end.
+    Updates do not synchronise the device. All processes exchange their logits at the end.
     """
 
     full_state_update = False
@@ -26,21 +26,21 @@ class PredictionCollector(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, labels: Tensor, indices: Tensor) -> None:
-        """Keep logits (B, classes) of images with int64 labels (B,), -1 for padding, and int64 rows (B,) of their set."""
+        """Add logits (B, classes), labels, int64 (B,), -1 for padding, and rows of the set, int64 (B,)."""
         self.indices.append(indices)
         self.labels.append(labels)
-        self.logits.append(logits.detach().float())  # not every backend can send bfloat16
+        self.logits.append(logits.detach().float())  # some backends cannot send bfloat16
 
     def compute(self) -> dict[str, Tensor]:
-        """Return `indices` and `labels` int64 (N,), `probabilities` float64 (N, classes) of all devices, on the CPU, by index.
+        """Return `indices`, int64 (N,), `labels`, int64 (N,), and `probabilities`, float64 (N, classes), on the CPU.
 
-        In float64, different logits stay different, so that the likeliest class is the one that was counted.
+        They are of all devices, sorted by index. In float64, different logits have different probabilities.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
         rows = indices.argsort()
-        rows = rows[labels[rows] >= 0]  # selecting by value per batch would synchronise the device
+        rows = rows[labels[rows] >= 0]  # not in `update`, where it would synchronise the device
         return {"indices": indices[rows], "labels": labels[rows], "probabilities": logits[rows].double().softmax(1)}
 
     def predictions(self) -> dict[str, Tensor]:
-        """Return what `compute` returns, with a row also for a single image, which torchmetrics squeezes to scalars."""
+        """Return the result of `compute`, with at least one dimension: torchmetrics squeezes single rows."""
         return {name: torch.atleast_1d(values) for name, values in self.compute().items()}

@@ -1,4 +1,4 @@
-"""What a resumed training takes from its checkpoint, and what from its settings."""
+"""Checks of a resumed training, and settings that override its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ def check_resumable(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> No
     """Raise UsageError if a checkpoint with the hyper-parameters `saved` cannot be resumed with `settings`."""
     for name in ("net", "width", "net_options", "input_shape", "num_classes"):
         if (saved.get(name, settings[name]) or None) != (settings[name] or None):
-            line = f"this run's {name} is {saved[name]}, not {settings[name]}"
-            raise UsageError(f"{line}: leave the settings of net and images as they were, or start a new run")
+            fault = f"this run's {name} is {saved[name]}, not {settings[name]}"
+            raise UsageError(f"{fault}: keep the settings of net and images, or start a new run")
     if saved and _schedule_kind(saved) != _schedule_kind(settings):
         names = "model.schedule, schedule_every, warmup_epochs, frozen and input_lr"
-        raise UsageError(
-            f"the schedule or its groups of layers would change in mid-training: leave {names} as they were"
-        )
+        raise UsageError(f"a resumed run cannot change its schedule or its groups of layers: keep {names}")
 
 
 def _schedule_kind(settings: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what must be unchanged on resume: a checkpoint counts the steps of a schedule, with a rate for each group."""
+    """Return values that must be unchanged on resume, because the state of a schedule depends on them."""
     constant = settings.get("schedule", "constant") == "constant"
     timed = not constant or settings.get("warmup_epochs") or settings.get("whiten_epochs") is not None
     every, frozen = settings.get("schedule_every", "step"), settings.get("frozen", 0.0)
@@ -34,21 +32,21 @@ def _schedule_kind(settings: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:
-    """Replace the rates, momentum and decay in a checkpoint by those of `settings`; buffers and step counts stay.
+    """Replace rates, momentum and decay in a checkpoint by those of `settings`; keep buffers and step counts.
 
-    Raises UsageError for another optimizer: it cannot use those buffers.
+    Raises UsageError for another optimizer, which cannot use these buffers.
     """
     before = checkpoint.get("hyper_parameters", {})
     if not before.get("lr"):
         return
     if before.get("optimizer") != settings["optimizer"]:
-        line = f"this run was trained with {before.get('optimizer')}, which {settings['optimizer']} cannot go on from"
-        raise UsageError(f"{line}: leave model.optimizer as it was, or start a new run")
+        fault = f"this run was trained with {before.get('optimizer')} and cannot resume with {settings['optimizer']}"
+        raise UsageError(f"{fault}: keep model.optimizer, or start a new run")
     old, new = (
-        parameter_groups(net, **{name: known[name] for name in GROUP_SETTINGS if name in known})
-        for known in (before, settings)
+        parameter_groups(net, **{name: values[name] for name in GROUP_SETTINGS if name in values})
+        for values in (before, settings)
     )
-    scales = [after["lr"] / was["lr"] for was, after in zip(old, new, strict=True)]
+    scales = [new_group["lr"] / old_group["lr"] for old_group, new_group in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):
         for group, changed, scale in zip(optimizer["param_groups"], new, scales, strict=False):
             for rate in ("lr", "initial_lr"):
@@ -61,23 +59,19 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
                 schedule[rates] = [rate * scale for rate, scale in zip(schedule[rates], scales, strict=False)]
 
 
-# State tensors of torch's optimizers with a value for each value of their parameter.
+# State tensors of torch's optimizers with the shape of their parameter.
 _SHAPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Failure if state from a checkpoint does not fit its parameters.
-
-    The fused kernels of torch do not check it: they write beyond the end of a smaller tensor.
-    """
+    """Raise Failure if restored state does not fit its parameter: fused kernels would write out of bounds."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_shaped = name in _SHAPED_STATE
             if value is None or (not is_shaped and (name != "step" or isinstance(value, int | float))):
                 continue
             if not isinstance(value, Tensor) or value.shape != (parameter.shape if is_shaped else torch.Size()):
-                raise Failure(
-                    f"the checkpoint does not fit this run: its optimizer has another {name}. Use another checkpoint."
-                )
+                fault = f"the checkpoint does not fit this run: its optimizer has another {name}"
+                raise Failure(f"{fault}. Use another checkpoint.")
             if is_shaped and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter).copy_(value)

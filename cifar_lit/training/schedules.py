@@ -1,4 +1,4 @@
-"""Learning rate schedules as pure functions of how far the training has come."""
+"""Learning rate schedules as pure functions of the training progress."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ SCHEDULES = ("constant", "cosine", "one_cycle", "triangular")
 
 
 def schedule_factor(name: str, done: float, total: float, warmup: float, final: float) -> float:
-    """The learning rate at `done` of `total` steps (or epochs), as a multiple of the highest one.
+    """Return the learning rate after `done` of `total` steps (or epochs), as a multiple of the highest rate.
 
-    warmup: steps (or epochs) of rise from `final` to 1 before the schedule proper; final: the factor at the end.
-
-    constant: 1. cosine: half a cosine from 1 to final (Loshchilov and Hutter, 2017, without restarts). triangular:
-    linear from 1 to final. one_cycle: like cosine, with a cosine rise as well, over 30 % of the training if `warmup`
-    is 0 (Smith and Topin, 2018, as torch's OneCycleLR anneals).
+    Args:
+        name: `constant`: 1. `cosine`: half a cosine from 1 to `final` (Loshchilov and Hutter, 2017, without restarts).
+            `triangular`: linear from 1 to `final`. `one_cycle`: like cosine, with a cosine warm-up, over 30 % of the
+            training if `warmup` is 0 (Smith and Topin, 2018; as torch's OneCycleLR).
+        done: steps (or epochs) so far.
+        total: steps (or epochs) in total.
+        warmup: steps (or epochs) of the rise from `final` to 1.
+        final: the factor at the end.
     """
     if name == "one_cycle" and warmup == 0:
         warmup = 0.3 * total
@@ -37,13 +40,18 @@ def schedule_factor(name: str, done: float, total: float, warmup: float, final: 
 
 
 class Schedule(LambdaLR):
-    """A torch scheduler whose factor is `schedule_factor`; step it per optimizer step or per epoch, as `total` counts.
+    """A torch scheduler with the factor `schedule_factor`.
 
-    The optimizer's rates of now are the highest ones; where they are tensors, they are written in place without waiting for the
-    device. whitening: after how many steps (or epochs) the rate of the group with the role "whitening" has fallen to 0, in a
-    straight line; None for the schedule of the others.
+    The current rates of the optimizer are the highest ones. Rates that are tensors are written in place.
 
-    Raises UsageError for a warm-up that is as long as the training, or `whitening` without such a group.
+    Args:
+        optimizer: the optimizer.
+        name, total, warmup, final: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
+        whitening: units over which the rate of the group with role "whitening" falls linearly to 0; None for the common
+            schedule.
+
+    Raises:
+        UsageError: if the warm-up is as long as the training, or for `whitening` without such a group.
     """
 
     def __init__(
@@ -56,12 +64,10 @@ class Schedule(LambdaLR):
         whitening: float | None = None,
     ) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
-            raise UsageError(f"a warm-up of {warmup:g} leaves nothing of {total:g} to train: lower model.warmup_epochs")
+            raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower model.warmup_epochs")
 
-        def factor(done: float) -> float:
-            return max(
-                0.0, schedule_factor(name, done, total, warmup, final)
-            )  # a captured step must see no negative rate
+        def factor(done: float) -> float:  # at least 0, for captured steps
+            return max(0.0, schedule_factor(name, done, total, warmup, final))
 
         def whitening_factor(done: float) -> float:
             return max(0.0, 1 - done / whitening) if whitening else factor(done)
@@ -71,26 +77,24 @@ class Schedule(LambdaLR):
             raise UsageError("this net has no whitening layer with a bias to train: set --model.whiten_epochs null")
         factors: list[Callable[[int], float]] = [whitening_factor if role == "whitening" else factor for role in roles]
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # never a tensor: it could be the rate's own
+            group.setdefault("initial_lr", float(group["lr"]))  # not the tensor of the rate
         self._whitening = whitening
         super().__init__(optimizer, factors)
 
     @property
     def whitening_ended(self) -> bool:
-        """Whether the group with the role "whitening" has come to its own end, from which on its rate is 0."""
+        """Whether the rate of the group with role "whitening" has fallen to 0."""
         return self._whitening is not None and self.last_epoch >= self._whitening
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with plain numbers for the rates; how long the whitening's falls is a setting, which may change."""
+        """Return torch's state with rates as floats, and without `whitening`, which may change on resume."""
         state = super().state_dict()
         del state["_whitening"]
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
 def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> Schedule:
-    """The schedule of a model's settings for a training of so many optimizer steps, stepped as `schedule_every` says."""
+    """Return the schedule for a model's settings. steps: all optimizer steps of the training."""
     unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
-    warmup, whitening = (
-        (settings[name] or 0.0) * steps_per_epoch / unit for name in ("warmup_epochs", "whiten_epochs")
-    )
+    warmup, whitening = ((settings[name] or 0) * steps_per_epoch / unit for name in ("warmup_epochs", "whiten_epochs"))
     return Schedule(optimizer, settings["schedule"], steps / unit, warmup, settings["final_lr"], whitening or None)

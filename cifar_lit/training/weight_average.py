@@ -12,44 +12,40 @@ from cifar_lit.models.state import with_versions
 
 
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's average, with norms' running statistics averaged too, and gone after the fit.
+    """Lightning's average, also of the running statistics of norms, and removed after the fit.
 
-    Lightning's own would put it, or the *current* weights of a checkpoint, in the place of what is tested by the same Trainer.
+    Otherwise, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
     """
 
     def __init__(self, decay: float) -> None:
         super().__init__(decay=decay, use_buffers=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Makes the average where the module will be; at this time it has not been moved yet."""
+        """Create the average on the device of the fit, to which the module is moved later."""
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gives the average the precision of float64 weights, which would be rounded when the two change places."""
+        """Convert the average to float64 if the weights are: a swap would round them."""
         if self._average_model is not None and pl_module.dtype == torch.float64:
             self._average_model.module.double()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Saves average and current weights."""
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save average and current weights."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
 
     def start_from(self, pl_module: pl.LightningModule) -> None:
-        """Makes weights that were set since set-up, before the first step, the average of so far."""
+        """Set the average to the current weights, before the first step."""
         assert self._average_model is not None
         self._average_model.module.load_state_dict(pl_module.state_dict())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leaves the average in the model."""
+        """Copy the average into the model."""
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Restores average and current weights when a fit is resumed."""
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Restore average and current weights when a fit is resumed."""
         if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)

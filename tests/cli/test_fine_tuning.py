@@ -77,7 +77,7 @@ def test_images_are_prepared_as_in_the_pretraining_unless_settings_say_otherwise
     ("words", "line"),
     [
         (("--model.weights", "weights.pth", "--net", "lenet"), "does not hold weights of lenet"),
-        (("--model.frozen", "0.5"), "model.frozen keeps pretrained layers as they are: set model.weights"),
+        (("--model.frozen", "0.5"), "model.frozen needs pretrained layers: set model.weights"),
         (("--model.weights", "weights.pth", "--net", "shapenet", "--model.frozen", "1"), "model.frozen is a share"),
     ],
 )

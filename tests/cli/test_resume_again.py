@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 from filelock import FileLock
 
@@ -53,6 +54,12 @@ def test_further_processes_resume_from_the_checkpoint_that_the_first_one_chose(
     shutil.copy(chosen, checkpoints / "last.ckpt")  # whole again, as on a file system that shows changes late
     assert Path(os.environ[RESUMED_CHECKPOINT]) == chosen
     assert validate_resume(Path(os.environ[RESUMED_CHECKPOINT]), command, first=False) == (chosen, step)
+
+
+def test_a_file_with_weights_alone_cannot_be_resumed(unfinished: Path) -> None:
+    last = unfinished / "checkpoints/last.ckpt"
+    torch.save({"state_dict": read_checkpoint(last)["state_dict"]}, last)
+    assert_refused(run_command("--resume", last), 2, "last.ckpt holds weights only")
 
 
 def test_a_damaged_checkpoint_that_has_no_substitute_is_named(unfinished: Path) -> None:

@@ -169,7 +169,7 @@ def test_what_cannot_be_meant_is_answered_in_one_line_with_2_and_makes_no_run(
 
 def test_a_side_that_the_net_cannot_take_is_refused_before_anything_is_trained(files: Path) -> None:
     words = ("--net", "alexnet", "--data.image_size", "64", "--data.resolutions", "{32: 0.5}")
-    assert_refused(run_command(*S.split(), *words), 2, "alexnet cannot take 32×32 images; the least size is 63×63")
+    assert_refused(run_command(*S.split(), *words), 2, "alexnet cannot take 32×32 images; the smallest size is 63×63")
     assert not (files / "lightning_logs").exists()
 
 

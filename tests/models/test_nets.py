@@ -72,7 +72,7 @@ def test_nets_of_ours_take_any_channels_classes_and_sizes_from_their_least_on(na
     assert logits(build(name, least), 3, least, least).shape == (2, 10)
     for size in ((least - 1, 40), (40, least - 1)) if least > 1 else ():
         with pytest.raises(
-            UsageError, match=f"{name} cannot take {size[0]}×{size[1]} images; the least size is {least}×{least}"
+            UsageError, match=f"{name} cannot take {size[0]}×{size[1]} images; the smallest size is {least}×{least}"
         ):
             build(name, size)
         with pytest.raises(RuntimeError):
@@ -111,22 +111,22 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "text"),
     [
-        ("lenet", {"channels": 0}, "1 channel, class and pixel at least, not 0, 10 and 32×32"),
+        ("lenet", {"channels": 0}, "at least 1 channel, class and pixel, not 0, 10 and 32×32"),
         ("lenet", {"image_size": (32, -1)}, "and 32×-1"),
         ("lenet", {"width": 0.0}, "above 0 and at most 1000, not 0.0"),
         ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
         ("lenet", {"width": float("nan")}, "above 0 and at most 1000, not nan"),
-        ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a width of its own"),
+        ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a fixed width"),
         (
             "lenet",
             {"options": {"depth": 3}},
             "net_options of lenet has no 'depth'. It has none: leave model.net_options out",
         ),
         ("resnet18", {"options": {"depth": 3}}, "net_options of resnet18 has no 'depth'. It has none"),
-        ("alexnet", {}, "alexnet cannot take 32×32 images; the least size is 63×63"),
-        ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the least size is 17×17"),
-        ("vit_b_16", {"image_size": (32, 48)}, "multiple of 16, not 32×48"),
-        ("maxvit_t", {}, "multiples of 224, not 32×32"),
+        ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
+        ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the smallest size is 17×17"),
+        ("vit_b_16", {"image_size": (32, 48)}, "divisible by 16, not 32×48"),
+        ("maxvit_t", {}, "divisible by 224, not 32×32"),
     ],
 )
 def test_settings_that_a_net_cannot_be_built_with_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:
@@ -222,7 +222,7 @@ def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path
     ("name", "options", "text"),
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
-        ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the least size is 9×9."),
+        ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the smallest size is 9×9."),
         (
             "my_own_nets.NoWidth",
             {},

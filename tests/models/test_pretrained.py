@@ -30,7 +30,7 @@ def test_small_images_are_scaled_within_the_net() -> None:
     net.conv1.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))  # type: ignore[union-attr]
     net(images)
     assert seen == [(2, 3, 64, 96)]
-    with pytest.raises(UsageError, match=r"model\.net_options\.side is 8, not a number of pixels from 16 to 2048"):
+    with pytest.raises(UsageError, match=r"model\.net_options\.side must be 16 … 2048 pixels, not 8"):
         build_net("timm/resnet10t", channels=3, image_size=16, num_classes=2, options={"side": 8})
 
 
@@ -92,6 +92,6 @@ def test_weights_that_no_network_brings_are_told_in_one_line(monkeypatch: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     net = build_net("timm/resnet10t", channels=3, image_size=32, num_classes=2)
     with pytest.raises(
-        Failure, match=r"weights of timm/resnet10t could not be had .*--model\.weights FILE, or use timm/tf_eff"
+        Failure, match=r"weights of timm/resnet10t cannot be loaded .*--model\.weights FILE, or use timm/tf_eff"
     ):
         load_pretrained(net, "timm/resnet10t", "imagenet")

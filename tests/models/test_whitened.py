@@ -125,7 +125,7 @@ def test_channels_of_zeros_change_neither_logits_nor_gradients(channels: int, fu
             (logits.detach(), [parameter.grad for parameter in net.parameters() if parameter.requires_grad])
         )
     torch.testing.assert_close(*outcomes)
-    assert net.further_channels == further
+    assert net.zero_channels == further
 
 
 @pytest.mark.parametrize(("patch", "stride", "first"), [(3, 1, 32), (4, 2, 16), (4, 4, 8)])
@@ -142,7 +142,7 @@ def test_the_first_layer_starts_at_the_resolution_of_its_stride(patch: int, stri
 def test_the_least_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
     assert made(size=least, **options)(some_images(least)).shape == (6, 5)
     with pytest.raises(
-        UsageError, match=rf"cannot take {least - 1}×{least - 1} images; the least size is {least}×{least}"
+        UsageError, match=rf"cannot take {least - 1}×{least - 1} images; the smallest size is {least}×{least}"
     ):
         made(size=least - 1, **options)
 
@@ -277,17 +277,17 @@ def test_under_autocast_both_ends_keep_float32_and_the_middle_is_bfloat16() -> N
             {"widhts": [8]},
             "model.net_options of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual",
         ),
-        ({"widths": []}, "widths must be a list of whole numbers above 0, one a group, not []"),
-        ({"depth": 0}, "depth must be a whole number from 1 to 100, or a list of 3, one a group, not 0"),
-        ({"depth": [2, [3, 2], 2]}, "sides from 1 to 7 pixels, odd ones behind the first, not [2, [3, 2], 2]"),
-        ({"depth": [2, [3, "1"], 2]}, "depth must be in its lists sides"),
-        ({"inner": [8, 8]}, "inner must be null, or a list of whole numbers above 0, one a group, not [8, 8]"),
+        ({"widths": []}, "widths must be a list of positive integers, one per group, not []"),
+        ({"depth": 0}, "depth must be an integer from 1 to 100, or a list of 3, one per group, not 0"),
+        ({"depth": [2, [3, 2], 2]}, "kernel sides from 1 to 7 pixels, all odd except the first, not [2, [3, 2], 2]"),
+        ({"depth": [2, [3, "1"], 2]}, "depth must be made of kernel sides"),
+        ({"inner": [8, 8]}, "inner must be null, or a list of positive integers, one per group, not [8, 8]"),
         ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
         (
             {"residual": True, "depth": 1},
-            "residual goes around the second convolution and those after: set depth above 1",
+            "residual needs two convolutions in a group: set depth above 1",
         ),
-        ({"patch": 2.5}, "patch must be a whole number of pixels above 0, not 2.5"),
+        ({"patch": 2.5}, "patch must be a positive integer, not 2.5"),
         ({"stride": 3}, "stride must be from 1 to 2 (patch) pixels, not 3"),
         ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),
         ({"head_pool": "mean"}, "head_pool must be one of max, avg, not 'mean'"),

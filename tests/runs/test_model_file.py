@@ -188,7 +188,7 @@ def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(
     monkeypatch.setitem(sys.modules, "timm", None)
     with all_imports_allowed():
         for name, line in (
-            ("timm/resnet18", "timm's, which is not installed"),
+            ("timm/resnet18", "needs timm, which is not installed"),
             ("absent.Net", "there is no module 'absent'"),
         ):
             save_weights(path, {}, replace(CARD, net=name))

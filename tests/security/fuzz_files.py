@@ -163,7 +163,7 @@ READERS = {
         ],
     ),
     "a configuration": Reader(
-        yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"a: 2001-99-99\n", b"a: !!bool x\n"]
+        yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"count: !!int \n", b"a: 2001-99-99\n", b"a: !!bool x\n"]
     ),
     "an image": Reader(images, read_image),
 }

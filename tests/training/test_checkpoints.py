@@ -122,7 +122,7 @@ def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
         damaged = bytearray(content)
         damaged[start + 38] |= 0x10  # the external attributes
         checkpoint.write_bytes(bytes(damaged))
-        with pytest.raises(DamagedCheckpoint, match="a part of it is marked as a folder"):
+        with pytest.raises(DamagedCheckpoint, match="an entry is marked as a folder"):
             read_checkpoint(checkpoint)
 
 
@@ -140,7 +140,7 @@ def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Pa
 def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:
     run, best = checkpoint.parent.parent, checkpoint.with_name("best.ckpt")
     (run / "model.safetensors").touch()
-    for place, kind in ((run, "a folder"), (run / "model.safetensors", "no checkpoint, but holds weights alone")):
+    for place, kind in ((run, "a folder"), (run / "model.safetensors", "no checkpoint, but holds weights only")):
         with pytest.raises(UsageError, match=f"{place} is {kind}: name a checkpoint of a run"):
             read_checkpoint(place)
     checkpoint.rename(best)

@@ -319,7 +319,7 @@ def test_rates_rise_in_equal_ratios_from_the_first_layers_to_the_last() -> None:
     groups = parameter_groups(few, "adamw", 1e-2, weight_decay=0.1, input_lr=1e-4)
     assert max(group["lr"] for group in groups) == pytest.approx(1e-2)
     assert {group["weight_decay"] for group in groups if group["role"] == "biases"} == {0.0}
-    with pytest.raises(UsageError, match=r"model\.input_lr does not go with model\.optimizer muon"):
+    with pytest.raises(UsageError, match=r"model\.optimizer muon does not support model\.input_lr"):
         ImageClassifier("shapenet", [3, 16, 16], 10, optimizer="muon", input_lr=1e-4)
 
 

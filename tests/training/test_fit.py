@@ -41,7 +41,7 @@ from cifar_lit.models.registry import build_net
         ({"nesterov": True}, "nesterov needs model.momentum"),
         ({"momentum": 1.0}, "momentum must be 0 or more and below 1, not 1"),
         ({"weight_decay": -1e-3}, "weight_decay must be 0 or more"),
-        ({"bias_lr": 1.0}, r"bias_lr goes only with .* muon.* --model\.bias_lr \S+$"),
+        ({"bias_lr": 1.0}, r"bias_lr needs .* muon.* --model\.bias_lr \S+$"),
         ({"optimizer": "muon", "head_lr": float("nan")}, "head_lr must be above 0"),
         ({"optimizer": "muon", "weight_decay": 1.0}, "a share per step under muon, below 1"),
     ],

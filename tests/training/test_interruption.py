@@ -179,7 +179,7 @@ def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
 def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path, "sgd").stop(At(2, press(signal.SIGINT, signal.SIGINT)))
     assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.count("once more to stop at once") == 1
+    assert capsys.readouterr().err.count("press Ctrl-C again to stop immediately") == 1
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
     assert {interval: time.total_seconds() for interval, time in times.items() if time} == seconds
     for interval in ("", 0, "0m", "-3", "1.5", "m", "10 m", "10d", "1e3", "10M"):
         with pytest.raises(
-            UsageError, match=r"--checkpoint-every is a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
+            UsageError, match=r"--checkpoint-every must be a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
         ):
             regular_checkpoint(interval)
 

@@ -105,7 +105,7 @@ def test_images_and_classes_of_a_datamodule_shape_the_net(tmp_path: Path) -> Non
 def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 3, 32, 32), torch.arange(8)), 4)
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
-    with pytest.raises(UsageError, match=r"the number of classes is not known: use ImageClassifier\(num_classes=…\)"):
+    with pytest.raises(UsageError, match=r"the number of classes is unknown: use ImageClassifier\(num_classes=…\)"):
         trainer.fit(ImageClassifier("lenet"), loader)
     trainer.fit(ImageClassifier("lenet", num_classes=8), loader)
 

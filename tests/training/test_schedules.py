@@ -115,7 +115,7 @@ def test_a_schedule_has_to_know_its_end_which_may_be_a_number_of_steps() -> None
     for settings, line in (({"warmup": 10}, r"lower model\.warmup_epochs"), ({"whitening": 3}, "null")):
         with pytest.raises(UsageError, match=line):
             Schedule(optimizer(), "cosine", 10, **settings)
-    with pytest.raises(UsageError, match="a schedule must know its end: set --epochs or "):
+    with pytest.raises(UsageError, match="a schedule needs an end: set --epochs or "):
         fitted(classifier(schedule="triangular", lr=0.1), shapes_data(), max_epochs=-1, max_time={"seconds": 60})
 
 

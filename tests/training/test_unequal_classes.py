@@ -122,7 +122,7 @@ def test_a_fit_takes_the_weights_from_its_training_images_and_validates_without(
 
 def test_weights_without_training_images_to_count_are_refused() -> None:
     loader = DataLoader([Batch(torch.zeros(2, 3, 16, 16), torch.arange(2), torch.arange(2))], batch_size=None)
-    with pytest.raises(UsageError, match="class_weights balanced counts the training images: fit a datamodule"):
+    with pytest.raises(UsageError, match="class_weights balanced needs class_counts of the datamodule"):
         trainer(max_epochs=1).fit(classifier(class_weights="balanced"), loader)
 
 
