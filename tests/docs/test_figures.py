@@ -20,14 +20,15 @@ RESULTS = ROOT / "results"
 PAGES = [*sorted(ROOT.glob("README*.md")), RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
-UNITS_OF_CHINESE_PAGES = "秒|分钟|小时|倍"
+UNITS += "|秒|分钟|小时|倍"  # Chinese pages
 NUMBER = re.compile(
-    rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS}|{UNITS_OF_CHINESE_PAGES})|\b(?:tenth|third|fifth|quarter)s?\b"
+    rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b"
 )
 HEADER_FIELDS = ("Score", "Time", "Hardware", "Date")
 # Generated blocks, code and the names of confidence intervals hold no typed figures.
 NOT_TYPED = re.compile(
-    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->|`[^`\n]+`|95 % (?:confidence |Wilson )?intervals?|95% 置信区间",
+    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->|`[^`\n]+`"
+    r"|95 % (?:confidence |Wilson )?intervals?|95% 置信区间",
     re.DOTALL,
 )
 
