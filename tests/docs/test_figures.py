@@ -21,9 +21,7 @@ PAGES = [*sorted(ROOT.glob("README*.md")), RESULTS / "README.md", *sorted((ROOT 
 RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
 UNITS += "|秒|分钟|小时|倍"  # Chinese pages
-NUMBER = re.compile(
-    rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b"
-)
+NUMBER = re.compile(rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b")
 HEADER_FIELDS = ("Score", "Time", "Hardware", "Date")
 # Generated blocks, code and the names of confidence intervals hold no typed figures.
 NOT_TYPED = re.compile(
